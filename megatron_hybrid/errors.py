@@ -1,0 +1,31 @@
+"""Errors that users see. Every message is a sentence for the person who can act on it."""
+
+from __future__ import annotations
+
+
+class ConfigurationError(ValueError):
+    """The configuration contradicts itself, the model or the machine. Exit code 2 on a command line."""
+
+
+class InvalidRequestError(ValueError):
+    """A request that cannot be served as it stands.
+
+    `field` names the request field that is wrong, `status` the HTTP status that says so.
+    """
+
+    def __init__(self, field: str, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.field = field
+        self.status = status
+
+
+class WeightsError(ValueError):
+    """A checkpoint that does not fit its configuration; the message names the weight."""
+
+
+class KVBlocksExhausted(RuntimeError):
+    """No KV block is free or evictable."""
+
+
+class StatePoolExhausted(RuntimeError):
+    """Every state slot is in use."""

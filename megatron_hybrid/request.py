@@ -1,0 +1,172 @@
+"""What a request asks for and what it gets back. No tensors, no engine."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_hybrid.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1 is off. min_p: 0 is off.
+    max_tokens: None means as many as the context holds.
+    seed: the same seed gives the same tokens whatever else is in the batch; None lets the
+        engine choose one.
+    stop: strings that end the text (not part of it). stop_token_ids: ids that end it, besides
+        the model's own end-of-sequence ids, which `ignore_eos` switches off.
+    logprobs: log-probabilities of the sampled token and of this many most likely ones.
+    prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = 128
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError naming the first field that is out of range."""
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError("ignore_eos", "ignore_eos must be true or false.")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError("stop", "stop must hold non-empty strings.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                "stop_token_ids",
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; "
+                f"the limit is {MAX_STOP_TOKEN_IDS}.",
+            )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request ended; OpenAI's words where it has them."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position: the token that stands there and the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(slots=True)
+class RequestEvent:
+    """What one step did for one request; the engine's only output.
+
+    `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
+    which comes exactly once for every submitted request. `stop_token_id` is the id that ended
+    it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
+    `prompt_logprobs` comes with the first token: one entry per prompt token, None for the first.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's whole result, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: str | None = None
+
+
+def validate_prompt(
+    token_ids: Sequence[int], vocab_size: int, max_seq_length: int, field_name: str = "prompt"
+) -> None:
+    """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
+    if len(token_ids) == 0:
+        raise InvalidRequestError(field_name, f"{field_name} is empty; it needs at least one token.")
+    if len(token_ids) >= max_seq_length:
+        raise InvalidRequestError(
+            field_name,
+            f"{field_name} has {len(token_ids)} tokens and leaves no room for an answer: the limit "
+            f"for prompt and answer together is {max_seq_length} (--inference-max-seq-length).",
+            status=413,
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequestError(
+            field_name, f"{field_name} holds token id {bad}; the model knows 0 to {vocab_size - 1}."
+        )
+
+
+def _number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
+        bracket = "more than" if open_low else "from"
+        raise InvalidRequestError(
+            name, f"{name} is {value!r}; it must be a number {bracket} {low} to {high}."
+        )
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(
+            name, f"{name} is {value!r}; it must be a whole number from {low} to {high}."
+        )
