@@ -29,3 +29,7 @@ class KVBlocksExhausted(RuntimeError):
 
 class StatePoolExhausted(RuntimeError):
     """Every state slot is in use."""
+
+
+class DeviceLostError(RuntimeError):
+    """The device can't compute any more; the process has to end."""

@@ -1,0 +1,61 @@
+"""The one place that knows about block, grid and slot arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """Sizes of one engine's caches, derived once at start.
+
+    Positions count tokens from the start of a sequence. Block 0 is the dummy block and slot 0
+    the null slot; both exist besides the counts below.
+    """
+
+    block_size: int  # tokens
+    kernel_chunk: int  # tokens; 1 for a model without recurrent layers
+    num_blocks: int  # KV blocks that can be allocated; 0 for a model without attention
+    max_requests: int  # live slots
+    num_cached_slots: int  # what the budget for recurrent states pays for
+    bytes_per_block: int
+    bytes_per_state: int  # one slot in all recurrent layers; 0 without such layers
+
+    @property
+    def has_attention(self) -> bool:
+        return self.bytes_per_block > 0
+
+    @property
+    def has_recurrent(self) -> bool:
+        return self.bytes_per_state > 0
+
+    @property
+    def grid(self) -> int:
+        """Positions where a state may be captured inside a chunk are multiples of this."""
+        return math.lcm(self.block_size, self.kernel_chunk)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the state pool, live and cached ones together."""
+        return self.max_requests + self.num_cached_slots if self.has_recurrent else 0
+
+    @property
+    def smallest_reusable_prefix(self) -> int:
+        return self.grid if self.has_recurrent else self.block_size
+
+    def floor_grid(self, position: int) -> int:
+        return position - position % self.grid
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens; 0 in a model without attention."""
+        return -(-tokens // self.block_size) if self.has_attention else 0
+
+
+def slots_for_budget(gigabytes: float, bytes_per_state: int) -> int:
+    """How many states a budget pays for; 0 for a budget of 0 or less."""
+    if gigabytes <= 0 or bytes_per_state == 0:
+        return 0
+    return math.floor(gigabytes * GIB / bytes_per_state)

@@ -1,0 +1,181 @@
+"""EngineConfig: everything a user can set, under the names of the command-line flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_hybrid.errors import ConfigurationError
+
+DTYPES = ("float32", "bfloat16", "float16")
+PREFIX = "inference_dynamic_batching_"
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine's settings. Field `a_b` is flag `--a-b` and a key in configs/*.yaml.
+
+    None means that the engine chooses; the start log says what it chose.
+    """
+
+    load: str | None = _option(
+        None, "Hugging Face folder to load; left out: the reference model that ships with us"
+    )
+    load_format: str = _option(
+        "auto", "auto, or dummy: random weights from the config alone", ("auto", "dummy")
+    )
+    dtype: str | None = _option(
+        None,
+        "type of weights and activations; left out: the checkpoint's, but float32 on a CPU, "
+        "which is slower in 16 bits",
+        DTYPES,
+    )
+    device: str = _option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
+    seed: int = _option(1234, "seed of requests that bring none, and of dummy weights")
+
+    tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over")
+    pipeline_model_parallel_size: int = _option(1, "pipeline stages; only 1 so far")
+    expert_model_parallel_size: int = _option(1, "ranks that experts are spread over; only 1 so far")
+
+    inference_dynamic_batching_buffer_size_gb: float | None = _option(
+        None, "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)"
+    )
+    inference_dynamic_batching_block_size: int = _option(64, "tokens in a KV block")
+    inference_dynamic_batching_max_requests: int | None = _option(
+        None, "requests that run at the same time; left out: up to 256, as memory allows"
+    )
+    inference_dynamic_batching_max_tokens: int = _option(8192, "tokens computed in one step")
+    inference_max_seq_length: int | None = _option(
+        None, "longest prompt and answer together; left out: the model's"
+    )
+    enable_chunked_prefill: bool | None = _option(
+        None, "cut prompts into chunks that fit a step; always on with state caching"
+    )
+
+    inference_dynamic_batching_prefix_caching: bool = _option(
+        True, "reuse the KV blocks and states of earlier prompts"
+    )
+    inference_dynamic_batching_prefix_caching_mamba_gb: float | None = _option(
+        None,
+        "memory for cached recurrent states; 0: none, and then a hybrid skips nothing; left out: "
+        "0.25 on a CPU, half of what is free on a GPU",
+    )
+    inference_dynamic_batching_prefix_caching_eviction_policy: str = _option(
+        "lru", "which cached block or state goes first", ("lru",)
+    )
+    prefill_checkpoint_mode: str = _option(
+        "extract",
+        "extract: kernels store states inside a chunk; break: chunks end where a state is kept",
+        ("extract", "break"),
+    )
+    mamba_inference_conv_states_dtype: str | None = _option(
+        None, "type of the convolution's states; left out: the model's", DTYPES
+    )
+    mamba_inference_ssm_states_dtype: str = _option(
+        "float32", "type of the recurrent states", DTYPES
+    )
+    inference_logging_step_interval: int = _option(
+        100, "steps between two lines of the periodic log; 0: none"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name in (
+            "tensor_model_parallel_size",
+            PREFIX + "block_size",
+            PREFIX + "max_requests",
+            PREFIX + "max_tokens",
+            "inference_max_seq_length",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{_flag(name)} is {value}; it must be at least 1.")
+        for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+            value = getattr(self, name)
+            if value != 1:
+                raise ConfigurationError(f"{_flag(name)} is {value}; only 1 is supported so far.")
+        size = self.inference_dynamic_batching_buffer_size_gb
+        if size is not None and size <= 0:
+            raise ConfigurationError(
+                f"{_flag(PREFIX + 'buffer_size_gb')} is {size}; it must be more than 0."
+            )
+        if self.inference_logging_step_interval < 0:
+            raise ConfigurationError(
+                f"--inference-logging-step-interval is {self.inference_logging_step_interval}; "
+                "it must be 0 (no log) or more."
+            )
+        requests = self.inference_dynamic_batching_max_requests
+        if requests is not None and requests > self.inference_dynamic_batching_max_tokens:
+            raise ConfigurationError(
+                f"{_flag(PREFIX + 'max_tokens')} is {self.inference_dynamic_batching_max_tokens}; "
+                f"it must be at least {_flag(PREFIX + 'max_requests')}, which is {requests}: every "
+                "running request computes one token a step."
+            )
+
+    def _check_types(self) -> None:
+        for option in fields(self):
+            value, kind = getattr(self, option.name), str(option.type)
+            if value is None and "None" in kind:
+                continue
+            wanted: tuple[type, ...] = {
+                "bool": (bool,),
+                "int": (int,),
+                "float": (float, int),
+                "str": (str,),
+            }[kind.split(" ")[0]]
+            if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+                raise ConfigurationError(
+                    f"{_flag(option.name)} is {value!r}; it must be of type {kind}."
+                )
+            choices = option.metadata["choices"]
+            if choices and value not in choices:
+                raise ConfigurationError(
+                    f"{_flag(option.name)} is {value!r}; it must be one of {', '.join(choices)}."
+                )
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any], source: str) -> EngineConfig:
+        """From field names, or flags' names without the dashes in front. `source` is for errors."""
+        names = {option.name for option in fields(cls)}
+        found = {}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in names:
+                raise ConfigurationError(f"{source} sets {key!r}, which is not an option.")
+            found[name] = value
+        return cls(**found)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
+        """From a configs/*.yaml file; `overrides` are fields that win over it."""
+        return cls.from_mapping(read_yaml(path) | overrides, str(path))
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return dataclasses.replace(self, **changes)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, or a ConfigurationError that says what is wrong with it."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigurationError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"--config {path} must hold option names and their values.")
+    return values
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

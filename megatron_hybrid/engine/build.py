@@ -1,0 +1,124 @@
+"""EngineConfig -> a loaded engine. Everything that can be refused is refused before weights load."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from megatron_hybrid import reference_model
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.sizing import derive_geometry, describe
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.weights import load_model, resolve_dtype
+from megatron_hybrid.parallel import initialize
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
+    """Join the process groups, load the model, divide the memory.
+
+    Raises ConfigurationError for what the user can put right.
+    """
+    folder = model_folder(config)
+    model_config = HybridModelConfig.from_folder(folder)
+    max_seq_length = _max_seq_length(config, model_config)
+    device = resolve_device(config)
+    parallel = initialize(config.tensor_model_parallel_size, device=device)
+    model = load_model(
+        folder,
+        device=device,
+        dtype=_dtype(config, model_config, device),
+        parallel=parallel,
+        conv_states_dtype=_named_dtype(config.mamba_inference_conv_states_dtype),
+        ssm_states_dtype=_named_dtype(config.mamba_inference_ssm_states_dtype) or torch.float32,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=parallel.is_first,
+    )
+    geometry = derive_geometry(
+        config, model.kv_specs.values(), model.state_specs.values(), device, parallel.minimum
+    )
+    context = DynamicInferenceContext(
+        geometry,
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+        max_seq_length=max_seq_length,
+        prefix_caching=config.inference_dynamic_batching_prefix_caching,
+    )
+    caches = allocate_caches(
+        model.kv_specs,
+        model.state_specs,
+        num_blocks=geometry.num_blocks + 1,  # the dummy block
+        block_size=geometry.block_size,
+        num_slots=geometry.num_slots + 1,  # the null slot
+        device=device,
+    )
+    if parallel.is_first:
+        logger.info("%s", describe(geometry, context))
+    keeps_states = geometry.has_recurrent and context.cache.enabled
+    if config.enable_chunked_prefill is False and keeps_states:
+        logger.warning(
+            "Chunked prefill stays on (--no-enable-chunked-prefill): caching states needs it."
+        )
+    return DynamicInferenceEngine(
+        context,
+        ModelRunner(model, caches, context.rows, geometry.block_size, device, parallel),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        seed=config.seed,
+        chunked_prefill=config.enable_chunked_prefill is not False or keeps_states,
+        break_at_checkpoints=config.prefill_checkpoint_mode == "break"
+        or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
+        log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
+    )
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder to serve: --load's, or the reference model's."""
+    folder = reference_model.path() if config.load is None else Path(config.load)
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"--load names {folder}, which holds no config.json; "
+            "it must be a Hugging Face model folder."
+        )
+    return folder
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """This rank's device."""
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ConfigurationError("--device is cuda, but torch finds no GPU.")
+    if config.device == "cpu" or not found:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
+    wanted, limit = config.inference_max_seq_length, model.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        raise ConfigurationError(
+            f"--inference-max-seq-length is {wanted}; the model was made for at most {limit} "
+            "tokens (max_position_embeddings in its config.json)."
+        )
+    return limit if wanted is None else wanted
+
+
+def _dtype(
+    config: EngineConfig, model: HybridModelConfig, device: torch.device
+) -> torch.dtype | None:
+    if config.dtype is None and device.type == "cpu":
+        return torch.float32  # small matrix products in 16 bits take several times as long there
+    return resolve_dtype(config.dtype or model.dtype)
+
+
+def _named_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else resolve_dtype(name)

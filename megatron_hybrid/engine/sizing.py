@@ -1,0 +1,132 @@
+"""How the engine's memory is divided: blocks, live slots and cached slots, derived once at start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+
+import psutil
+import torch
+
+from megatron_hybrid.cache.geometry import GIB, CacheGeometry, slots_for_budget
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.inputs import KVSpec, StateSpec
+
+logger = logging.getLogger(__name__)
+
+CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touched at start
+CPU_STATE_BYTES = GIB // 4
+GPU_SHARE = 0.85  # of what is free after the weights; the rest is for activations
+MAX_REQUESTS = 256
+
+
+def derive_geometry(
+    config: EngineConfig,
+    kv_specs: Iterable[KVSpec],
+    state_specs: Iterable[StateSpec],
+    device: torch.device,
+    minimum: Callable[[int], int] = lambda value: value,
+) -> CacheGeometry:
+    """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small.
+
+    `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
+    """
+    kv_specs, state_specs = list(kv_specs), list(state_specs)
+    block_size = config.inference_dynamic_batching_block_size
+    bytes_per_block = block_size * sum(spec.bytes_per_token() for spec in kv_specs)
+    bytes_per_state = sum(spec.bytes_per_slot() for spec in state_specs)
+    buffer, states = _budgets(config, bytes_per_state, device)
+    max_requests = minimum(_max_requests(config, buffer, bytes_per_state))
+    cached = 0
+    if bytes_per_state and config.inference_dynamic_batching_prefix_caching:
+        cached = slots_for_budget(states / GIB, bytes_per_state)
+        if states > 0 and cached == 0:
+            logger.warning(
+                "The budget for cached states holds none, so no prefix is skipped: one state takes "
+                "%.4f GB (--inference-dynamic-batching-prefix-caching-mamba-gb is %.4f).",
+                bytes_per_state / GIB,
+                states / GIB,
+            )
+    num_blocks = 0
+    if bytes_per_block:
+        num_blocks = (buffer - max_requests * bytes_per_state) // bytes_per_block - 1  # the dummy
+        if num_blocks < 1:
+            needed = max_requests * bytes_per_state + 2 * bytes_per_block
+            raise ConfigurationError(
+                f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}, which leaves "
+                f"no KV block beside the live states of {max_requests} requests "
+                f"(--inference-dynamic-batching-max-requests); it must be at least "
+                f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
+            )
+    return CacheGeometry(
+        block_size=block_size,
+        kernel_chunk=math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1,
+        num_blocks=minimum(num_blocks),
+        max_requests=max_requests,
+        num_cached_slots=minimum(cached),
+        bytes_per_block=bytes_per_block,
+        bytes_per_state=bytes_per_state,
+    )
+
+
+def _budgets(
+    config: EngineConfig, bytes_per_state: int, device: torch.device
+) -> tuple[int, int]:
+    """Bytes for KV blocks and live states, and bytes for cached states."""
+    given_buffer = config.inference_dynamic_batching_buffer_size_gb
+    given_states = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+        wants_states = bytes_per_state > 0 and config.inference_dynamic_batching_prefix_caching
+        states = free // 2 if wants_states else 0
+        if given_states is not None:
+            states = int(given_states * GIB)
+        elif given_buffer is not None:
+            states = max(0, free - int(given_buffer * GIB)) if wants_states else 0
+        buffer = free - max(0, states)
+    else:
+        buffer = min(CPU_BUFFER_BYTES, psutil.virtual_memory().available // 2)
+        states = CPU_STATE_BYTES if given_states is None else int(given_states * GIB)
+    if given_buffer is not None:
+        buffer = int(given_buffer * GIB)
+    return buffer, states
+
+
+def _max_requests(config: EngineConfig, buffer: int, bytes_per_state: int) -> int:
+    given = config.inference_dynamic_batching_max_requests
+    if given is not None:
+        return given
+    limit = min(MAX_REQUESTS, config.inference_dynamic_batching_max_tokens)
+    if bytes_per_state:  # live states may take half of the buffer
+        limit = min(limit, buffer // 2 // bytes_per_state)
+    if limit < 1:
+        raise ConfigurationError(
+            f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}; the state of one "
+            f"request alone takes {bytes_per_state / GIB:.4f} GB, and half of the buffer is for "
+            "states."
+        )
+    return limit
+
+
+def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
+    """The start log: what was chosen, so that "nothing is cached" can be told from "broken"."""
+    text = (
+        f"block size {geometry.block_size} tokens, grid {geometry.grid} tokens, "
+        f"{geometry.num_blocks} KV blocks of {geometry.bytes_per_block} bytes, "
+        f"{geometry.max_requests} requests at a time, up to {context.max_seq_length} tokens each, "
+        f"{context.max_tokens} computed tokens a step"
+    )
+    if geometry.has_recurrent:
+        text += (
+            f", {geometry.bytes_per_state} bytes per state, "
+            f"{geometry.max_requests} live and {geometry.num_cached_slots} cached state slots"
+        )
+    if not context.cache.enabled:
+        return text + (
+            "; nothing is reused (--inference-dynamic-batching-prefix-caching and, for recurrent "
+            "layers, --inference-dynamic-batching-prefix-caching-mamba-gb decide)"
+        )
+    return text + f"; smallest prefix that can be reused: {geometry.smallest_reusable_prefix} tokens"

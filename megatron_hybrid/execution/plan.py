@@ -1,0 +1,76 @@
+"""What the scheduler decided for one step, what came out of it, and who computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hybrid.request import TokenLogprob
+
+
+class PrefillChunk(NamedTuple):
+    """Prompt tokens [start, end) of one request."""
+
+    row: int
+    owner: Any  # the scheduler's request; opaque down here
+    tokens: npt.NDArray[np.int32]  # [end - start]
+    start: int
+    end: int
+    write_from: int  # KV below this position is shared and not written
+    read_slot: int
+    write_slot: int
+    checkpoints: tuple[tuple[int, int], ...]  # (position, slot) inside the chunk, before its end
+    samples: bool  # ends the prompt: its last logits give a token
+    # the prompt token after each of `tokens`, if the request wants prompt log-probabilities
+    logprob_targets: npt.NDArray[np.int32] | None
+    num_top_logprobs: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: the rows that decode and the chunks that prefill, in the order of the batch."""
+
+    step: int
+    decode_rows: npt.NDArray[np.int64]
+    prefills: list[PrefillChunk] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.decode_rows) == 0 and not self.prefills
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.prefills)
+
+    @property
+    def sampled_rows(self) -> npt.NDArray[np.int64]:
+        """Rows that get a token, decodes first."""
+        ended = [chunk.row for chunk in self.prefills if chunk.samples]
+        if not ended:
+            return self.decode_rows
+        return np.concatenate([self.decode_rows, np.asarray(ended, dtype=np.int64)])
+
+
+class StepResult(NamedTuple):
+    """What the device returned."""
+
+    tokens: npt.NDArray[np.int64]  # one for each of StepPlan.sampled_rows
+    logprobs: dict[int, TokenLogprob]  # by row, for rows that want them
+    prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of logprob_targets
+
+
+class Runner(Protocol):
+    """What the engine asks of whatever computes its steps."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Raises on failure; caches of the step's own requests may be spoiled."""
+
+    def dummy_forward(self) -> None:
+        """Run the model for nobody: join the collectives, change nothing."""

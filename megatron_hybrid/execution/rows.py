@@ -1,0 +1,57 @@
+"""RowTable: the running requests as dense host arrays, one row each.
+
+A decode step touches no per-request Python object: it reads and writes these arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NO_TOKEN = -1
+
+
+class RowTable:
+    """`max_requests` rows. A row's figures are valid while a request holds it."""
+
+    def __init__(self, max_requests: int, max_blocks: int) -> None:
+        n = max_requests
+        self.decoding = np.zeros(n, dtype=bool)  # its prompt is computed; one token a step
+        self.position = np.zeros(n, dtype=np.int64)  # tokens computed; the next one's position
+        self.last_token = np.zeros(n, dtype=np.int64)  # the input of the next decode
+        self.generated = np.zeros(n, dtype=np.int64)
+        self.max_tokens = np.zeros(n, dtype=np.int64)
+        self.read_slot = np.zeros(n, dtype=np.int64)
+        self.write_slot = np.zeros(n, dtype=np.int64)
+        self.block_table = np.zeros((n, max(max_blocks, 1)), dtype=np.int64)
+        self.stop_ids = np.full((n, 4), NO_TOKEN, dtype=np.int64)
+        self.temperature = np.zeros(n, dtype=np.float32)
+        self.top_k = np.zeros(n, dtype=np.int64)
+        self.top_p = np.ones(n, dtype=np.float32)
+        self.min_p = np.zeros(n, dtype=np.float32)
+        self.seed = np.zeros(n, dtype=np.uint64)
+        self.logprobs = np.full(n, -1, dtype=np.int64)  # -1: none wanted
+        self._free = list(range(n - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free row; there must be one."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        self.decoding[row] = False
+        self._free.append(row)
+
+    def set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
+        """Token ids that end the request. The array grows to the most ids any request has."""
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            more = np.full((len(self.stop_ids), len(ids) - width), NO_TOKEN, dtype=np.int64)
+            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(ids)] = ids
+
+    def set_blocks(self, row: int, blocks: list[int]) -> None:
+        self.block_table[row, : len(blocks)] = blocks

@@ -1,0 +1,10 @@
+"""Attention over a paged KV cache, for decodes and prefills in one batch."""
+
+from megatron_hybrid.kernels.paged_attention.reference import (
+    AttentionPlan,
+    append,
+    attend,
+    plan,
+)
+
+__all__ = ["AttentionPlan", "append", "attend", "plan"]

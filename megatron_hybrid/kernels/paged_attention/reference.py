@@ -1,0 +1,206 @@
+"""Paged attention in plain torch: gather a group of sequences' keys and values, then SDPA.
+
+Sequences of similar lengths form a group [sequences, queries, keys]; a place past a sequence's end
+repeats the sequence's own last token and is masked. So memory that no token was written to (the
+tail of a last block, padded entries of the block table) is never read: it may hold NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.layers.inputs import KVCache, PagedSequences
+
+# A segment with more queries than this forms a group of its own.
+_SHORT_QUERIES = 128
+# Queries of one sequence that share a mask: bounds the mask and skips most of the future.
+_QUERY_TILE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """N sequences of up to Q queries and K keys."""
+
+    queries: slice | Tensor  # tokens of the step: a slice, or [N * Q] with repeats
+    keys: slice | Tensor  # rows of the flattened cache: a slice, or [N * K] with repeats
+    mask: Tensor | None  # [N, 1, Q, K] additive, or None
+    causal: bool  # without a mask: query i sees keys 0..i
+    valid: Tensor | None  # places of [N * Q] that are no repeats; None when all are valid
+    tokens: slice | Tensor  # tokens that those belong to
+    shape: tuple[int, int, int]  # N, Q, K
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The groups of a step, the same for every layer."""
+
+    groups: list[_Group]
+    kv_slot: Tensor  # [tokens]
+
+
+def plan(paged: PagedSequences, block_size: int, dtype: torch.dtype) -> AttentionPlan:
+    """Once a step. `dtype` is the queries' and keys' dtype."""
+    bounds: list[int] = paged.cu_seqlens.tolist()
+    kv_length: list[int] = paged.kv_length.tolist()
+    alike: dict[tuple[int, int], list[int]] = {}
+    groups: list[_Group] = []
+    for sequence, keys in enumerate(kv_length):
+        queries = bounds[sequence + 1] - bounds[sequence]
+        if queries > _SHORT_QUERIES:
+            groups += _long(paged, sequence, bounds, keys, block_size, dtype)
+        elif queries > 0:
+            # Powers of two: padding at most doubles the work.
+            kind = ((queries - 1).bit_length(), (max(keys, 64) - 1).bit_length())
+            alike.setdefault(kind, []).append(sequence)
+    for members in alike.values():
+        groups.append(_short(paged, members, bounds, kv_length, block_size, dtype))
+    return AttentionPlan(groups, paged.kv_slot)
+
+
+def _short(
+    paged: PagedSequences,
+    members: list[int],
+    bounds: list[int],
+    kv_length: list[int],
+    block_size: int,
+    dtype: torch.dtype,
+) -> _Group:
+    device = paged.kv_slot.device
+    queries = [bounds[s + 1] - bounds[s] for s in members]
+    keys = [max(kv_length[s], 1) for s in members]
+    number, most_queries, most_keys = len(members), max(queries), max(keys)
+    sequences = torch.tensor(members, device=device)
+    columns = torch.arange(most_keys, device=device)
+    lengths = torch.tensor(keys, device=device)
+    mask = None
+    causal = number == 1 and queries[0] == keys[0]
+    if not causal and (most_queries > 1 or min(keys) < most_keys):
+        # Query i of a sequence sees the keys up to its own position.
+        first = lengths - torch.tensor(queries, device=device)
+        last_key = first[:, None] + torch.arange(most_queries, device=device)
+        last_key = torch.minimum(last_key, lengths[:, None] - 1)
+        hidden = columns > last_key[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
+
+    contiguous = members == list(range(members[0], members[0] + number))
+    valid = None
+    tokens: slice | Tensor = slice(bounds[members[0]], bounds[members[-1] + 1])
+    query_rows: slice | Tensor = tokens
+    if min(queries) < most_queries or not contiguous:
+        offsets = torch.arange(most_queries, device=device)
+        count = torch.tensor(queries, device=device)[:, None]
+        first_token = torch.tensor([bounds[s] for s in members], device=device)[:, None]
+        query_rows = (first_token + torch.minimum(offsets, count - 1)).flatten()
+        if min(queries) < most_queries:
+            valid = (offsets < count).flatten().nonzero().squeeze(1)
+        tokens = query_rows if valid is None else query_rows.index_select(0, valid)
+    key_rows: slice | Tensor | None = None
+    if number == 1:
+        key_rows = _consecutive(paged, members[0], keys[0], block_size)
+    if key_rows is None:
+        positions = torch.minimum(columns, lengths[:, None] - 1)
+        table = paged.block_table if contiguous and number == len(kv_length) else None
+        if table is None:
+            table = paged.block_table.index_select(0, sequences)
+        blocks = table.gather(1, positions // block_size)
+        key_rows = (blocks * block_size + positions % block_size).flatten()
+    return _Group(
+        query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys)
+    )
+
+
+def _long(
+    paged: PagedSequences,
+    sequence: int,
+    bounds: list[int],
+    keys: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> list[_Group]:
+    """A long segment: all at once when nothing precedes it, else in tiles of queries."""
+    device = paged.kv_slot.device
+    begin, end = bounds[sequence], bounds[sequence + 1]
+    rows = _consecutive(paged, sequence, keys, block_size)
+    if rows is None:
+        positions = torch.arange(keys, device=device)
+        blocks = paged.block_table[sequence].index_select(0, positions // block_size)
+        rows = blocks * block_size + positions % block_size
+    if end - begin == keys:
+        tokens = slice(begin, end)
+        return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
+    groups = []
+    past = keys - (end - begin)
+    for first in range(begin, end, _QUERY_TILE):
+        tokens = slice(first, min(first + _QUERY_TILE, end))
+        queries = tokens.stop - tokens.start
+        seen = past + tokens.stop - begin
+        hidden = torch.ones((queries, seen), dtype=torch.bool, device=device).triu_(
+            seen - queries + 1
+        )
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )
+        part = slice(rows.start, rows.start + seen) if isinstance(rows, slice) else rows[:seen]
+        groups.append(
+            _Group(tokens, part, mask[None, None], False, None, tokens, (1, queries, seen))
+        )
+    return groups
+
+
+def _consecutive(paged: PagedSequences, sequence: int, keys: int, block_size: int) -> slice | None:
+    """The cache's rows as a slice, without a copy, when a sequence's blocks follow one another."""
+    blocks: list[int] = paged.block_table[sequence, : -(-keys // block_size)].tolist()
+    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+        return None
+    return slice(blocks[0] * block_size, blocks[0] * block_size + keys)
+
+
+def append(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
+    """key and value [tokens, kv_heads, head_dim] into the cache at kv_slot [tokens]."""
+    cache.key.flatten(0, 1).index_copy_(0, kv_slot, key)
+    cache.value.flatten(0, 1).index_copy_(0, kv_slot, value)
+
+
+def attend(query: Tensor, cache: KVCache, scale: float, plan: AttentionPlan) -> Tensor:
+    """query [tokens, heads, head_dim] -> [tokens, heads, head_dim]; the step's own keys and values
+    are in the cache already."""
+    heads, head_dim = query.shape[1:]
+    all_keys, all_values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
+    kv_heads = all_keys.shape[1]
+    output = torch.empty_like(query)
+    for group in plan.groups:
+        number, queries, keys = group.shape
+        q = _take(query, group.queries).view(number, queries, heads, head_dim)
+        k = _take(all_keys, group.keys).view(number, keys, kv_heads, head_dim).transpose(1, 2)
+        v = _take(all_values, group.keys).view(number, keys, kv_heads, head_dim).transpose(1, 2)
+        if queries == 1:
+            # The query heads of one KV head become its queries: no repeated keys.
+            q = q.view(number, kv_heads, heads // kv_heads, head_dim)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k,
+                v,
+                attn_mask=group.mask,
+                is_causal=group.causal,
+                scale=scale,
+                enable_gqa=heads != kv_heads,
+            ).transpose(1, 2)
+        out = out.reshape(-1, heads, head_dim)
+        if group.valid is not None:
+            out = out.index_select(0, group.valid)
+        if isinstance(group.tokens, slice):
+            output[group.tokens] = out
+        else:
+            output.index_copy_(0, group.tokens, out)
+    return output
+
+
+def _take(rows: Tensor, which: slice | Tensor) -> Tensor:
+    return rows[which] if isinstance(which, slice) else rows.index_select(0, which)

@@ -1,0 +1,88 @@
+"""Reading and writing rows of state tensors by slot.
+
+Slot 0 and padding (-1) read as zeros without touching memory, so that NaN in a reused slot can't
+leak through a multiplication by zero; writes to them are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReads:
+    """Which slots N rows come from; the rows in `fresh` are zeros instead."""
+
+    slots: Tensor  # [N] int64, 0 where fresh
+    fresh: Tensor | None  # row numbers, None when no row is fresh
+    all_fresh: bool
+
+    @classmethod
+    def of(cls, slots: list[int], device: torch.device) -> SlotReads:
+        fresh = [row for row, slot in enumerate(slots) if slot <= 0]
+        clamped = [max(slot, 0) for slot in slots]
+        return cls(
+            slots=torch.tensor(clamped, dtype=torch.int64, device=device),
+            fresh=torch.tensor(fresh, dtype=torch.int64, device=device) if fresh else None,
+            all_fresh=len(fresh) == len(slots),
+        )
+
+    def gather(self, state: Tensor) -> Tensor:
+        """state [slots, ...] -> a copy [N, ...]."""
+        if self.all_fresh:
+            return state.new_zeros((self.slots.shape[0], *state.shape[1:]))
+        rows = state.index_select(0, self.slots)
+        if self.fresh is not None:
+            rows.index_fill_(0, self.fresh, 0)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrites:
+    """Where rows go. `rows` picks those that have a slot; None when all N have one."""
+
+    slots: Tensor  # [M] int64, all positive
+    rows: Tensor | None  # [M] int64
+
+    @classmethod
+    def of(cls, slots: list[int], device: torch.device) -> SlotWrites:
+        kept = [row for row, slot in enumerate(slots) if slot > 0]
+        chosen = torch.tensor([slots[row] for row in kept], dtype=torch.int64, device=device)
+        if len(kept) == len(slots):
+            return cls(chosen, None)
+        return cls(chosen, torch.tensor(kept, dtype=torch.int64, device=device))
+
+    def scatter(self, state: Tensor, values: Tensor) -> None:
+        """values [N, ...] into state [slots, ...], in the state's dtype."""
+        if self.rows is not None:
+            values = values.index_select(0, self.rows)
+        state.index_copy_(0, self.slots, values.to(state.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Reads and writes of one decode step, the same for every recurrent layer.
+
+    `in_place` is (first slot, count) when each row reads and writes the same slot and the slots
+    follow one another: the state is then updated where it lies, without a copy.
+    """
+
+    reads: SlotReads
+    writes: SlotWrites
+    in_place: tuple[int, int] | None
+
+
+def plan_decode(read_slot: Tensor, write_slot: Tensor) -> DecodePlan:
+    """Once a step: [decodes] int64 read and write slots -> what the layers' decode calls need."""
+    read: list[int] = read_slot.tolist()
+    write: list[int] = write_slot.tolist()
+    first = read[0]
+    consecutive = first > 0 and read == list(range(first, first + len(read)))
+    return DecodePlan(
+        reads=SlotReads.of(read, read_slot.device),
+        writes=SlotWrites.of(write, write_slot.device),
+        in_place=(first, len(read)) if consecutive and read == write else None,
+    )

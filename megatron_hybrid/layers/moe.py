@@ -1,0 +1,185 @@
+"""Mixtures of experts: a router, experts without or with a gate, a shared MLP.
+
+Every rank holds all experts, each expert's inner size split over the ranks like an MLP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from megatron_hybrid.layers.parts import Parts, WeightPart, shard, whole
+from megatron_hybrid.layers.step import Step
+from megatron_hybrid.parallel import ParallelContext
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """`scoring` is "softmax" (of the chosen experts' logits) or "sigmoid" (with a learned bias that
+    affects the choice only, and groups of experts of which some are chosen first)."""
+
+    num_experts: int
+    experts_per_token: int
+    expert: MLPConfig
+    shared: MLPConfig | None
+    scoring: str = "softmax"
+    num_groups: int = 1
+    chosen_groups: int = 1
+    normalize_weights: bool = True
+    scaling_factor: float = 1.0
+    latent_size: int | None = None  # experts work in this size, between two projections
+
+
+class SoftmaxRouter(nn.Module):
+    """Softmax over the logits of the chosen experts (Granite)."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.chosen = config.experts_per_token
+        self.weight = _parameter((config.num_experts, hidden_size), dtype)
+
+    def weight_parts(self) -> Parts:
+        yield whole("router.weight", self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
+        logits = F.linear(x, self.weight).float()
+        best, experts = logits.topk(self.chosen, dim=-1)
+        return experts, torch.softmax(best, dim=-1)
+
+
+class SigmoidRouter(nn.Module):
+    """Sigmoid scores, chosen by score + bias within the best groups (DeepSeek-V3, Nemotron-H)."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = _parameter((config.num_experts, hidden_size), dtype)
+        self.bias = _parameter((config.num_experts,), torch.float32)
+
+    def weight_parts(self) -> Parts:
+        yield whole("router.weight", self.weight)
+        yield whole("router.bias", self.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
+        config = self.config
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        choice = scores + self.bias
+        if config.num_groups > 1:
+            # A group is as good as its two best experts.
+            by_group = choice.view(x.shape[0], config.num_groups, -1)
+            group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
+            groups = group_scores.topk(config.chosen_groups, dim=-1).indices
+            dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
+            choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
+        experts = choice.topk(config.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if config.normalize_weights:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return experts, weights * config.scaling_factor
+
+
+class MoE(nn.Module):
+    """Routed experts plus an optional MLP that sees every token."""
+
+    def __init__(
+        self, config: MoEConfig, hidden_size: int, dtype: torch.dtype, parallel: ParallelContext
+    ) -> None:
+        super().__init__()
+        size = config.expert.intermediate_size
+        if size % parallel.size:
+            raise ConfigurationError(
+                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
+                f"expert size {size}."
+            )
+        self.config = config
+        self.parallel = parallel
+        self.activation = ACTIVATIONS[config.expert.activation]
+        router = SigmoidRouter if config.scoring == "sigmoid" else SoftmaxRouter
+        self.router = router(config, hidden_size, dtype)
+        width = config.latent_size or hidden_size
+        local = size // parallel.size
+        rows = 2 * local if config.expert.gated else local
+        self.up_proj = _parameter((config.num_experts, rows, width), dtype)
+        self.down_proj = _parameter((config.num_experts, width, local), dtype)
+        self.shared = None
+        if config.shared is not None:
+            self.shared = MLP(config.shared, hidden_size, dtype, parallel)
+        self.to_latent = self.from_latent = None
+        if config.latent_size is not None:
+            bias = config.expert.bias
+            self.to_latent = _linear(hidden_size, width, bias, dtype)
+            self.from_latent = _linear(width, hidden_size, bias, dtype)
+
+    def weight_parts(self) -> Parts:
+        yield from self.router.weight_parts()
+        names = ("gate_proj", "up_proj") if self.config.expert.gated else ("up_proj",)
+        rank, total = self.parallel.rank, self.config.expert.intermediate_size
+        for expert in range(self.config.num_experts):
+            prefix = f"experts.{expert}"
+            rows = self.up_proj[expert].chunk(len(names))
+            for name, target in zip(names, rows, strict=True):
+                yield shard(f"{prefix}.{name}.weight", target, 0, rank, total)
+            yield shard(f"{prefix}.down_proj.weight", self.down_proj[expert], 1, rank, total)
+        if self.shared is not None:
+            for part in self.shared.weight_parts():
+                yield WeightPart(f"shared.{part.role}", part.shape, part.source, part.target)
+        for name in ("to_latent", "from_latent"):
+            projection = getattr(self, name)
+            if projection is not None:
+                yield whole(f"{name}.weight", projection.weight)
+                if projection.bias is not None:
+                    yield whole(f"{name}.bias", projection.bias)
+
+    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        experts, weights = self.router(x)
+        inner = x if self.to_latent is None else self.to_latent(x)
+        routed = self._experts(inner, experts, weights)
+        routed = self.parallel.all_reduce(routed)
+        if self.from_latent is not None:
+            routed = self.from_latent(routed)
+        return routed if self.shared is None else routed + self.shared(x)
+
+    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [tokens, width], experts and weights [tokens, chosen] -> [tokens, width]."""
+        chosen = experts.shape[1]
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        tokens = order // chosen
+        share = weights.flatten().index_select(0, order)[:, None].to(x.dtype)
+        inputs = x.index_select(0, tokens)
+        outputs = torch.empty_like(inputs)
+        for expert, begin, end in self._ranges(flat):
+            up = F.linear(inputs[begin:end], self.up_proj[expert])
+            if self.config.expert.gated:
+                gate, up = up.chunk(2, dim=-1)
+                up = self.activation(gate).mul_(up)
+            else:
+                up = self.activation(up)
+            outputs[begin:end] = F.linear(up, self.down_proj[expert])
+        return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
+
+    def _ranges(self, flat: Tensor) -> Iterator[tuple[int, int, int]]:
+        """(expert, begin, end) of the sorted assignments, for experts that have any."""
+        begin = 0
+        counts: list[int] = torch.bincount(flat, minlength=self.config.num_experts).tolist()
+        for expert, count in enumerate(counts):
+            if count:
+                yield expert, begin, begin + count
+                begin += count
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)

@@ -1,0 +1,46 @@
+"""How a layer says which weights it needs, without knowing any checkpoint's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A rectangle of one weight, and where it goes on this rank.
+
+    `role` is the weight's name inside its layer ("q_proj.weight", "experts.3.up_proj.weight"); a
+    model family maps it to a checkpoint's name. `shape` is the whole weight's, `source` this
+    rank's part of it, `target` a view into a parameter, shaped like `source`.
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: Tensor
+
+
+def whole(role: str, target: Tensor) -> WeightPart:
+    """A weight that every rank holds in full."""
+    return WeightPart(role, tuple(target.shape), tuple(slice(0, n) for n in target.shape), target)
+
+
+def shard(role: str, target: Tensor, dim: int, rank: int, total: int) -> WeightPart:
+    """Rank's slice along `dim` of a weight that has `total` rows there, split evenly."""
+    size = target.shape[dim]
+    return section(role, target, dim, rank * size, total)
+
+
+def section(role: str, target: Tensor, dim: int, start: int, total: int) -> WeightPart:
+    """Rows [start, start + n) along `dim` of a weight that has `total` rows there."""
+    shape = list(target.shape)
+    source = [slice(0, n) for n in shape]
+    source[dim] = slice(start, start + shape[dim])
+    shape[dim] = total
+    return WeightPart(role, tuple(shape), tuple(source), target)
+
+
+Parts = Iterator[WeightPart]

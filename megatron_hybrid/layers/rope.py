@@ -1,0 +1,64 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021), on the first dimensions of a head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`kind` is "default", "linear" (positions divided by `factor`) or "llama3" (low frequencies
+    divided by `factor`, high ones kept)."""
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def inverse_frequencies(config: RopeConfig) -> Tensor:
+    """[rotary_dim / 2] float32."""
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    frequencies = 1.0 / (config.theta**exponent)
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        # As in the Llama 3.1 release: between the two wavelengths the two are blended.
+        wavelengths = 2 * math.pi / frequencies
+        turns = config.original_max_position / wavelengths
+        blend = (turns - config.low_freq_factor) / (
+            config.high_freq_factor - config.low_freq_factor
+        )
+        blend = blend.clamp(0.0, 1.0)
+        return (1 - blend) * frequencies / config.factor + blend * frequencies
+    return frequencies
+
+
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [tokens] -> cosines and signed sines [tokens, 1, rotary_dim], once a step.
+
+    The sines of the first half are negative: x * cos + swap_halves(x) * sin rotates.
+    """
+    angles = positions[:, None].float() * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    cosines = torch.cat((cosine, cosine), dim=1).to(dtype)
+    sines = torch.cat((-sine, sine), dim=1).to(dtype)
+    return cosines[:, None], sines[:, None]
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x [tokens, heads, head_dim], its first rotary_dim dimensions rotated."""
+    rotary_dim = cosines.shape[-1]
+    half = rotary_dim // 2
+    swapped = torch.cat((x[..., half:rotary_dim], x[..., :half]), dim=-1)
+    rotated = torch.addcmul(x[..., :rotary_dim] * cosines, swapped, sines)
+    if rotary_dim == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)

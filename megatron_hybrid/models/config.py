@@ -1,0 +1,89 @@
+"""What a model is: its layer pattern, sizes and constants, read from a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.mamba2 import Mamba2Config
+from megatron_hybrid.layers.mlp import MLPConfig
+from megatron_hybrid.layers.moe import MoEConfig
+from megatron_hybrid.layers.rope import RopeConfig
+
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"  # Megatron's letters for layers
+
+
+@dataclass(frozen=True)
+class HybridModelConfig:
+    """`pattern` has a letter a block: M Mamba2, * attention, - MLP, E mixture of experts. Every
+    block is x + residual_multiplier * mixer(norm(x)). The description of a kind of block is None
+    when the pattern has none of it."""
+
+    model_type: str
+    pattern: str
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    dtype: torch.dtype  # of the checkpoint
+    attention: AttentionConfig | None = None
+    rope: RopeConfig | None = None  # None: attention without positions
+    mamba: Mamba2Config | None = None
+    mlp: MLPConfig | None = None
+    moe: MoEConfig | None = None
+    tie_word_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    residual_in_fp32: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern)
+
+    @property
+    def attention_layers(self) -> list[int]:
+        return [i for i, letter in enumerate(self.pattern) if letter == ATTENTION]
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        return [i for i, letter in enumerate(self.pattern) if letter == MAMBA]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return bool(self.attention_layers and self.recurrent_layers)
+
+    @property
+    def kernel_chunk(self) -> int:
+        """States can be captured at multiples of this many tokens; 1 without recurrent layers."""
+        return 1 if self.mamba is None else self.mamba.kernel_chunk
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> HybridModelConfig:
+        """Read config.json (and the end tokens of generation_config.json).
+
+        Raises ConfigurationError for an architecture or an option that is not supported.
+        """
+        from megatron_hybrid.models.families import family_of  # families build this class
+        from megatron_hybrid.models.raw_config import RawConfig
+
+        raw = RawConfig.from_folder(Path(folder))
+        return family_of(raw.model_type).config(raw)
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype | None, default: torch.dtype = torch.float32
+) -> torch.dtype:
+    """A dtype by its name ("bfloat16", "bf16", ...); None and "auto" give `default`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None or dtype == "auto":
+        return default
+    from megatron_hybrid.models.raw_config import dtype_of_name
+
+    return dtype_of_name(dtype)

@@ -1,0 +1,44 @@
+"""What we use of megatron-core, the same for 0.16 (Python 3.11) and 0.19 (Python 3.12)."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import warnings
+from typing import Any
+
+# The bare `transformer-engine` package is an empty shell whose import raises something other than
+# ImportError, which megatron.core does not expect. Only a complete installation may be seen.
+if importlib.util.find_spec("transformer_engine_torch") is None:
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+
+with warnings.catch_warnings():
+    # Warnings about the optimizers' missing Apex, which inference does not use.
+    warnings.simplefilter("ignore")
+    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ModelParallelConfig",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "initialize_model_parallel",
+    "parallel_state",
+]
+
+
+def initialize_model_parallel(**wanted: Any) -> None:
+    """`parallel_state.initialize_model_parallel` with those arguments that this version has.
+
+    Its positional order differs between versions, so everything is passed by name.
+    """
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    parallel_state.initialize_model_parallel(
+        **{name: value for name, value in wanted.items() if name in known}
+    )

@@ -1,0 +1,161 @@
+"""`megatron-hybrid serve`: one engine process a rank, and the front end beside the first."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megatron_hybrid import reference_model
+from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.server.ask import FirstQuestion
+from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
+from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded
+from megatron_hybrid.server.options import (
+    ServerOptions,
+    add_ask_arguments,
+    add_server_arguments,
+)
+
+REFERENCE_MODEL_NAME = "reference_model"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes; the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-hybrid serve",
+        description="Serve a model over HTTP, in OpenAI's wire format.",
+    )
+    add_engine_arguments(parser)
+    add_server_arguments(parser)
+    add_ask_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _end_while_loading)
+    try:
+        config = engine_config_from_args(args)
+        _check_ranks(config)
+        if _rank() == 0:
+            return _serve_first_rank(config, args)
+        return _serve_other_rank(config)
+    except (ConfigurationError, WeightsError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except FrontEndEnded as error:
+        return error.exit_code or 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
+    options = _server_options(config, args)
+    with FrontEnd(options) as front_end:
+        # What a user can get wrong about the server is found before the model is loaded.
+        front_end.wait_until_listening()
+        engine, broadcast = _build(config)
+        loop = EngineLoop(
+            engine,
+            front_end.socket,
+            broadcast=broadcast,
+            front_end_failure=front_end.failure,
+            on_join=lambda url: _start(question, url),
+        )
+        question = _first_question(args, options, loop)
+        stop_on_signals(loop)
+        try:
+            exit_code = loop.run()
+        except BaseException:
+            front_end.abandon()
+            raise
+        if exit_code != 0:
+            front_end.abandon()
+        failed = question is not None and question.failed and args.exit_after_answer
+        return exit_code or int(failed)
+
+
+def _serve_other_rank(config: EngineConfig) -> int:
+    engine, broadcast = _build(config)
+    # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return EngineLoop(engine, None, broadcast=broadcast).run()
+
+
+def _build(config: EngineConfig) -> tuple[Engine, Broadcast | None]:
+    # Imported here: torch takes seconds, during which the front end already starts.
+    from megatron_hybrid.engine.build import build_engine, resolve_device
+    from megatron_hybrid.parallel import initialize
+
+    engine = build_engine(config)
+    if config.tensor_model_parallel_size == 1:
+        return engine, None
+    parallel = initialize(config.tensor_model_parallel_size, device=resolve_device(config))
+    return engine, parallel.broadcast_object
+
+
+def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOptions:
+    folder = reference_model.path() if config.load is None else Path(config.load)
+    name = REFERENCE_MODEL_NAME if config.load is None else folder.resolve().name
+    return ServerOptions(
+        tokenizer_folder=str(folder),
+        model_name=args.served_model_name or name,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        max_queue=args.max_queue,
+        http_threads=args.http_threads,
+    )
+
+
+def _first_question(
+    args: argparse.Namespace, options: ServerOptions, loop: EngineLoop
+) -> FirstQuestion | None:
+    if args.ask is None:
+        return None
+    when_done = loop.request_stop if args.exit_after_answer else lambda: None
+    return FirstQuestion(args.ask, args.system, options.model_name, options.api_key, when_done)
+
+
+def _start(question: FirstQuestion | None, url: str) -> None:
+    if question is not None:
+        threading.Thread(target=question.ask, args=(url,), name="question", daemon=True).start()
+
+
+def stop_on_signals(loop: EngineLoop) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        loop.request_stop()
+        signal.signal(signum, signal.SIG_DFL)  # a second one ends a step that hangs
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _end_while_loading(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = config.tensor_model_parallel_size
+    if ranks != wanted:
+        raise ConfigurationError(
+            f"torchrun started {ranks} processes, but --tensor-model-parallel-size is {wanted}; "
+            "they must be equal: the server has no data parallelism so far."
+        )
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""The front end's side of the engine: thread-safe, one socket, one thread that owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import RequestEvent, SamplingParams
+from megatron_hybrid.server import messages as wire
+
+logger = logging.getLogger(__name__)
+
+# A step may compile kernels for minutes; past this long without a word the engine counts as hung.
+STALLED_SECONDS = 600.0
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is loading, hung or gone; the message says which."""
+
+
+class TokenObserver(Protocol):
+    """Is told when tokens arrive; must be quick."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+
+Delivery = RequestEvent | InvalidRequestError | EngineUnavailable
+
+
+class Subscription:
+    """The events of one HTTP request's engine requests, in the order of their arrival.
+
+    whole: deliver a request's events as one, when it has ended; what nobody looks at earlier
+    need not wake a thread at every step.
+    """
+
+    def __init__(self, client: EngineClient, *, whole: bool) -> None:
+        self._client = client
+        self._whole = whole
+        self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._partial: dict[str, RequestEvent] = {}
+        self._last_tokens: dict[str, float] = {}  # request id -> when its last tokens came
+        self._submitted = time.monotonic()
+        self.open_ids: set[str] = set()
+        self.started = False
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str
+    ) -> None:
+        self.open_ids.add(request_id)
+        self._client.register(request_id, self)
+        self._client.send(wire.AddRequest(request_id, list(prompt), params, cache_salt))
+
+    def next(self, timeout: float) -> list[RequestEvent]:
+        """The events so far, at least one unless `timeout` seconds pass without any.
+
+        Raises InvalidRequestError if the engine refuses a request, EngineUnavailable if it dies.
+        """
+        events: list[RequestEvent] = []
+        try:
+            events.append(self._checked(self._queue.get(timeout=timeout)))
+            while True:
+                events.append(self._checked(self._queue.get_nowait()))
+        except queue.Empty:
+            return events
+
+    def abort(self, request_id: str) -> None:
+        """Stop caring for one request, and let the engine know."""
+        if request_id in self.open_ids:
+            self.open_ids.discard(request_id)
+            self._client.forget(request_id)
+            self._client.send(wire.AbortRequest(request_id))
+
+    def close(self) -> None:
+        """Abort whatever has not ended."""
+        for request_id in list(self.open_ids):
+            self.abort(request_id)
+
+    def deliver(self, item: Delivery) -> None:
+        """Called by the client's thread."""
+        self.started = True
+        if isinstance(item, RequestEvent) and item.token_ids:
+            self._observe(item)
+        if isinstance(item, RequestEvent) and self._whole:
+            item = _merge(self._partial.pop(item.request_id, None), item)
+            if item.finish_reason is None:
+                self._partial[item.request_id] = item
+                return
+        self._queue.put(item)
+
+    def _observe(self, event: RequestEvent) -> None:
+        now = time.monotonic()
+        last = self._last_tokens.get(event.request_id)
+        self._last_tokens[event.request_id] = now
+        observer = self._client.observer
+        if observer is None:
+            return
+        if last is None:
+            observer.first_token(now - self._submitted)
+        else:
+            observer.inter_token((now - last) / len(event.token_ids))
+
+    def _checked(self, item: Delivery) -> RequestEvent:
+        if not isinstance(item, RequestEvent):
+            raise item
+        if item.finish_reason is not None:
+            self.open_ids.discard(item.request_id)
+        return item
+
+
+def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
+    if earlier is None:
+        return event
+    event.token_ids = earlier.token_ids + event.token_ids
+    if earlier.logprobs is not None or event.logprobs is not None:
+        event.logprobs = (earlier.logprobs or []) + (event.logprobs or [])
+    event.prompt_logprobs = earlier.prompt_logprobs or event.prompt_logprobs
+    event.prompt_tokens = max(earlier.prompt_tokens, event.prompt_tokens)
+    event.cached_tokens = max(earlier.cached_tokens, event.cached_tokens)
+    return event
+
+
+class EngineClient:
+    """Submits requests and hands their events to whoever waits for them.
+
+    endpoint: the engine's socket. url: where this front end listens, for those who want to know.
+    """
+
+    def __init__(self, endpoint: str, url: str = "") -> None:
+        self.ready: wire.EngineReady | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.observer: TokenObserver | None = None
+        self._down: str | None = None
+        self._heard = time.monotonic()
+        self._lock = threading.Lock()
+        self._subscriptions: dict[str, Subscription] = {}
+        self._queries: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._query_ids = itertools.count()
+        self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._outgoing.put(wire.Join(url))
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+        self._thread.start()
+
+    def subscribe(self, *, whole: bool) -> Subscription:
+        self.check()
+        return Subscription(self, whole=whole)
+
+    def check(self) -> wire.EngineReady:
+        """What the engine said of itself; EngineUnavailable unless it can take requests."""
+        if self._down is not None:
+            raise EngineUnavailable(self._down)
+        if self.ready is None:
+            raise EngineUnavailable("The engine is still loading the model.")
+        silence = time.monotonic() - self._heard
+        if silence > STALLED_SECONDS:
+            raise EngineUnavailable(f"The engine has not answered for {silence:.0f} seconds.")
+        return self.ready
+
+    def waiting(self) -> int:
+        """Engine requests that have not produced anything yet."""
+        with self._lock:
+            return sum(not subscription.started for subscription in self._subscriptions.values())
+
+    def running(self) -> int:
+        with self._lock:
+            return len(self._subscriptions)
+
+    def abort(self, request_id: str) -> int:
+        """Abort the engine requests of one HTTP request, which end with FinishReason.ABORT."""
+        with self._lock:
+            found = [
+                known
+                for known in self._subscriptions
+                if known == request_id or known.rpartition("-")[0] == request_id
+            ]
+        for known in found:
+            self.send(wire.AbortRequest(known))
+        return len(found)
+
+    def reset_prefix_cache(self) -> None:
+        self.check()
+        self.send(wire.ResetPrefixCache())
+
+    def stats(self, timeout: float = 2.0) -> dict[str, Any]:
+        """The engine's counters; EngineUnavailable if it does not answer in time."""
+        self.check()
+        answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        query_id = next(self._query_ids)
+        with self._lock:
+            self._queries[query_id] = answer
+        self.send(wire.GetStats(query_id))
+        try:
+            values = answer.get(timeout=timeout)
+        except queue.Empty:
+            values = None
+        with self._lock:
+            self._queries.pop(query_id, None)
+        if values is None:
+            raise EngineUnavailable("The engine is busy and did not tell its counters in time.")
+        return values
+
+    def engine_ended(self, reason: str) -> None:
+        """Fail what is under way and whatever comes, with this reason."""
+        with self._lock:
+            if self._down is not None:
+                return
+            self._down = reason
+            lost = list(self._subscriptions.items())
+            self._subscriptions.clear()
+            queries = list(self._queries.values())
+        for _, subscription in lost:
+            subscription.deliver(EngineUnavailable(reason))
+        for answer in queries:
+            answer.put(None)
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout=2.0)
+
+    def register(self, request_id: str, subscription: Subscription) -> None:
+        with self._lock:
+            if self._down is None:
+                self._subscriptions[request_id] = subscription
+                return
+        raise EngineUnavailable(self._down)
+
+    def forget(self, request_id: str) -> None:
+        with self._lock:
+            self._subscriptions.pop(request_id, None)
+
+    def send(self, command: wire.Command) -> None:
+        self._outgoing.put(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread just as well
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(1000))
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                self._flush_outgoing()
+                while self._socket.poll(0):
+                    self._heard = time.monotonic()
+                    for reply in wire.decode_replies(self._socket.recv()):
+                        self._dispatch(reply)
+                self._check_stall()
+        except Exception:
+            logger.exception("The connection to the engine broke.")
+            self.engine_ended("The connection to the engine broke; the server's log says why.")
+        finally:
+            self._socket.close(linger=0)
+            self._context.term()
+
+    def _flush_outgoing(self) -> None:
+        commands = []
+        try:
+            while True:
+                commands.append(self._outgoing.get_nowait())
+        except queue.Empty:
+            pass
+        if commands:
+            self._socket.send(wire.encode(commands))
+
+    def _check_stall(self) -> None:
+        silence = time.monotonic() - self._heard
+        if self.ready is not None and silence > STALLED_SECONDS:
+            self.engine_ended(f"The engine has not answered for {silence:.0f} seconds.")
+
+    def _dispatch(self, reply: wire.AnyReply) -> None:
+        if isinstance(reply, wire.Events):
+            for event in reply.events:
+                self._deliver(event.request_id, event, last=event.finish_reason is not None)
+        elif isinstance(reply, wire.Refused):
+            error = InvalidRequestError(reply.field, reply.message, reply.status)
+            self._deliver(reply.request_id, error, last=True)
+        elif isinstance(reply, wire.Stats):
+            with self._lock:
+                answer = self._queries.get(reply.query_id)
+            if answer is not None:
+                answer.put(reply.values)
+        elif isinstance(reply, wire.EngineReady):
+            self.ready = reply
+            self.on_ready()
+        elif isinstance(reply, wire.EngineEnded):
+            self.engine_ended(reply.reason)
+
+    def _deliver(self, request_id: str, item: Delivery, *, last: bool) -> None:
+        with self._lock:
+            subscription = self._subscriptions.get(request_id)
+            if last:
+                self._subscriptions.pop(request_id, None)
+        if subscription is not None:
+            subscription.deliver(item)

@@ -1,0 +1,232 @@
+"""The loop of the engine process: take commands, step, send events.
+
+Under model parallelism every rank runs this loop on the same commands. The first rank reads them
+from its socket and broadcasts the list of each step; the others pass no socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
+from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.server import messages as wire
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the other ranks' heartbeat
+HEARTBEAT_SECONDS = 1.0
+MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
+
+
+class Engine(Protocol):
+    """What the loop needs of DynamicInferenceEngine."""
+
+    @property
+    def max_seq_length(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[RequestEvent]: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+Broadcast = Callable[[list[wire.Command]], list[wire.Command]]
+
+
+class EngineLoop:
+    """One rank's engine and, on the first rank, the socket to the front ends.
+
+    broadcast: hands the first rank's list to every rank of the group; None for a single rank.
+    front_end_failure: says why the front end is gone, or None while it is there.
+    on_join: called with the URL of a front end when the engine begins to serve it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        socket: zmq.Socket[bytes] | None,
+        *,
+        broadcast: Broadcast | None = None,
+        front_end_failure: Callable[[], str | None] = lambda: None,
+        on_join: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._broadcast = broadcast
+        self._front_end_failure = front_end_failure
+        self._on_join = on_join
+        self._clients: set[bytes] = set()
+        self._owners: dict[str, bytes] = {}  # request id -> front end; b"" on the other ranks
+        self._failed_steps = 0
+        self._last_heartbeat = 0.0
+        self._stop_requested = False
+
+    def request_stop(self) -> None:
+        """End the loop at its next turn; safe in a signal handler and in any thread."""
+        self._stop_requested = True
+
+    def run(self) -> int:
+        """Serve until stopped; the exit code is 0, or 1 when the engine cannot go on."""
+        reason = "The server is shutting down."
+        exit_code = 0
+        while True:
+            commands = self._receive() if self._socket is not None else []
+            if self._broadcast is not None:
+                commands = self._broadcast(commands)
+            if any(isinstance(command, wire.Stop) for command in commands):
+                break
+            for command in commands:
+                self._apply(command)
+            if self._engine.has_work() and not self._step():
+                reason = "The engine failed and cannot go on; its log says why."
+                exit_code = 1
+                break
+            failure = self._keep_contact()
+            if failure is not None:
+                logger.error("%s", failure)
+                exit_code = 1
+                self._stop_requested = True  # also ends the other ranks, at their next turn
+        self._send_all(wire.EngineEnded(reason))
+        return exit_code
+
+    def _receive(self) -> list[wire.Command]:
+        """The front ends' commands for this step; blocks for a while if there is nothing to do."""
+        assert self._socket is not None
+        if self._stop_requested:
+            return [wire.Stop()]
+        timeout = 0 if self._engine.has_work() else int(1000 * IDLE_POLL_SECONDS)
+        shared: list[wire.Command] = []
+        while self._socket.poll(timeout):
+            timeout = 0
+            client, payload = self._socket.recv_multipart()
+            for command in wire.decode_commands(payload):
+                if isinstance(command, wire.Join):
+                    self._clients.add(client)
+                    self._send(client, self._ready())
+                    self._on_join(command.url)
+                elif isinstance(command, wire.GetStats):
+                    self._send(client, wire.Stats(command.query_id, self._engine.stats()))
+                else:
+                    if isinstance(command, wire.AddRequest):
+                        self._owners[command.request_id] = client
+                    shared.append(command)
+        return shared
+
+    def _ready(self) -> wire.EngineReady:
+        engine = self._engine
+        return wire.EngineReady(engine.max_seq_length, engine.vocab_size, engine.eos_token_ids)
+
+    def _apply(self, command: wire.Command) -> None:
+        if isinstance(command, wire.AddRequest):
+            self._add(command)
+        elif isinstance(command, wire.AbortRequest):
+            self._engine.abort(command.request_id)
+        elif isinstance(command, wire.ResetPrefixCache):
+            self._engine.reset_prefix_cache()
+
+    def _add(self, command: wire.AddRequest) -> None:
+        owner = self._owners.setdefault(command.request_id, b"")
+        try:
+            self._engine.add_request(
+                command.request_id,
+                command.prompt_token_ids,
+                command.params,
+                cache_salt=command.cache_salt,
+            )
+        except InvalidRequestError as error:
+            del self._owners[command.request_id]
+            self._send(
+                owner, wire.Refused(command.request_id, error.field, str(error), error.status)
+            )
+
+    def _step(self) -> bool:
+        """One engine step and its events; False when the engine cannot go on."""
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            logger.exception("The engine's step failed.")
+            self._fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
+            self._failed_steps += 1
+            # Other ranks may wait in a collective that this one has left: there is no going on.
+            sound = self._broadcast is None and not isinstance(error, DeviceLostError)
+            return sound and self._failed_steps < MAX_FAILED_STEPS
+        self._failed_steps = 0
+        self._publish(events)
+        return True
+
+    def _fail_all(self, reason: str) -> None:
+        """End every request with an error, in the engine and for its client."""
+        lost = list(self._owners)
+        self._publish(
+            [
+                RequestEvent(request_id, finish_reason=FinishReason.ERROR, error=reason)
+                for request_id in lost
+            ]
+        )
+        for request_id in lost:
+            self._engine.abort(request_id)
+
+    def _publish(self, events: list[RequestEvent]) -> None:
+        by_client: dict[bytes, list[RequestEvent]] = {}
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if owner is None:
+                continue  # already ended by an error; the engine's own last event comes later
+            by_client.setdefault(owner, []).append(event)
+            if event.finish_reason is not None:
+                del self._owners[event.request_id]
+        for client, client_events in by_client.items():
+            self._send(client, wire.Events(client_events))
+
+    def _keep_contact(self) -> str | None:
+        """Send a heartbeat when one is due; why the front end is gone, if it is."""
+        now = time.monotonic()
+        if self._socket is None or now - self._last_heartbeat < HEARTBEAT_SECONDS:
+            return None
+        self._last_heartbeat = now
+        self._send_all(wire.Heartbeat())
+        return self._front_end_failure()
+
+    def _send_all(self, reply: wire.Reply) -> None:
+        for client in self._clients:
+            self._send(client, reply)
+
+    def _send(self, client: bytes, reply: wire.Reply) -> None:
+        if self._socket is not None:
+            self._socket.send_multipart([client, wire.encode([reply])])
+
+
+def bind_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """The engine's end of the connection. Nothing is dropped: a lost event would be lost text."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.bind(endpoint)
+    return socket

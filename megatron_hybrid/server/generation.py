@@ -1,0 +1,171 @@
+"""One HTTP request's answers: engine events in, pieces of text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_hybrid.detokenizer import IncrementalDetokenizer
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.server.engine_client import EngineClient, Subscription
+from megatron_hybrid.server.metrics import ServerMetrics
+from megatron_hybrid.server.openai_protocol import GenerationRequest
+from megatron_hybrid.tokenizer import Tokenizer
+
+DISCONNECT_POLL_SECONDS = 0.5
+
+
+class GenerationFailed(RuntimeError):
+    """The engine ended a request with an error, through no fault of the client."""
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish_reason` is set on its last delta, exactly once."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Choice:
+    def __init__(self, index: int, request_id: str, detokenizer: IncrementalDetokenizer) -> None:
+        self.index = index
+        self.request_id = request_id
+        self.detokenizer = detokenizer
+        self.completion_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.finished = False
+
+    def advance(self, event: RequestEvent) -> Delta:
+        # An id that ended the request is counted, but it is no text.
+        ended_by_id = event.stop_token_id is not None and bool(event.token_ids)
+        shown = event.token_ids[:-1] if ended_by_id else event.token_ids
+        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        before = self.detokenizer.tokens_used
+        text = self.detokenizer.push(shown)
+        used = self.detokenizer.tokens_used - before
+        finish_reason = event.finish_reason.value if event.finish_reason is not None else None
+        if finish_reason is not None:
+            text += self.detokenizer.flush()
+        if self.detokenizer.stop_hit is not None:
+            finish_reason = FinishReason.STOP.value
+        elif ended_by_id:
+            used += 1
+        self.completion_tokens += used
+        self.finished = finish_reason is not None
+        logprobs = (event.logprobs or [])[: min(used, len(shown))]
+        return Delta(self.index, text, logprobs, finish_reason)
+
+
+class Generation:
+    """The choices of one HTTP request, in the engine from `start` to `close`.
+
+    disconnected: whether the client has gone; looked at with every event and while waiting.
+    on_close: called once, when the generation gives up its place.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        request_id: str,
+        request: GenerationRequest,
+        *,
+        disconnected: Callable[[], bool],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._request = request
+        self._disconnected = disconnected
+        self._on_close = on_close
+        self._closed = False
+        self._choices: dict[str, _Choice] = {}
+        self._subscription: Subscription | None = None
+        self._started = time.monotonic()
+
+    def start(self, prompts: Sequence[list[int]]) -> None:
+        """Submit every choice of every prompt; choice j of prompt i has the index i * n + j."""
+        request = self._request
+        stop = request.params.stop
+        # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
+        self._subscription = self._client.subscribe(whole=not request.stream and not stop)
+        max_seq_length = self._client.check().max_seq_length
+        for prompt in prompts:
+            room = max_seq_length - len(prompt)
+            for choice in range(request.n):
+                index = len(self._choices)
+                request_id = f"{self.request_id}-{index}"
+                self._choices[request_id] = _Choice(
+                    index, request_id, IncrementalDetokenizer(self._tokenizer, stop)
+                )
+                self._subscription.add(
+                    request_id, prompt, request.params_of_choice(choice, room), request.cache_salt
+                )
+
+    def deltas(self) -> Iterator[list[Delta]]:
+        """Pieces of the answers as they come, until every choice has ended.
+
+        Raises ClientGone, GenerationFailed, and what `Subscription.next` raises.
+        """
+        subscription = self._subscription
+        assert subscription is not None, "start comes first"
+        while subscription.open_ids:
+            events = subscription.next(DISCONNECT_POLL_SECONDS)
+            if self._disconnected():
+                raise ClientGone
+            deltas = [delta for event in events for delta in self._advance(subscription, event)]
+            if deltas:
+                yield deltas
+
+    def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
+        choice = self._choices[event.request_id]
+        if choice.finished:
+            return []
+        if event.finish_reason is FinishReason.ERROR:
+            self._metrics.finished(FinishReason.ERROR.value, time.monotonic() - self._started)
+            raise GenerationFailed(event.error or "The engine failed and did not say why.")
+        delta = choice.advance(event)
+        if delta.finish_reason is not None:
+            self._metrics.finished(delta.finish_reason, time.monotonic() - self._started)
+            subscription.abort(event.request_id)  # only if a stop string ended it here
+        return [delta]
+
+    def close(self) -> None:
+        """Abort what is still running. Always called, by whoever comes first."""
+        if self._closed:
+            return
+        self._closed = True
+        self._on_close()
+        if self._subscription is not None:
+            for _ in range(len(self._subscription.open_ids)):
+                self._metrics.finished(FinishReason.ABORT.value, time.monotonic() - self._started)
+            self._subscription.close()
+
+    def usage(self) -> dict[str, object]:
+        """Tokens read and written. A prompt with several choices was given once, so counts once."""
+        choices = list(self._choices.values())
+        n = self._request.n
+        groups = [choices[start : start + n] for start in range(0, len(choices), n)]
+        prompt = sum(max(choice.prompt_tokens for choice in group) for group in groups)
+        cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
+        completion = sum(choice.completion_tokens for choice in choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }

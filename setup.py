@@ -1,0 +1,86 @@
+"""Packaging. Metadata lives here and nowhere else; pyproject.toml configures the tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+# Everything below installs as a wheel on a bare CPU machine. The upper bound of torch is what
+# keeps an installed CPU build in place: without it pip replaces it by the newest CUDA build.
+BASE = [
+    "torch>=2.11,<2.14",
+    "megatron-core>=0.16.1,<0.20",
+    "transformers>=5.0,<6",
+    "safetensors>=0.5",
+    "tokenizers>=0.22",
+    "numpy>=2.0",
+    "einops>=0.8",  # megatron-core needs it at run time without declaring it
+    "psutil>=5.9",  # so does its checkpoint code
+    "flask>=3.0,<4",
+    "waitress>=3.0,<4",
+    "jinja2>=3.1",  # chat templates
+    "pyzmq>=26",
+    "msgspec>=0.19",
+    "prometheus-client>=0.21",
+    "pyyaml>=6.0",
+    "tqdm>=4.66",
+]
+
+# These compile against CUDA and the installed torch: install torch first, then
+# `pip install --no-build-isolation ".[gpu]"`. transformer-engine without its torch part is an
+# empty shell that breaks `import megatron.core`, hence the extra's own extra.
+GPU = [
+    "triton>=3.6",
+    "flashinfer-python>=0.6.14",
+    "mamba-ssm>=2.3.2",
+    "causal-conv1d>=1.6.2",
+    "transformer-engine[pytorch]>=2.0",
+]
+
+# flash-linear-attention is left out on purpose: where it is installed without a GPU,
+# transformers' gated delta net models, which the tests compare with, no longer run.
+TEST = [
+    "pytest>=9.0,<10",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "openai>=2.0",
+    "setuptools>=77",  # test_packaging builds a wheel without reaching for the network
+    # Pinned: another version formats and complains differently.
+    "ruff>=0.17.5,<0.18",
+    "mypy>=2.4.1,<2.5",
+]
+
+DEV = [*TEST, "pre-commit>=4.0", "build>=1.2"]
+
+setup(
+    name="megatron-hybrid",
+    version="0.1.0",
+    description=(
+        "A Megatron-style inference engine for hybrid (Mamba and attention) language models "
+        "with a prefix cache of KV blocks and recurrent states"
+    ),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
+    package_data={
+        "megatron_hybrid": ["py.typed"],
+        "megatron_hybrid.reference_model": ["weights/*"],
+    },
+    zip_safe=False,
+    install_requires=BASE,
+    extras_require={"gpu": GPU, "test": TEST, "dev": DEV},
+    entry_points={"console_scripts": ["megatron-hybrid=megatron_hybrid.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

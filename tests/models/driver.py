@@ -1,0 +1,149 @@
+"""Runs a HybridModel over token sequences without the engine: builds StepInputs for any mixture
+of decodes and prefill segments, with caches of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.layers.inputs import (
+    DecodeSlots,
+    PagedSequences,
+    PrefillSegments,
+    StepInputs,
+    allocate_caches,
+)
+from megatron_hybrid.models import HybridModel
+
+
+@dataclass
+class Sequence:
+    """A sequence's place in the caches. `slot` is read and written."""
+
+    slot: int
+    blocks: list[int]
+    length: int = 0  # tokens computed so far
+    read_slot: int = 0  # of the next segment; its own slot once it has run
+
+
+@dataclass
+class Segment:
+    """Tokens to run in one step, and (position, slot) of the checkpoints in them."""
+
+    sequence: Sequence
+    tokens: list[int]
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Driver:
+    def __init__(
+        self, model: HybridModel, *, slots: int = 12, blocks: int = 64, block_size: int = 16
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.caches = allocate_caches(
+            model.kv_specs, model.state_specs, blocks, block_size, slots, torch.device("cpu")
+        )
+        # What was never written must never matter.
+        for kv in self.caches.kv.values():
+            kv.key.fill_(float("nan"))
+            kv.value.fill_(float("nan"))
+        for state in self.caches.state.values():
+            state.conv.fill_(float("nan"))
+            state.ssm.fill_(float("nan"))
+        self._free_blocks = list(range(blocks - 1, 0, -1))
+        self._next_slot = 1
+
+    def sequence(self) -> Sequence:
+        self._next_slot += 1
+        return Sequence(slot=self._next_slot - 1, blocks=[])
+
+    def step(self, segments: list[Segment]) -> list[Tensor]:
+        """Run the segments in one step: those of one token on a running sequence as decodes, which
+        come first. Returns each segment's logits [tokens, vocab], in the order given."""
+        decodes = [s for s in segments if len(s.tokens) == 1 and s.sequence.length > 0]
+        prefills = [s for s in segments if s not in decodes]
+        ordered = decodes + prefills
+        for segment in ordered:
+            needed = segment.sequence.length + len(segment.tokens)
+            while len(segment.sequence.blocks) * self.block_size < needed:
+                segment.sequence.blocks.append(self._free_blocks.pop())
+        inputs = self._inputs(ordered, len(decodes))
+        logits = self.model.forward(inputs, self.caches)
+        for segment in ordered:
+            segment.sequence.length += len(segment.tokens)
+            segment.sequence.read_slot = segment.sequence.slot
+        parts = logits.split([len(s.tokens) for s in ordered])
+        return [parts[ordered.index(segment)] for segment in segments]
+
+    def _inputs(self, ordered: list[Segment], num_decodes: int) -> StepInputs:
+        prefills = ordered[num_decodes:]
+        positions, kv_slot = [], []
+        for segment in ordered:
+            sequence = segment.sequence
+            for position in range(sequence.length, sequence.length + len(segment.tokens)):
+                positions.append(position)
+                block = sequence.blocks[position // self.block_size]
+                kv_slot.append(block * self.block_size + position % self.block_size)
+        widest = max(len(s.sequence.blocks) for s in ordered)
+        checkpoints = [
+            (index, position, slot)
+            for index, segment in enumerate(prefills)
+            for position, slot in segment.checkpoints
+        ] + [(-1, -1, -1)]
+        decode = prefill = None
+        if num_decodes:
+            slots = _int([s.sequence.slot for s in ordered[:num_decodes]])
+            decode = DecodeSlots(slots, slots.clone())
+        if prefills:
+            prefill = PrefillSegments(
+                cu_seqlens=_bounds(prefills),
+                start_position=_int([s.sequence.length for s in prefills]),
+                read_slot=_int([s.sequence.read_slot for s in prefills]),
+                write_slot=_int([s.sequence.slot for s in prefills]),
+                checkpoint_sequence=_int([c[0] for c in checkpoints]),
+                checkpoint_position=_int([c[1] for c in checkpoints]),
+                checkpoint_slot=_int([c[2] for c in checkpoints]),
+                longest=max(len(s.tokens) for s in prefills),
+            )
+        return StepInputs(
+            token_ids=_int([token for s in ordered for token in s.tokens]),
+            positions=_int(positions),
+            num_decodes=num_decodes,
+            paged=PagedSequences(
+                cu_seqlens=_bounds(ordered),
+                kv_length=_int([s.sequence.length + len(s.tokens) for s in ordered]),
+                block_table=_int(
+                    [s.sequence.blocks + [0] * (widest - len(s.sequence.blocks)) for s in ordered]
+                ),
+                kv_slot=_int(kv_slot),
+                num_decodes=num_decodes,
+            ),
+            decode=decode,
+            prefill=prefill,
+            logits_index=torch.arange(len(positions)),
+        )
+
+
+def run_in_segments(model: HybridModel, tokens: list[int], lengths: list[int]) -> Tensor:
+    """Logits [tokens, vocab] of one sequence, run in steps of these lengths and a last one with
+    the rest."""
+    driver = Driver(model)
+    sequence = driver.sequence()
+    outputs, begin = [], 0
+    for length in [*lengths, len(tokens) - sum(lengths)]:
+        if length:
+            outputs += driver.step([Segment(sequence, tokens[begin : begin + length])])
+            begin += length
+    return torch.cat(outputs)
+
+
+def _int(values: list) -> Tensor:  # type: ignore[type-arg]
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _bounds(segments: list[Segment]) -> Tensor:
+    lengths = _int([0] + [len(s.tokens) for s in segments])
+    return lengths.cumsum(0)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from flask.testing import FlaskClient
+
+from megatron_hybrid.server.app import create_app
+from megatron_hybrid.server.engine_client import EngineClient
+from megatron_hybrid.server.engine_process import EngineLoop, bind_socket
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.serving import Serving
+from megatron_hybrid.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+from tests.server.make_tokenizers import byte_level, save
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(byte_level(), tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
+class RunningLoop:
+    """The fake engine in its loop, in a thread, with the client that a front end has."""
+
+    def __init__(self, engine: FakeEngine, folder: Path) -> None:
+        self.engine = engine
+        self.exit_code: int | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = f"ipc://{folder}/engine"
+        self._socket = bind_socket(self._context, endpoint)
+        self.loop = EngineLoop(engine, self._socket)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        ready = threading.Event()
+        self.client = EngineClient(endpoint)
+        self.client.on_ready = ready.set
+        assert self.client.ready is not None or ready.wait(5)
+
+    def _run(self) -> None:
+        self.exit_code = self.loop.run()
+
+    def close(self) -> None:
+        self.loop.request_stop()
+        self.thread.join(5)
+        self.client.close()
+        self._socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> FakeEngine:
+    return FakeEngine(
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        fail_on=tokenizer.encode("~")[0],
+    )
+
+
+@pytest.fixture
+def running(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLoop]:
+    loop = RunningLoop(engine, tmp_path_factory.mktemp("s"))
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def options(tokenizer_folder: Path) -> ServerOptions:
+    return ServerOptions(tokenizer_folder=str(tokenizer_folder), model_name="fake")
+
+
+@pytest.fixture
+def serving(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
+    return Serving(running.client, tokenizer, options)
+
+
+@pytest.fixture
+def http(serving: Serving) -> FlaskClient:
+    """Requests to the application without a socket in between."""
+    return create_app(serving).test_client()

@@ -1,0 +1,147 @@
+"""An engine without a model: it answers with the prompt again. Same methods as the real one."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_hybrid.request import (
+    FinishReason,
+    RequestEvent,
+    SamplingParams,
+    TokenLogprob,
+    validate_prompt,
+)
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class _Running:
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    cached_tokens: int
+    generated: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
+class FakeEngine:
+    """Greedy: repeats the prompt. Sampled: random ids from the seed. One token a step.
+
+    `fail_on`: a prompt that holds this id makes `step` raise (once; each time with `fails_again`).
+    """
+
+    max_seq_length = 128
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        step_seconds: float = 0.0,
+        fail_on: int | None = None,
+        fails_again: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.log: list[str] = []
+        self._step_seconds = step_seconds
+        self._fail_on = fail_on
+        self._fails_again = fails_again
+        self._running: dict[str, _Running] = {}
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()
+        self._generated = 0
+        self._broken = False
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+    ) -> None:
+        params.validate()
+        validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
+        prompt = list(prompt_token_ids)
+        room = self.max_seq_length - len(prompt)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        assert max_tokens <= room, "the server lets nothing through that cannot fit"
+        prefixes = [
+            (cache_salt, tuple(prompt[:end])) for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE)
+        ]
+        hits = sum(prefix in self._cached for prefix in prefixes)
+        self._cached.update(prefixes)
+        self._running[request_id] = _Running(prompt, params, max_tokens, hits * BLOCK_SIZE)
+        self.log.append(f"add {request_id}")
+
+    def abort(self, request_id: str) -> None:
+        self.log.append(f"abort {request_id}")
+        if request_id in self._running:
+            self._running[request_id].aborted = True
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[RequestEvent]:
+        time.sleep(self._step_seconds)
+        if self._broken or any(self._fail_on in one.prompt for one in self._running.values()):
+            self._broken = self._fails_again
+            raise RuntimeError("the fake engine was asked to fail")
+        events = [self._advance(name, one) for name, one in self._running.items()]
+        for event in events:
+            if event.finish_reason is not None:
+                del self._running[event.request_id]
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": 0,
+            "skipped_tokens": 0,
+            "matched_tokens": 0,
+            "generated_tokens": self._generated,
+            "lost_tokens": {"grid": 3},
+            "checkpoints_published": {"divergence": 1},
+            "checkpoints_read": {},
+            "requests_running": len(self._running),
+            "requests_waiting": 0,
+            "kv_used": 1,
+            "kv_blocks": 4,
+            "state_used": 0,
+            "state_slots": 0,
+            "log": self.log[-1000:],
+        }
+
+    def reset_prefix_cache(self) -> None:
+        self._cached.clear()
+
+    def _advance(self, request_id: str, one: _Running) -> RequestEvent:
+        event = RequestEvent(
+            request_id, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
+        )
+        if one.aborted:
+            event.finish_reason = FinishReason.ABORT
+            return event
+        position = len(one.generated)
+        if one.params.greedy:
+            token = one.prompt[position % len(one.prompt)]
+        else:
+            token = random.Random(f"{one.params.seed} {position}").randrange(self.vocab_size)
+        one.generated.append(token)
+        self._generated += 1
+        event.token_ids = [token]
+        if one.params.logprobs is not None:
+            top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
+            event.logprobs = [TokenLogprob(token, -0.5, top)]
+        stops = one.params.stop_token_ids
+        if not one.params.ignore_eos:
+            stops += self.eos_token_ids
+        if token in stops:
+            event.finish_reason, event.stop_token_id = FinishReason.STOP, token
+        elif len(one.generated) == one.max_tokens:
+            event.finish_reason = FinishReason.LENGTH
+        return event

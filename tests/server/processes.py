@@ -1,0 +1,94 @@
+"""Starting a server as a user does, and ending it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ServerProcess:
+    """A server in processes of its own; `url` is known once it is up."""
+
+    def __init__(self, *command: str, seconds: float = 60.0, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.url = self.wait_for_line(r"serving .* on (http://\S+)", seconds)
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def wait_for_line(self, pattern: str, seconds: float) -> str:
+        """The first group of the first line of output that matches."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended = not self._reader.is_alive()
+            for line in list(self.lines):
+                if found := re.search(pattern, line):
+                    return found.group(1)
+            assert not ended, f"the server ended: {self.output}"
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern!r} within {seconds} s: {self.output}")
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+    def stop(self, signum: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+        """The exit code after this signal."""
+        self.process.send_signal(signum)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

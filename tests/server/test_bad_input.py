@@ -1,0 +1,280 @@
+"""Whatever is wrong with a request gets a 400 that names the field; the next one is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+# (field named in the answer, what is added to a good body)
+BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
+    ("surprise", {"surprise": 1}),
+    ("model", {"model": 5}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": "8"}),
+    ("max_tokens", {"max_tokens": True}),
+    ("max_tokens", {"max_tokens": 10**6}),
+    ("max_tokens", {"max_tokens": 10**30}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": float("inf")}),
+    ("temperature", {"temperature": [1]}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.01}),
+    ("top_p", {"top_p": float("-inf")}),
+    ("top_k", {"top_k": -2}),
+    ("top_k", {"top_k": 0.5}),
+    ("min_p", {"min_p": 2}),
+    ("n", {"n": 0}),
+    ("n", {"n": 17}),
+    ("n", {"n": "two"}),
+    ("seed", {"seed": 1.5}),
+    ("seed", {"seed": 2**64}),
+    ("seed", {"seed": "1"}),
+    ("stop", {"stop": ""}),
+    ("stop", {"stop": ["a", ""]}),
+    ("stop", {"stop": 3}),
+    ("stop", {"stop": ["a", 3]}),
+    ("stop", {"stop": ["a"] * 17}),
+    ("stop", {"stop": "a" * 1025}),
+    ("stop_token_ids", {"stop_token_ids": 3}),
+    ("stop_token_ids", {"stop_token_ids": [-1]}),
+    ("stop_token_ids", {"stop_token_ids": ["a"]}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 65}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("ignore_eos", {"ignore_eos": "yes"}),
+    ("stream", {"stream": "true"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": []}),
+    ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
+    ("stream_options.extra", {"stream": True, "stream_options": {"extra": 1}}),
+    ("user", {"user": 7}),
+    ("cache_salt", {"cache_salt": 7}),
+    ("cache_salt", {"cache_salt": "x" * 1025}),
+    ("presence_penalty", {"presence_penalty": 0.5}),
+    ("frequency_penalty", {"frequency_penalty": -1}),
+    ("repetition_penalty", {"repetition_penalty": 1.1}),
+    ("logit_bias", {"logit_bias": {"50": 1}}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("min_tokens", {"min_tokens": 2}),
+    ("priority", {"priority": 1}),
+    ("priority", {"priority": False}),
+    ("cache_checkpoints", {"cache_checkpoints": [64]}),
+]
+BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "Hello"}),
+    ("messages[0]", {"messages": ["Hello"]}),
+    ("messages[0].role", {"messages": [{"content": "Hello"}]}),
+    ("messages[0].role", {"messages": [{"role": "robot", "content": "Hello"}]}),
+    ("messages[0].role", {"messages": [{"role": "tool", "content": "Hello"}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+    ("messages[1].content", {"messages": [*HELLO, {"role": "user", "content": {"a": 1}}]}),
+    ("messages[0].color", {"messages": [{"role": "user", "content": "Hello", "color": "red"}]}),
+    ("messages[0].name", {"messages": [{"role": "user", "content": "Hello", "name": 5}]}),
+    (
+        "messages[0].tool_calls",
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+    ),
+    (
+        "messages[0].content[1].type",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "image_url", "url": "b"}],
+                }
+            ]
+        },
+    ),
+    (
+        "messages[0].content[0].text",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "forbidden"}]}),
+    ("messages", {"messages": [{"role": "user", "content": "Hello there " * 100}]}),
+    ("max_completion_tokens", {"max_completion_tokens": -3}),
+    ("max_completion_tokens", {"max_completion_tokens": 10_000}),
+    ("max_tokens", {"max_tokens": 3, "max_completion_tokens": 4}),
+    ("logprobs", {"logprobs": 3}),
+    ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": []}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
+    ("prompt", {"prompt": "Hello"}),
+]
+BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": ["Hello", ""]}),
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": {"a": 1}}),
+    ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": ["a", 1]}),
+    ("prompt", {"prompt": [1, 2.5]}),
+    ("prompt", {"prompt": [True]}),
+    ("prompt", {"prompt": [[1], [None]]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [10**6]}),
+    ("prompt", {"prompt": [10**30]}),
+    ("prompt", {"prompt": [7] * 128}),
+    ("prompt", {"prompt": "Hello there " * 100}),
+    ("prompt", {"prompt": ["a"] * 65, "n": 16}),
+    ("logprobs", {"logprobs": True}),
+    ("logprobs", {"logprobs": 21}),
+    ("echo", {"echo": True}),
+    ("best_of", {"best_of": 2}),
+    ("suffix", {"suffix": "end"}),
+    ("messages", {"messages": HELLO}),
+]
+
+
+def check_refused(http: FlaskClient, path: str, data: bytes, field: str) -> dict[str, Any]:
+    answer = http.post(path, data=data, content_type="application/json")
+    assert answer.status_code == 400, answer.data
+    error = answer.get_json()["error"]
+    assert error["param"] == field
+    assert field in error["message"].replace("The body", "body")
+    assert error["type"] == "invalid_request_error"
+    assert error["code"]
+    return dict(error)
+
+
+def check_served(http: FlaskClient) -> None:
+    answer = http.post(COMPLETION, json={"prompt": "Hello", "max_tokens": 2, "temperature": 0})
+    assert answer.status_code == 200, answer.data
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[tuple[str, str, dict[str, Any]]]:
+    chat = {"model": "fake", "messages": HELLO}
+    completion = {"model": "fake", "prompt": "Hello"}
+    return [
+        *((CHAT, field, chat | bad) for field, bad in BAD_IN_BOTH + BAD_CHATS),
+        *((COMPLETION, field, completion | bad) for field, bad in BAD_IN_BOTH + BAD_COMPLETIONS),
+    ]
+
+
+def test_a_bad_field_is_named_and_the_next_request_served(
+    http: FlaskClient, cases: list[tuple[str, str, dict[str, Any]]]
+) -> None:
+    for path, field, body in cases:
+        check_refused(http, path, json.dumps(body).encode(), field)
+    check_served(http)
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"[]", "body"),
+        (b"null", "body"),
+        (b'"text"', "body"),
+        (b"{'prompt': 'a'}", "body"),
+        (b'{"prompt": "a"} x', "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "body"),
+        (b"\xff\xfe{}", "body"),
+        (b'{"prompt": "a\xff"}', "prompt"),
+        (b'{"prompt": ["a", "b\xc3"]}', "prompt[1]"),
+        (b'{"prompt": "\xed\xa0\x80"}', "prompt"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": "a", "user": "\\udfff"}', "user"),
+        (b'{"prompt": "a", "stop": ["\\ud83d"]}', "stop[0]"),
+        (b'{"prompt": "a", "x\\ud800": 1}', "body"),
+    ],
+)
+def test_a_body_that_is_no_json_or_no_text_is_refused(
+    http: FlaskClient, data: bytes, field: str
+) -> None:
+    check_refused(http, COMPLETION, data, field)
+    check_served(http)
+
+
+def test_wrong_bytes_in_a_message_are_named(http: FlaskClient) -> None:
+    data = b'{"messages": [{"role": "user", "content": "a\xffb"}]}'
+    check_refused(http, CHAT, data, "messages[0].content")
+
+
+def test_a_pair_of_surrogates_is_one_character(http: FlaskClient) -> None:
+    body = b'{"prompt": "\\ud83d\\ude00", "temperature": 0, "max_tokens": 1}'
+    assert http.post(COMPLETION, data=body).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(http: FlaskClient) -> None:
+    for body in ({"prompt": [7] * 500}, {"prompt": [7] * 100, "max_tokens": 100}):
+        error = http.post(COMPLETION, json=body).get_json()["error"]
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_null_and_openais_defaults_change_nothing(http: FlaskClient) -> None:
+    defaults: dict[str, Any] = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "min_tokens": 0,
+        "priority": 0,
+        "cache_checkpoints": None,
+        "n": 1,
+        "seed": None,
+        "stop": None,
+        "stop_token_ids": [],
+        "stream": False,
+        "stream_options": None,
+        "user": "somebody",
+        "max_tokens": 3,
+        "temperature": None,
+        "top_p": 1,
+        "top_k": -1,
+    }
+    chat = {"messages": HELLO, "tools": [], "tool_choice": "auto", "logprobs": False, "store": None}
+    completion = {"prompt": "Hello", "echo": False, "best_of": 1, "suffix": None, "logprobs": None}
+    assert http.post(CHAT, json={**defaults, **chat}).status_code == 200
+    assert http.post(COMPLETION, json={**defaults, **completion}).status_code == 200
+
+
+def test_a_huge_body_is_refused(http: FlaskClient) -> None:
+    http.application.config["MAX_CONTENT_LENGTH"] = 1000
+    answer = http.post(COMPLETION, json={"prompt": "a" * 2000})
+    assert answer.status_code == 413
+    assert "error" in answer.get_json()
+    check_served(http)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "more": 1}, "more"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/abort", {}, "request_id"),
+        ("/abort", {"request_id": 5}, "request_id"),
+    ],
+)
+def test_the_small_routes_name_bad_fields_too(
+    http: FlaskClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    check_refused(http, path, json.dumps(body).encode(), field)

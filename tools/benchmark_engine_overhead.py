@@ -1,0 +1,237 @@
+#!/usr/bin/env python
+"""Times what the engine does besides the model's forward pass. Needs no weights and no GPU.
+
+    python tools/benchmark_engine_overhead.py
+    python tools/benchmark_engine_overhead.py --requests 256 --steps 2000 --json out.json
+
+Two figures:
+
+step       the engine's own step (schedule, build the batch, sample, commit) with all requests
+           decoding, on a runner that takes its logits from a fixed table; requests cross block
+           boundaries at different times, and the cache is full, so every new block evicts one
+eviction   freeing the least recently used cached block and handing it out again, at several
+           sizes of the cache: it should not matter how large the cache is
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from megatron_hybrid.benchmarks.environment import describe_environment
+from megatron_hybrid.benchmarks.measurements import distribution
+from megatron_hybrid.cache.block_hash import extend_keys, root_key
+from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK
+from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.execution.batch import BatchBuilder
+from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.sampler import sample
+from megatron_hybrid.request import SamplingParams
+
+BLOCK_SIZE = 64
+KERNEL_CHUNK = 128
+CHAIN = 32  # blocks in one cached sequence
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=256, help="requests that decode at once")
+    parser.add_argument("--steps", type=int, default=1000, help="decode steps to time")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=512, help="tokens in each request's prompt"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=512, help="logits to sample from, a request and step"
+    )
+    parser.add_argument(
+        "--cached-blocks",
+        type=int,
+        nargs="+",
+        default=[1_000, 10_000, 100_000],
+        help="sizes of the cache at which eviction is timed",
+    )
+    parser.add_argument("--evictions", type=int, default=5000, help="blocks to evict at each size")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the JSON to this file too")
+    args = parser.parse_args()
+    for name in ("requests", "steps", "prompt_tokens", "vocab_size", "evictions"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} is {getattr(args, name)}; give at least 1.")
+    if min(args.cached_blocks) < CHAIN:
+        parser.error(f"--cached-blocks must be at least {CHAIN}, one cached sequence.")
+    return args
+
+
+def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
+    """Microseconds to get one block from a cache that is full of `cached_blocks` cached ones."""
+    geometry = CacheGeometry(
+        block_size=BLOCK_SIZE,
+        kernel_chunk=KERNEL_CHUNK,
+        num_blocks=cached_blocks,
+        max_requests=1,
+        num_cached_slots=64,
+        bytes_per_block=1,
+        bytes_per_state=1,
+    )
+    cache = HybridCache(geometry)
+    allocator = cache.kv
+    random = np.random.default_rng(0)
+
+    def cache_sequence(length: int) -> None:
+        """Compute, publish and let go of a sequence that nobody has seen before."""
+        tokens = random.integers(2**15, size=length * BLOCK_SIZE, dtype=np.int32)
+        blocks = allocator.allocate(length)
+        parent = DUMMY_BLOCK
+        for block, key in zip(blocks, extend_keys(root_key(0), tokens, BLOCK_SIZE), strict=True):
+            parent = allocator.publish(block, key, parent)
+        allocator.release(blocks)
+
+    for start in range(0, cached_blocks, CHAIN):
+        cache_sequence(min(CHAIN, cached_blocks - start))
+    assert allocator.num_cached == cached_blocks
+
+    microseconds = []
+    keys = iter(
+        extend_keys(
+            root_key(1),
+            random.integers(2**15, size=evictions * BLOCK_SIZE, dtype=np.int32),
+            BLOCK_SIZE,
+        )
+    )
+    gc.collect()
+    before = allocator.evictions
+    for _ in range(evictions):
+        start_ns = time.perf_counter_ns()
+        (block,) = allocator.allocate(1)
+        microseconds.append((time.perf_counter_ns() - start_ns) / 1e3)
+        allocator.publish(block, next(keys), DUMMY_BLOCK)
+        allocator.release((block,))
+    assert allocator.evictions - before == evictions
+    cache.check_integrity([])
+    return {"cached_blocks": cached_blocks, "us_per_block": distribution(microseconds)}
+
+
+class FixedLogitsRunner:
+    """Builds every batch and samples from it, but computes no model."""
+
+    def __init__(self, rows: RowTable, vocab_size: int, max_requests: int) -> None:
+        self._rows = rows
+        self._builder = BatchBuilder(rows, BLOCK_SIZE, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(max_requests, vocab_size, generator=generator)
+        self.seconds = 0.0  # in here
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        start = time.perf_counter()
+        self._builder.build(plan)
+        result = sample(self._logits[: len(plan.sampled_rows)], plan, self._rows)
+        self.seconds += time.perf_counter() - start
+        return result
+
+    def dummy_forward(self) -> None:
+        pass
+
+
+def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -> dict[str, Any]:
+    """Milliseconds a step with `requests` requests decoding."""
+    # Staggered lengths: in each step another few requests cross a block boundary.
+    lengths = [prompt_tokens + i % BLOCK_SIZE for i in range(requests)]
+    longest = max(lengths) + steps + 1
+    blocks_each = -(-longest // BLOCK_SIZE)
+    geometry = CacheGeometry(
+        block_size=BLOCK_SIZE,
+        kernel_chunk=KERNEL_CHUNK,
+        num_blocks=requests * blocks_each,
+        max_requests=requests,
+        num_cached_slots=requests,
+        bytes_per_block=1,
+        bytes_per_state=1,
+    )
+    context = DynamicInferenceContext(
+        geometry, max_tokens=8192, max_seq_length=blocks_each * BLOCK_SIZE + 1
+    )
+    runner = FixedLogitsRunner(context.rows, vocab_size, requests)
+    engine = DynamicInferenceEngine(context, runner, vocab_size=vocab_size)
+    random = np.random.default_rng(0)
+
+    def submit(name: str, length: int, max_tokens: int) -> None:
+        prompt = random.integers(vocab_size, size=length).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(name, prompt, params)
+
+    # Fill the cache with what earlier requests left behind.
+    for i in range(requests):
+        submit(f"earlier {i}", blocks_each * BLOCK_SIZE, 1)
+    while engine.has_work():
+        engine.step()
+    for i, length in enumerate(lengths):
+        submit(f"request {i}", length, longest - length)
+    while engine.stats()["last_step"]["decode_tokens"] < requests:
+        engine.step()
+
+    gc.collect()
+    evictions, runner.seconds = engine.stats()["kv_evictions"], 0.0
+    milliseconds = []
+    # The requests that were admitted first are also the first to end.
+    timed = range(min(steps, longest - max(lengths) - 1))
+    for _ in tqdm(timed, "steps"):
+        start = time.perf_counter_ns()
+        events = engine.step()
+        milliseconds.append((time.perf_counter_ns() - start) / 1e6)
+        if len(events) < requests:
+            milliseconds.pop()
+            break
+    engine.check_integrity()
+    return {
+        "requests": requests,
+        "steps": len(milliseconds),
+        "ms_per_step": distribution(milliseconds) | {"max": max(milliseconds)},
+        "of_it_batch_and_sampling_ms": 1e3 * runner.seconds / len(milliseconds),
+        "evicted_blocks": engine.stats()["kv_evictions"] - evictions,
+        "vocab_size": vocab_size,
+    }
+
+
+def main() -> int:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    steps = time_steps(args.requests, args.prompt_tokens, args.steps, args.vocab_size)
+    times = steps["ms_per_step"]
+    print(
+        f"{steps['requests']} requests decoding: {times['p50']:.3f} ms a step (median), mean"
+        f" {times['mean']:.3f}, p95 {times['p95']:.3f}; {steps['steps']} steps,"
+        f" {steps['evicted_blocks']} blocks evicted",
+        file=sys.stderr,
+    )
+    evictions = [time_evictions(n, args.evictions) for n in tqdm(args.cached_blocks, "evictions")]
+    for row in evictions:
+        microseconds = row["us_per_block"]
+        print(
+            f"eviction at {row['cached_blocks']:7} cached blocks: {microseconds['p50']:.2f} us"
+            f" (median), mean {microseconds['mean']:.2f}, p95 {microseconds['p95']:.2f}",
+            file=sys.stderr,
+        )
+    text = json.dumps({"step": steps, "eviction": evictions, **describe_environment()}, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes the environment (once) and runs everything that CI runs: ruff, mypy, pytest.
+#
+#   tools/run_tests.sh                      all of it
+#   tools/run_tests.sh tests/unit -k hash   only pytest, with these arguments
+#
+# TEST_WORKERS: processes for pytest (default: one a core, at most 4; 0 runs in this process).
+set -euo pipefail
+
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+ensure_environment test
+export PATH="$VENV/bin:$PATH"
+
+# The models in the tests are tiny: threads inside an operation only get in each other's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}"
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+if [ $# -gt 0 ]; then
+    exec python -m pytest "$@" </dev/null
+fi
+
+# Every check runs, so that one run shows all there is to mend.
+status=0
+step() {
+    echo "== $*"
+    "$@" </dev/null || status=1
+}
+step ruff check .
+step ruff format --check .
+step mypy
+workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, os.cpu_count() or 1))')}
+# A file's tests stay in one process: they share servers and loaded models.
+step python -m pytest -n "$workers" --dist loadfile --durations 10
+[ "$status" = 0 ] || echo "== at least one of the checks above failed" >&2
+exit "$status"
