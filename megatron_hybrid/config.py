@@ -43,7 +43,7 @@ class EngineConfig:
 
     tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over")
     pipeline_model_parallel_size: int = _option(1, "pipeline stages; only 1 so far")
-    expert_model_parallel_size: int = _option(1, "ranks that experts are spread over; only 1 so far")
+    expert_model_parallel_size: int = _option(1, "ranks that share the experts; only 1 so far")
 
     inference_dynamic_batching_buffer_size_gb: float | None = _option(
         None, "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)"

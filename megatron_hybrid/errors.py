@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ConfigurationError(ValueError):
-    """The configuration contradicts itself, the model or the machine. Exit code 2 on a command line."""
+    """The configuration contradicts itself, the model or the machine. Command lines exit with 2."""
 
 
 class InvalidRequestError(ValueError):

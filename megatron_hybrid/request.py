@@ -138,7 +138,7 @@ def validate_prompt(
 ) -> None:
     """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
     if len(token_ids) == 0:
-        raise InvalidRequestError(field_name, f"{field_name} is empty; it needs at least one token.")
+        raise InvalidRequestError(field_name, f"{field_name} is empty; it needs a token at least.")
     if len(token_ids) >= max_seq_length:
         raise InvalidRequestError(
             field_name,
@@ -154,9 +154,7 @@ def validate_prompt(
         )
 
 
-def _number(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
         bracket = "more than" if open_low else "from"

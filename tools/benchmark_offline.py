@@ -19,7 +19,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +165,13 @@ def compare(benches: dict[str, Bench], name: str, args: argparse.Namespace) -> d
         order = list(benches) if pair % 2 == 0 else list(reversed(benches))
         for label in order:
             bench = benches[label]
-            workload = bench.workload(name, seed)
-            cpu_before = time.process_time()
             run = bench.run(
-                workload,
+                bench.workload(name, seed),
                 f"{name} pair {pair + 1}/{args.pairs}, caching {label}",
                 keep_cache=args.keep_cache,
             )
-            cpu[label].append(time.process_time() - cpu_before)
             walls[label].append(run.wall)
+            cpu[label].append(run.cpu_seconds)
             if label == "on":
                 cached += sum(record.cached_tokens for record in run.records)
     return {

@@ -32,6 +32,7 @@ class BenchmarkError(RuntimeError):
 class Run:
     records: list[RequestRecord] = field(default_factory=list)
     round_walls: list[float] = field(default_factory=list)  # seconds
+    cpu_seconds: float = 0.0  # of this process, all threads, in the rounds
 
     @property
     def wall(self) -> float:
@@ -71,6 +72,7 @@ def _run_round(
     generated: dict[str, list[int]] = {request.request_id: [] for request in round_}
     unfinished = set(prompts)
 
+    cpu_before = time.process_time()
     submitted = time.perf_counter()
     records = {
         request_id: RequestRecord(request_id, number, len(prompt), submitted)
@@ -96,6 +98,7 @@ def _run_round(
                 if on_finish is not None:
                     on_finish()
     run.round_walls.append(time.perf_counter() - submitted)
+    run.cpu_seconds += time.process_time() - cpu_before
 
     if unfinished:
         raise BenchmarkError(f"The engine is idle, but never finished {sorted(unfinished)[:5]}.")

@@ -27,9 +27,7 @@ def root_key(model_epoch: int, cache_salt: str = "", adapter: str = "") -> Block
     return digest.digest()
 
 
-def extend_keys(
-    parent: BlockKey, tokens: npt.NDArray[np.int32], block_size: int
-) -> list[BlockKey]:
+def extend_keys(parent: BlockKey, tokens: npt.NDArray[np.int32], block_size: int) -> list[BlockKey]:
     """Keys of the full blocks of `tokens`, which continue the sequence that ends at `parent`."""
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     stride = 4 * block_size

@@ -114,9 +114,7 @@ class HybridCache:
         size = self.geometry.block_size
         return PromptKeys(root, extend_keys(root, tokens, size) if self.enabled else [])
 
-    def match(
-        self, keys: PromptKeys, prompt_tokens: int, *, may_skip: bool = True
-    ) -> PrefixMatch:
+    def match(self, keys: PromptKeys, prompt_tokens: int, *, may_skip: bool = True) -> PrefixMatch:
         """What the cache holds of a prompt. Changes nothing."""
         if not self.enabled:
             return PrefixMatch([], 0, 0, NULL_SLOT, may_skip)

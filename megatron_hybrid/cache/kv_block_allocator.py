@@ -1,10 +1,10 @@
 """KV blocks: allocated, shared by reference count, kept for reuse, evicted leaves first.
 
-    free  --allocate-->  referenced (private)  --publish-->  referenced (mapped)
-     ^                         |                               |        ^
-     |                      release                         release   acquire
-     +-------------------------+                               v        |
-     +---------------evict-----------------------------  cached (mapped, no references)
+free  --allocate-->  referenced (private)  --publish-->  referenced (mapped)
+ ^                         |                               |        ^
+ |                      release                         release   acquire
+ +-------------------------+                               v        |
+ +---------------evict-----------------------------  cached (mapped, no references)
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class StatePool:
     def check_integrity(
         self, owned: Iterable[int] | None = None, pinned: Iterable[int] | None = None
     ) -> None:
-        """Assert every invariant. `owned`, `pinned`: what the users hold (pins with multiplicity)."""
+        """Assert every invariant. `owned`, `pinned`: what the users hold, with multiplicity."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         assert NULL_SLOT not in free and not self._owned[NULL_SLOT]

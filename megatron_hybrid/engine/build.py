@@ -1,4 +1,4 @@
-"""EngineConfig -> a loaded engine. Everything that can be refused is refused before weights load."""
+"""EngineConfig -> a loaded engine. What can be refused is refused before weights load."""
 
 from __future__ import annotations
 

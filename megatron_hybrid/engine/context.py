@@ -55,7 +55,7 @@ class DynamicInferenceContext:
     # ------------------------------------------------------------- requests
 
     def match(self, request: TrackedRequest) -> PrefixMatch:
-        """What the cache holds of a waiting request's prompt. Its keys are computed once an epoch."""
+        """What the cache holds of a waiting request's prompt; keys are computed once."""
         if request.keys is None or request.keys_epoch != self.cache.epoch:
             request.keys = self.cache.keys_of(request.prompt, request.cache_salt)
             request.keys_epoch = self.cache.epoch

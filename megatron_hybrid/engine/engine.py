@@ -80,7 +80,7 @@ class DynamicInferenceEngine:
         return self.scheduler.has_work
 
     def dummy_forward(self) -> None:
-        """An idle step: run the model for nobody. Cache, counters and requests stay as they are."""
+        """An idle step: run the model for nobody. Cache, counters and requests stay."""
         self.runner.dummy_forward()
 
     # --------------------------------------------------------------- requests
@@ -93,7 +93,7 @@ class DynamicInferenceEngine:
         *,
         cache_salt: str = "",
     ) -> None:
-        """Queue a request. Raises InvalidRequestError, and queues nothing, if it can't be served."""
+        """Queue a request. Raises InvalidRequestError, without effect, if it can't be served."""
         params.validate()
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
         if self.scheduler.knows(request_id):

@@ -1,4 +1,4 @@
-"""How the engine's memory is divided: blocks, live slots and cached slots, derived once at start."""
+"""How memory is divided at start: KV blocks, live slots and cached slots."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def derive_geometry(
     )
 
 
-def _budgets(
-    config: EngineConfig, bytes_per_state: int, device: torch.device
-) -> tuple[int, int]:
+def _budgets(config: EngineConfig, bytes_per_state: int, device: torch.device) -> tuple[int, int]:
     """Bytes for KV blocks and live states, and bytes for cached states."""
     given_buffer = config.inference_dynamic_batching_buffer_size_gb
     given_states = config.inference_dynamic_batching_prefix_caching_mamba_gb
@@ -129,4 +127,5 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
             "; nothing is reused (--inference-dynamic-batching-prefix-caching and, for recurrent "
             "layers, --inference-dynamic-batching-prefix-caching-mamba-gb decide)"
         )
-    return text + f"; smallest prefix that can be reused: {geometry.smallest_reusable_prefix} tokens"
+    smallest = geometry.smallest_reusable_prefix
+    return text + f"; smallest prefix that can be reused: {smallest} tokens"

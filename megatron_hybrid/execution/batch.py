@@ -1,8 +1,8 @@
 """Plan -> tensors. Every integer of a step goes to the device in ONE copy.
 
-    tokens   d0 d1 d2 | p0 p0 p0 p0 | p1 p1        decodes first, then prefill chunks
-    logits    0  1  2            6        8        rows that sample, then (if any) every row of
-                                                   prompts whose log-probabilities are wanted
+tokens   d0 d1 d2 | p0 p0 p0 p0 | p1 p1        decodes first, then prefill chunks
+logits    0  1  2            6        8        rows that sample, then (if any) every row of
+                                               prompts whose log-probabilities are wanted
 """
 
 from __future__ import annotations

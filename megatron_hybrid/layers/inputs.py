@@ -150,11 +150,11 @@ def allocate_caches(
 ) -> LayerCaches:
     """Zeroed caches; zeroing also touches every page, so that no step pays for page faults."""
     kv = {}
-    for layer, spec in kv_specs.items():
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    for layer, kv_spec in kv_specs.items():
+        shape = (num_blocks, block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
         kv[layer] = KVCache(
-            key=torch.empty(shape, dtype=spec.dtype, device=device).zero_(),
-            value=torch.empty(shape, dtype=spec.dtype, device=device).zero_(),
+            key=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
+            value=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
         )
     state = {}
     for layer, spec in state_specs.items():

@@ -116,7 +116,7 @@ class HybridModel(nn.Module):
         for index, block in enumerate(self._blocks()):
             for part in block.norm.weight_parts():
                 yield index, WeightPart("norm.weight", part.shape, part.source, part.target)
-            for part in block.mixer.weight_parts():  # type: ignore[operator, union-attr]
+            for part in block.mixer.weight_parts():  # type: ignore[operator]
                 yield index, WeightPart(f"mixer.{part.role}", part.shape, part.source, part.target)
         for part in self.final_norm.weight_parts():
             yield None, WeightPart("final_norm", part.shape, part.source, part.target)

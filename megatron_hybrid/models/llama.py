@@ -10,7 +10,7 @@ from megatron_hybrid.models.raw_config import RawConfig
 
 
 class Llama(TwoBlockFamily):
-    model_types: tuple[str, ...] = ("llama",)
+    model_types = ("llama",)
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")

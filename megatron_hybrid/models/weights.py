@@ -1,4 +1,4 @@
-"""Loading: from a Hugging Face folder of safetensors, only this rank's slices, straight in place."""
+"""Loading a Hugging Face folder of safetensors: only this rank's slices, straight into place."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ParallelContext:
         if self.size > 1:
             device = self.device if self.device.type == "cuda" else None
             dist.broadcast_object_list(box, src=self._first_rank, group=self.group, device=device)
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank."""

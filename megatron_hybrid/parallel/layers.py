@@ -25,7 +25,7 @@ def _no_initialization(weight: Tensor) -> None:
     """Weights are read from a checkpoint."""
 
 
-class ColumnParallelLinear(megatron.ColumnParallelLinear):  # type: ignore[misc]
+class ColumnParallelLinear(megatron.ColumnParallelLinear):
     """y_rank = x W_rank^T + b_rank: every rank keeps its part of the output.
 
     `output_size` counts all ranks' rows, so a rank that replicates some rows (KV heads, groups)
@@ -60,7 +60,7 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):  # type: ignore[misc]
         return F.linear(x, self.weight, self.bias)
 
 
-class RowParallelLinear(megatron.RowParallelLinear):  # type: ignore[misc]
+class RowParallelLinear(megatron.RowParallelLinear):
     """y = sum over ranks of x_rank W_rank^T, plus the bias once."""
 
     weight: Tensor
@@ -96,7 +96,7 @@ class RowParallelLinear(megatron.RowParallelLinear):  # type: ignore[misc]
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(megatron.VocabParallelEmbedding):  # type: ignore[misc]
+class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
     """Each rank holds rows [vocab_start_index, vocab_end_index) of the table."""
 
     weight: Tensor

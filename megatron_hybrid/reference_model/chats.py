@@ -223,6 +223,10 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
 def _for_assistant(text: str) -> str:
     """`text` as the assistant says it: my sister is your sister."""
     return re.sub(r"^my\b", "your", text)
@@ -938,6 +942,7 @@ def _all_kinds() -> tuple[_Kind, ...]:
 
 
 KINDS = _all_kinds()
+_NAMES = frozenset(w.NAMES)
 _KIND_WEIGHTS = tuple(kind.weight for kind in KINDS)
 
 
@@ -1343,12 +1348,22 @@ class _Writer:
         separator = self.rng.choice((" ", " ", " ", "\n", "\n\n"))
         bullets = separator == "\n" and self.rng.random() < 0.5
         text = ""
+        joinable: _Fact | None = None  # the fact of the last sentence, if another may follow it
         for part in self.parts:
-            if text:
-                text += separator
-            text += f"- {part.text}" if bullets and part.fact else part.text
-            if part.fact:
-                part.fact.mention = (index, len(text))
+            fact = part.fact
+            first = part.text.split(" ", 1)[0]
+            begins = first in ("The", "My", "There", "We", "I") or first in _NAMES
+            if fact and joinable and fact is not joinable and begins and self.rng.random() < 0.4:
+                same = first == "I" or first in _NAMES
+                more = part.text if same else _lower_first(part.text)
+                text = f"{text[:-1]}{self.rng.choice((' and', ' and', ', and'))} {more}"
+                joinable = None
+            else:
+                text += separator if text else ""
+                text += f"- {part.text}" if bullets and fact else part.text
+                joinable = fact if part.text.endswith(".") and not bullets else None
+            if fact:
+                fact.mention = (index, len(text))
         self.parts = []
         return text
 
@@ -1380,7 +1395,8 @@ class _Writer:
         asks = fact.kind.asks
         if self.unseen and fact.kind.unseen_asks:
             asks = fact.kind.unseen_asks
-        return fact.say(self.rng.choice(asks), self.rng)
+        text = fact.say(self.rng.choice(asks), self.rng)
+        return text.lower() if self.rng.random() < 0.05 else text
 
     def question(self, fact: _Fact, text: str) -> Question:
         """The question about `fact` that the next user message asks with `text`."""

@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_arguments(parser)
     add_ask_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _end_while_loading)
     try:
         config = engine_config_from_args(args)

@@ -133,12 +133,9 @@ def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
 
 
 class EngineClient:
-    """Submits requests and hands their events to whoever waits for them.
+    """Submits requests to the engine at `endpoint`; hands events to whoever waits for them."""
 
-    endpoint: the engine's socket. url: where this front end listens, for those who want to know.
-    """
-
-    def __init__(self, endpoint: str, url: str = "") -> None:
+    def __init__(self, endpoint: str) -> None:
         self.ready: wire.EngineReady | None = None
         self.on_ready: Callable[[], None] = lambda: None
         self.observer: TokenObserver | None = None
@@ -158,9 +155,12 @@ class EngineClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
-        self._outgoing.put(wire.Join(url))
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
+
+    def join(self, url: str) -> None:
+        """Tell the engine that this front end listens at `url`; `on_ready` is called in answer."""
+        self.send(wire.Join(url))
 
     def subscribe(self, *, whole: bool) -> Subscription:
         self.check()

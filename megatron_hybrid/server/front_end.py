@@ -55,7 +55,7 @@ def run(settings: FrontEndSettings) -> None:
     _raise_file_limit()
     tokenizer = Tokenizer.load(options.tokenizer_folder)
     url = f"http://{_in_url(options.host)}:{listener.getsockname()[1]}"
-    client = EngineClient(settings.endpoint, url)
+    client = EngineClient(settings.endpoint)
     client.on_ready = lambda: print(f"serving {options.model_name} on {url}", flush=True)
     server = waitress.server.create_server(
         create_app(Serving(client, tokenizer, options)),
@@ -72,6 +72,7 @@ def run(settings: FrontEndSettings) -> None:
     ending = _Ending(client, settings.socket_folder)
     signal.signal(signal.SIGTERM, ending.on_terminate)
     threading.Thread(target=ending.watch_engine_process, name="lifeline", daemon=True).start()
+    client.join(url)
     server.run()
 
 

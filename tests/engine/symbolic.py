@@ -111,6 +111,8 @@ class SymbolicRunner:
                 place = int(table[position // size]) * size + position % size
                 assert place >= size, "the dummy block is in a table"
                 if position >= max(start, write_from):
+                    # what others can find is never written again
+                    assert not self._is_mapped(int(table[position // size]))
                     self._kv[place] = hashes[position + 1]
                 assert self._kv.get(place) == hashes[position + 1], f"wrong KV at {position}"
         if geometry.has_recurrent:
@@ -120,6 +122,9 @@ class SymbolicRunner:
                 assert start < position < end and position % geometry.grid == 0
                 writes.append((slot, hashes[position]))
         return hashes[end] % VOCAB
+
+    def _is_mapped(self, block: int) -> bool:
+        return block in self._context.kv_hash_to_block_id.values()
 
 
 def make_engine(

@@ -47,7 +47,9 @@ def test_prompts_that_end_on_the_grid_resume_from_each_others_end(mode, budget):
 @MODES
 @pytest.mark.parametrize("length", range(480, 545))
 def test_the_next_turn_skips_all_that_is_on_the_grid(mode, length):
-    engine = make_engine(block_size=16, kernel_chunk=32, num_blocks=200, max_seq_length=1024, mode=mode)
+    engine = make_engine(
+        block_size=16, kernel_chunk=32, num_blocks=200, max_seq_length=1024, mode=mode
+    )
     generate(engine, [T[:length]], max_tokens=5)
     (event,) = generate(engine, [T[:length] + U[:40]], max_tokens=2)
     assert event.cached_tokens == (length if length % 32 == 0 else (length - 1) // 32 * 32)

@@ -8,6 +8,7 @@ import pytest
 import zmq
 from flask.testing import FlaskClient
 
+from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.engine_process import EngineLoop, bind_socket
@@ -43,13 +44,15 @@ class RunningLoop:
         ready = threading.Event()
         self.client = EngineClient(endpoint)
         self.client.on_ready = ready.set
-        assert self.client.ready is not None or ready.wait(5)
+        self.client.join("http://nowhere")
+        assert ready.wait(5)
 
     def _run(self) -> None:
         self.exit_code = self.loop.run()
 
     def close(self) -> None:
         self.loop.request_stop()
+        self.client.send(wire.ResetPrefixCache())  # an idle loop looks up at once
         self.thread.join(5)
         self.client.close()
         self._socket.close()

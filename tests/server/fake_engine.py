@@ -49,9 +49,9 @@ class FakeEngine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.log: list[str] = []
-        self._step_seconds = step_seconds
+        self.step_seconds = step_seconds
         self._fail_on = fail_on
-        self._fails_again = fails_again
+        self.fails_again = fails_again
         self._running: dict[str, _Running] = {}
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
         self._generated = 0
@@ -88,9 +88,10 @@ class FakeEngine:
         return bool(self._running)
 
     def step(self) -> list[RequestEvent]:
-        time.sleep(self._step_seconds)
-        if self._broken or any(self._fail_on in one.prompt for one in self._running.values()):
-            self._broken = self._fails_again
+        time.sleep(self.step_seconds)
+        failing = [one for one in self._running.values() if self._fail_on in one.prompt]
+        if self._broken or any(not one.aborted for one in failing):
+            self._broken = self.fails_again
             raise RuntimeError("the fake engine was asked to fail")
         events = [self._advance(name, one) for name, one in self._running.items()]
         for event in events:

@@ -38,7 +38,13 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
     """Like Llama 2's: U+2581 for a space, and a token for each byte as the last resort."""
     pieces = [*SPECIAL_TOKENS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", *"abcdefghijklmnopqrstuvwxyzT.,", "é", "日"]
-    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("a", "n"), ("\u2581", "\u2581")]
+    merges = [
+        ("\u2581", "t"),
+        ("\u2581t", "h"),
+        ("\u2581th", "e"),
+        ("a", "n"),
+        ("\u2581", "\u2581"),
+    ]
     pieces += [left + right for left, right in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     backend = Tokenizer(

@@ -9,10 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
 
 
 class ServerProcess:
@@ -54,7 +62,9 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         tasks = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        return [
+            int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()
+        ]
 
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 10.0) -> int:
         """The exit code after this signal."""

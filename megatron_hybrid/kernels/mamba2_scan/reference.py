@@ -40,7 +40,6 @@ class ScanPlan:
     token_index: Tensor | None  # [C * L]: token of each place; None when tiles are all of L tokens
     padding: Tensor | None  # [C, L, 1] bool: places past a tile's end
     places: Tensor | None  # [T]: place of each token
-    upper: Tensor  # [L, L] bool: columns that lie in a row's future
     num_sequences: int
     num_tiles: int
     tile_length: int
@@ -119,7 +118,6 @@ def plan(segments: PrefillSegments, kernel_chunk: int) -> ScanPlan:
         token_index=token_index,
         padding=padding,
         places=places,
-        upper=torch.ones((longest, longest), dtype=torch.bool, device=device).triu(1),
         num_sequences=num_sequences,
         num_tiles=len(length),
         tile_length=longest,
@@ -160,23 +158,25 @@ def prefill(
     xs = xs.reshape(*shape, heads, head_dim)
     Bs = Bs.reshape(*shape, groups, size).transpose(1, 2)  # [c, g, l, n]
     Cs = Cs.reshape(*shape, groups, size).transpose(1, 2)
-    decay = torch.cumsum(dt * A, dim=1)  # [c, l, h]: log of the decay from the tile's start
+    # Log of the decay from the tile's start. In float64, because what counts are differences.
+    decay = torch.cumsum(dt * A, dim=1, dtype=torch.float64)  # [c, l, h]
     decay_h = decay.transpose(1, 2).contiguous()  # [c, h, l]
     dtx = xs * dt[..., None]  # [c, l, h, p]
 
     # Inside a tile: y[l] = sum over s <= l of (C[l] . B[s]) exp(decay[l] - decay[s]) dt[s] x[s].
-    weights = decay_h[..., :, None] - decay_h[..., None, :]  # [c, h, l, s]
-    weights.masked_fill_(plan.upper, -torch.inf).exp_()
+    weights = xs.new_empty((*decay_h.shape, shape[1]))  # [c, h, l, s]
+    torch.sub(decay_h[..., :, None], decay_h[..., None, :], out=weights)
+    weights.exp_().tril_()  # above the diagonal exp may overflow; tril_ drops it
     scores = torch.matmul(Cs, Bs.transpose(2, 3))  # [c, g, l, s]
     weights.view(shape[0], groups, heads // groups, shape[1], shape[1]).mul_(scores[:, :, None])
     inside = torch.matmul(weights, dtx.transpose(1, 2))  # [c, h, l, p]
 
     # What each tile adds to the state, then the states at the tiles' ends.
-    to_end = (decay[:, -1:] - decay).exp_()  # [c, l, h]
+    to_end = (decay[:, -1:] - decay).float().exp_()  # [c, l, h]
     added = (dtx * to_end[..., None]).view(*shape, groups, -1).permute(0, 2, 3, 1)
     after = torch.matmul(added, Bs).view(shape[0], heads, head_dim, size)
     states = torch.cat((initial, after))  # [S + c, h, p, n]
-    _carry(states, decay[:, -1].exp(), plan)
+    _carry(states, decay[:, -1].float().exp_(), plan)
     if plan.before_rows is None:
         before = states[: plan.num_tiles]
     else:
@@ -186,7 +186,11 @@ def prefill(
     # What the state at a tile's start gives: y[l] += exp(decay[l]) C[l] h.
     before = before.view(shape[0], groups, -1, size).transpose(2, 3)  # [c, g, n, h p / g]
     carried = torch.matmul(Cs, before).transpose(1, 2).reshape(*shape, heads, head_dim)
-    y = carried.mul_(decay.exp_()[..., None]).add_(inside.transpose(1, 2)).addcmul_(xs, D[:, None])
+    y = (
+        carried.mul_(decay.float().exp_()[..., None])
+        .add_(inside.transpose(1, 2))
+        .addcmul_(xs, D[:, None])
+    )
     y = y.reshape(-1, heads, head_dim)
     if plan.places is not None:
         y = y.index_select(0, plan.places)

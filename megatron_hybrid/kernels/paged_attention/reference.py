@@ -73,7 +73,6 @@ def _short(
     queries = [bounds[s + 1] - bounds[s] for s in members]
     keys = [max(kv_length[s], 1) for s in members]
     number, most_queries, most_keys = len(members), max(queries), max(keys)
-    sequences = torch.tensor(members, device=device)
     columns = torch.arange(most_keys, device=device)
     lengths = torch.tensor(keys, device=device)
     mask = None
@@ -99,14 +98,11 @@ def _short(
         if min(queries) < most_queries:
             valid = (offsets < count).flatten().nonzero().squeeze(1)
         tokens = query_rows if valid is None else query_rows.index_select(0, valid)
-    key_rows: slice | Tensor | None = None
     if number == 1:
-        key_rows = _consecutive(paged, members[0], keys[0], block_size)
-    if key_rows is None:
+        key_rows = _rows(paged, members[0], keys[0], block_size)
+    else:
         positions = torch.minimum(columns, lengths[:, None] - 1)
-        table = paged.block_table if contiguous and number == len(kv_length) else None
-        if table is None:
-            table = paged.block_table.index_select(0, sequences)
+        table = paged.block_table.index_select(0, torch.tensor(members, device=device))
         blocks = table.gather(1, positions // block_size)
         key_rows = (blocks * block_size + positions % block_size).flatten()
     return _Group(
@@ -125,11 +121,7 @@ def _long(
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
     device = paged.kv_slot.device
     begin, end = bounds[sequence], bounds[sequence + 1]
-    rows = _consecutive(paged, sequence, keys, block_size)
-    if rows is None:
-        positions = torch.arange(keys, device=device)
-        blocks = paged.block_table[sequence].index_select(0, positions // block_size)
-        rows = blocks * block_size + positions % block_size
+    rows = _rows(paged, sequence, keys, block_size)
     if end - begin == keys:
         tokens = slice(begin, end)
         return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
@@ -152,12 +144,15 @@ def _long(
     return groups
 
 
-def _consecutive(paged: PagedSequences, sequence: int, keys: int, block_size: int) -> slice | None:
-    """The cache's rows as a slice, without a copy, when a sequence's blocks follow one another."""
-    blocks: list[int] = paged.block_table[sequence, : -(-keys // block_size)].tolist()
-    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
-        return None
-    return slice(blocks[0] * block_size, blocks[0] * block_size + keys)
+def _rows(paged: PagedSequences, sequence: int, keys: int, block_size: int) -> slice | Tensor:
+    """A sequence's rows of the flattened cache: a slice, read without a copy, when its blocks
+    follow one another."""
+    table = paged.block_table[sequence]
+    blocks: list[int] = table[: -(-keys // block_size)].tolist()
+    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+        return slice(blocks[0] * block_size, blocks[0] * block_size + keys)
+    positions = torch.arange(keys, device=table.device)
+    return table.index_select(0, positions // block_size) * block_size + positions % block_size
 
 
 def append(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:

@@ -1,0 +1,125 @@
+"""Sampling: filters, seeds and log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.random_streams import stream_seed, uniform
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.sampler import sample, token_logprobs
+
+
+def table(n: int, **columns: object) -> RowTable:
+    rows = RowTable(n, 1)
+    rows.temperature[:] = 1.0
+    for name, value in columns.items():
+        getattr(rows, name)[:] = value
+    return rows
+
+
+def draw(logits: torch.Tensor, rows: RowTable) -> np.ndarray:
+    plan = StepPlan(0, np.arange(len(logits)))
+    return sample(logits, plan, rows).tokens
+
+
+def frequencies(logits: list[float], count: int = 20_000, **columns: object) -> np.ndarray:
+    """How often each token is drawn, over many seeds."""
+    rows = table(count, seed=np.arange(count, dtype=np.uint64), **columns)
+    tokens = draw(torch.tensor(logits).repeat(count, 1), rows)
+    return np.bincount(tokens, minlength=len(logits)) / count
+
+
+LOGITS = [1.0, 2.0, 0.0, 3.0, -1.0]
+
+
+def softmax(logits: list[float], temperature: float = 1.0) -> np.ndarray:
+    scaled = np.exp(np.asarray(logits) / temperature)
+    return scaled / scaled.sum()
+
+
+def test_temperature_zero_is_greedy():
+    assert frequencies(LOGITS, 10, temperature=0.0).tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature):
+    found = frequencies(LOGITS, temperature=temperature)
+    assert np.abs(found - softmax(LOGITS, temperature)).max() < 0.02
+
+
+def test_top_k_keeps_the_k_most_likely():
+    expected = softmax([-np.inf, 2.0, -np.inf, 3.0, -np.inf])
+    assert np.abs(frequencies(LOGITS, top_k=2) - expected).max() < 0.02
+    for off in (0, -1, 100):
+        assert np.abs(frequencies(LOGITS, top_k=off) - softmax(LOGITS)).max() < 0.02
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    # the two most likely hold 0.88 of the mass, the most likely one 0.64
+    expected = softmax([-np.inf, 2.0, -np.inf, 3.0, -np.inf])
+    assert np.abs(frequencies(LOGITS, top_p=0.7) - expected).max() < 0.02
+    assert frequencies(LOGITS, top_p=0.5)[3] == 1.0
+    assert frequencies(LOGITS, top_p=1e-6)[3] == 1.0
+
+
+def test_min_p_is_relative_to_the_most_likely():
+    expected = softmax([1.0, 2.0, -np.inf, 3.0, -np.inf])
+    assert np.abs(frequencies(LOGITS, min_p=0.1) - expected).max() < 0.02
+    assert frequencies(LOGITS, min_p=1.0)[3] == 1.0
+
+
+def test_filters_combine_as_top_k_then_top_p_of_what_is_left():
+    # of the top three, the first two hold 0.90
+    found = frequencies(LOGITS, top_k=3, top_p=0.8)
+    assert found[0] == 0 and found[1] > 0 and found[3] > 0
+    # a top_p of 1 beside a top_k must not matter
+    assert np.array_equal(frequencies(LOGITS, top_k=3, top_p=1.0), frequencies(LOGITS, top_k=3))
+
+
+def test_the_same_seed_gives_the_same_token_whatever_is_in_the_batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 50, generator=generator)
+    rows = table(64, seed=np.arange(64, dtype=np.uint64), generated=7)
+    together = draw(logits, rows)
+    rows.temperature[::2] = 0.0
+    mixed = draw(logits, rows)
+    assert (mixed[1::2] == together[1::2]).all()
+    for i in range(1, 64, 9):
+        alone = table(1, seed=rows.seed[i], generated=7)
+        assert draw(logits[i : i + 1], alone)[0] == together[i]
+
+
+def test_streams_differ_by_seed_and_by_position_and_are_uniform():
+    numbers = uniform(np.arange(10_000, dtype=np.uint64), np.zeros(10_000, dtype=np.int64))
+    assert len(set(numbers)) == 10_000 and 0 <= numbers.min() and numbers.max() < 1
+    assert np.abs(np.histogram(numbers, bins=10, range=(0, 1))[0] - 1000).max() < 150
+    along = uniform(np.full(10_000, 3, dtype=np.uint64), np.arange(10_000))
+    assert np.abs(np.histogram(along, bins=10, range=(0, 1))[0] - 1000).max() < 150
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 0.05
+    assert len({stream_seed(seed, stream) for seed in range(50) for stream in range(50)}) == 2500
+
+
+def test_extreme_logits_give_a_token_of_the_vocabulary():
+    logits = torch.tensor([[1e30, -1e30, 0.0], [-torch.inf, 0.0, -torch.inf]])
+    assert draw(logits, table(2)).tolist() == [0, 1]
+
+
+def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
+    rows = table(3, temperature=0.3, logprobs=np.asarray([-1, 0, 2]))
+    logits = torch.tensor([LOGITS] * 3)
+    found = sample(logits, StepPlan(0, np.arange(3)), rows)
+    assert set(found.logprobs) == {1, 2}
+    truth = np.log(softmax(LOGITS))
+    for row, entry in found.logprobs.items():
+        assert entry.token_id == found.tokens[row]
+        assert entry.logprob == pytest.approx(truth[entry.token_id], abs=1e-5)
+    assert found.logprobs[1].top == ()
+    assert [token for token, _ in found.logprobs[2].top] == [3, 1]
+
+
+def test_logprobs_ask_for_no_more_than_the_vocabulary_has():
+    (entry,) = token_logprobs(torch.tensor([[0.0, 1.0]]), np.asarray([0]), np.asarray([20]))
+    assert len(entry.top) == 2

@@ -1,0 +1,47 @@
+"""Builds PrefillSegments and poisoned states for the kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.layers.inputs import PrefillSegments
+
+
+@dataclass
+class Segment:
+    """`length` tokens from absolute position `start`; checkpoints are (position, slot)."""
+
+    start: int
+    length: int
+    read: int
+    write: int
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+
+
+def int64(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def prefill_segments(segments: list[Segment], padding: int = 0) -> PrefillSegments:
+    """`padding` appends that many checkpoints of -1 and as many empty sequences."""
+    lengths = [0] + [s.length for s in segments] + [0] * padding
+    checkpoints = [(i, p, slot) for i, s in enumerate(segments) for p, slot in s.checkpoints]
+    checkpoints += [(-1, -1, -1)] * padding
+    return PrefillSegments(
+        cu_seqlens=int64(lengths).cumsum(0),
+        start_position=int64([s.start for s in segments] + [0] * padding),
+        read_slot=int64([s.read for s in segments] + [-1] * padding),
+        write_slot=int64([s.write for s in segments] + [-1] * padding),
+        checkpoint_sequence=int64([c[0] for c in checkpoints]),
+        checkpoint_position=int64([c[1] for c in checkpoints]),
+        checkpoint_slot=int64([c[2] for c in checkpoints]),
+        longest=max(lengths),
+    )
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A state tensor in which whatever is read before it is written shows as NaN."""
+    return torch.full(shape, float("nan"), dtype=dtype)

@@ -1,0 +1,246 @@
+"""Keys, queues, metrics, and what happens when the engine or the client goes away."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import FinishReason, SamplingParams
+from megatron_hybrid.server.app import create_app
+from megatron_hybrid.server.engine_client import EngineUnavailable
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.serving import SPARE_THREADS, Serving
+from megatron_hybrid.tokenizer import Tokenizer
+from tests.server.conftest import RunningLoop
+from tests.server.fake_engine import FakeEngine
+from tests.server.processes import wait_until
+
+COMPLETION = "/v1/completions"
+HELLO = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0}
+
+
+def slow(engine: FakeEngine) -> None:
+    engine.step_seconds = 0.05
+
+
+def test_models_lists_the_one_that_is_served(http: FlaskClient) -> None:
+    (card,) = http.get("/v1/models").get_json()["data"]
+    assert card["id"] == "fake"
+    assert card["max_model_len"] == FakeEngine.max_seq_length
+    assert http.get("/v1/models/fake").get_json() == card
+    assert http.get("/v1/models/other").status_code == 404
+
+
+def test_another_model_is_not_found(http: FlaskClient) -> None:
+    answer = http.post(COMPLETION, json={**HELLO, "model": "other"})
+    assert answer.status_code == 404
+    assert answer.get_json()["error"]["param"] == "model"
+    assert answer.get_json()["error"]["code"] == "model_not_found"
+
+
+def test_unknown_routes_and_methods_get_json(http: FlaskClient) -> None:
+    for answer, status in ((http.get("/nowhere"), 404), (http.get(COMPLETION), 405)):
+        assert answer.status_code == status
+        assert answer.get_json()["error"]["message"]
+    assert "POST" in http.get(COMPLETION).headers["Allow"]
+
+
+def test_only_the_right_key_opens(
+    running: RunningLoop, tokenizer: Tokenizer, tokenizer_folder: Any
+) -> None:
+    options = ServerOptions(
+        tokenizer_folder=str(tokenizer_folder), model_name="fake", api_key="sesame"
+    )
+    http = create_app(Serving(running.client, tokenizer, options)).test_client()
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+        answer = http.post(COMPLETION, json=HELLO, headers=header)
+        assert answer.status_code == 401
+        assert answer.get_json()["error"]["code"] == "invalid_api_key"
+    good = {"Authorization": "Bearer sesame"}
+    assert http.post(COMPLETION, json=HELLO, headers=good).status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+def test_a_full_queue_answers_429_and_says_when_to_come_back(
+    serving: Serving, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.client, "waiting", lambda: serving.options.max_queue)
+    answer = http.post(COMPLETION, json=HELLO)
+    assert answer.status_code == 429
+    assert answer.headers["Retry-After"] == "1"
+    assert "--max-queue" in answer.get_json()["error"]["message"]
+    monkeypatch.undo()
+    assert http.post(COMPLETION, json=HELLO).status_code == 200
+
+
+def test_threads_that_all_wait_answer_429_and_their_places_come_back(
+    running: RunningLoop, tokenizer: Tokenizer, tokenizer_folder: Any
+) -> None:
+    options = ServerOptions(
+        tokenizer_folder=str(tokenizer_folder), model_name="fake", http_threads=SPARE_THREADS + 1
+    )
+    app = create_app(Serving(running.client, tokenizer, options))
+    slow(running.engine)
+    with app.test_client().post(COMPLETION, json={**LONG, "stream": True}, buffered=False):
+        assert app.test_client().post(COMPLETION, json=HELLO).status_code == 429
+    running.engine.step_seconds = 0
+    for _ in range(3):
+        assert app.test_client().post(COMPLETION, json=HELLO).status_code == 200
+        assert app.test_client().post(COMPLETION, json={"prompt": ""}).status_code == 400
+        assert app.test_client().post(COMPLETION, json={"prompt": [7] * 200}).status_code == 400
+
+
+def test_waiting_counts_requests_without_a_first_token(running: RunningLoop) -> None:
+    slow(running.engine)
+    subscription = running.client.subscribe(whole=False)
+    subscription.add("a-0", [5, 6], SamplingParams(max_tokens=50), "")
+    assert running.client.waiting() == 1
+    subscription.next(5)
+    assert running.client.waiting() == 0
+    subscription.close()
+
+
+def test_a_failed_step_fails_its_requests_and_the_next_one_is_served(http: FlaskClient) -> None:
+    answer = http.post(COMPLETION, json={**HELLO, "prompt": "a~b"})
+    assert answer.status_code == 500
+    assert "asked to fail" in answer.get_json()["error"]["message"]
+
+
+def test_requests_after_a_failed_step_are_served(http: FlaskClient) -> None:
+    for _ in range(2):
+        assert http.post(COMPLETION, json={**HELLO, "prompt": "a~b"}).status_code == 500
+        assert http.post(COMPLETION, json=HELLO).status_code == 200
+
+
+def test_a_stream_that_fails_half_way_ends_with_an_error_object(
+    http: FlaskClient, running: RunningLoop
+) -> None:
+    slow(running.engine)
+    answer = http.post(COMPLETION, json={**LONG, "stream": True}, buffered=False)
+    assert answer.status_code == 200
+    assert http.post(COMPLETION, json={**HELLO, "prompt": "~"}).status_code == 500
+    text = answer.get_data(as_text=True)
+    assert "asked to fail" in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_an_engine_that_keeps_failing_ends_the_loop(
+    http: FlaskClient, running: RunningLoop
+) -> None:
+    running.engine.fails_again = True
+    running.engine.abort = lambda request_id: None  # type: ignore[method-assign]
+    assert http.post(COMPLETION, json={**HELLO, "prompt": "~"}).status_code == 500
+    wait_until(lambda: running.exit_code == 1)
+    wait_until(lambda: http.get("/health").status_code == 503)
+    answer = http.post(COMPLETION, json=HELLO)
+    assert answer.status_code == 503
+    assert answer.get_json()["error"]["code"] == "engine_unavailable"
+
+
+def test_a_stopped_loop_fails_what_runs_with_503(http: FlaskClient, running: RunningLoop) -> None:
+    slow(running.engine)
+    threading.Timer(0.2, running.loop.request_stop).start()
+    answer = http.post(COMPLETION, json=LONG)
+    assert answer.status_code == 503
+    assert "shutting down" in answer.get_json()["error"]["message"]
+    wait_until(lambda: running.exit_code == 0)
+
+
+def test_a_reader_who_goes_away_aborts_the_request(http: FlaskClient, running: RunningLoop) -> None:
+    slow(running.engine)
+    answer = http.post(COMPLETION, json={**LONG, "stream": True}, buffered=False)
+    next(iter(answer.response))
+    answer.close()
+    wait_until(lambda: any(line.startswith("abort") for line in running.engine.log))
+    wait_until(lambda: not running.engine.has_work())
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_a_client_that_hangs_up_while_it_waits_aborts_the_request(
+    http: FlaskClient, running: RunningLoop, stop: str | None
+) -> None:
+    slow(running.engine)
+    gone = {"waitress.client_disconnected": lambda: True}
+    answer = http.post(COMPLETION, json={**LONG, "stop": stop}, environ_overrides=gone)
+    assert answer.status_code == 499
+    wait_until(lambda: not running.engine.has_work())
+
+
+def test_abort_ends_a_request_by_the_id_of_its_answer(
+    http: FlaskClient, running: RunningLoop
+) -> None:
+    slow(running.engine)
+    answer = http.post(COMPLETION, json={**LONG, "stream": True, "n": 2}, buffered=False)
+    request_id = running.engine.log[0].removeprefix("add ").rpartition("-")[0]
+    aborted = http.post("/abort", json={"request_id": request_id}).get_json()
+    assert aborted == {"aborted": 2}
+    assert '"finish_reason":"abort"' in answer.get_data(as_text=True)
+    assert http.post("/abort", json={"request_id": request_id}).get_json() == {"aborted": 0}
+
+
+def test_metrics_show_the_front_ends_figures_and_the_engines(http: FlaskClient) -> None:
+    http.post(COMPLETION, json={**HELLO, "max_tokens": 5})
+    page = http.get("/metrics").get_data(as_text=True)
+    assert 'megatron_hybrid:request_success_total{finished_reason="length"} 1.0' in page
+    assert "megatron_hybrid:time_to_first_token_seconds_count 1.0" in page
+    assert "megatron_hybrid:inter_token_latency_seconds_count 4.0" in page
+    assert "megatron_hybrid:e2e_request_latency_seconds_count 1.0" in page
+    assert "megatron_hybrid:generation_tokens_total 5.0" in page
+    assert 'megatron_hybrid:prefix_lost_tokens_total{cause="grid"} 3.0' in page
+    assert "megatron_hybrid:kv_cache_usage_perc 0.25" in page
+    assert "megatron_hybrid:state_cache_usage_perc 0.0" in page
+
+
+def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -> None:
+    subscription = running.client.subscribe(whole=False)
+    subscription.add("a-0", [], SamplingParams(), "")
+    with pytest.raises(InvalidRequestError, match="empty") as caught:
+        subscription.next(5)
+    assert caught.value.field == "prompt"
+
+
+def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
+    subscription = running.client.subscribe(whole=True)
+    subscription.add("a-0", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5), "")
+    (event,) = subscription.next(5)
+    assert event.token_ids == [5, 6, 7, 5, 6]
+    assert event.finish_reason is FinishReason.LENGTH
+    assert event.prompt_tokens == 3
+
+
+def test_a_hung_engine_counts_as_down(
+    running: RunningLoop, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_hybrid.server.engine_client.STALLED_SECONDS", -1.0)
+    with pytest.raises(EngineUnavailable, match="not answered"):
+        running.client.check()
+    assert http.get("/health").status_code == 503
+
+
+def test_many_threads_get_their_own_answers(http: FlaskClient, tokenizer: Tokenizer) -> None:
+    app = http.application
+    wrong = []
+
+    def ask(number: int) -> None:
+        text = f"number {number}"
+        body = {"prompt": text, "max_tokens": len(tokenizer.encode(text)), "temperature": 0}
+        whole = app.test_client().post(COMPLETION, json=body).get_json()["choices"][0]["text"]
+        answer = app.test_client().post(COMPLETION, json={**body, "stream": True})
+        lines = answer.get_data(as_text=True).split("\n\n")[:-2]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        if not whole == streamed == text:
+            wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
