@@ -32,7 +32,6 @@ from megatron_hybrid.benchmarks.measurements import distribution
 from megatron_hybrid.cache.block_hash import extend_keys, root_key
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.batch import BatchBuilder
@@ -96,9 +95,8 @@ def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
         """Compute, publish and let go of a sequence that nobody has seen before."""
         tokens = random.integers(2**15, size=length * BLOCK_SIZE, dtype=np.int32)
         blocks = allocator.allocate(length)
-        parent = DUMMY_BLOCK
         for block, key in zip(blocks, extend_keys(root_key(0), tokens, BLOCK_SIZE), strict=True):
-            parent = allocator.publish(block, key, parent)
+            allocator.publish(block, key)
         allocator.release(blocks)
 
     for start in range(0, cached_blocks, CHAIN):
@@ -119,7 +117,7 @@ def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
         start_ns = time.perf_counter_ns()
         (block,) = allocator.allocate(1)
         microseconds.append((time.perf_counter_ns() - start_ns) / 1e3)
-        allocator.publish(block, next(keys), DUMMY_BLOCK)
+        allocator.publish(block, next(keys))
         allocator.release((block,))
     assert allocator.evictions - before == evictions
     cache.check_integrity([])

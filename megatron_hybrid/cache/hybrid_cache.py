@@ -23,7 +23,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey, extend_keys, root_key
 from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement, PlannedCheckpoint
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
+from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
 from megatron_hybrid.cache.prefix_index import PrefixIndex, PrefixMatch
 from megatron_hybrid.cache.state_pool import NULL_SLOT, Checkpoint, StatePool
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
@@ -253,8 +253,7 @@ class HybridCache:
         changed = False
         if self.geometry.has_attention:
             for index in range(lease.num_published, full):
-                parent = lease.blocks[index - 1] if index else DUMMY_BLOCK
-                block = self.kv.publish(lease.blocks[index], lease.keys[index], parent)
+                block = self.kv.publish(lease.blocks[index], lease.keys[index])
                 changed |= block != lease.blocks[index]
                 lease.blocks[index] = block
         lease.num_published = full

@@ -1,18 +1,22 @@
 """KV blocks: allocated, shared by reference count, kept for reuse, evicted leaves first.
 
-free  --allocate-->  referenced (private)  --publish-->  referenced (mapped)
- ^                         |                               |        ^
- |                      release                         release   acquire
- +-------------------------+                               v        |
- +---------------evict-----------------------------  cached (mapped, no references)
+    free  --allocate-->  referenced (private)  --publish-->  referenced (mapped)
+     ^                            |                            |        ^
+     |                         release                      release   acquire
+     +----------------------------+                            v        |
+     +---------------------evict-------------------  cached (mapped, no references)
+
+Eviction takes the least recently used leaf, in O(1). Cached blocks stand in one queue; releasing a
+table puts its blocks at the end, the last one first. A child is therefore always ahead of its
+parent, whoever else used the parent later, and the head of the queue is always a leaf.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_hybrid.cache.block_hash import BlockKey
-from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.errors import KVBlocksExhausted
 
 DUMMY_BLOCK = 0  # takes masked writes and idle steps; never allocated, hashed, counted or freed
@@ -25,24 +29,17 @@ class KVBlockAllocator:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        on_evict: Callable[[BlockKey], None] = lambda key: None,
-        queue: EvictionQueue | None = None,
+        self, num_blocks: int, on_evict: Callable[[BlockKey], None] = lambda key: None
     ) -> None:
         self.num_blocks = num_blocks
         self.kv_hash_to_block_id: dict[BlockKey, int] = {}
         self.evictions = 0
         self._on_evict = on_evict
-        self._leaves: EvictionQueue = LeastRecentlyUsed() if queue is None else queue
         self._free = list(range(num_blocks, 0, -1))  # a stack; low numbers first
         self._references = [0] * (num_blocks + 1)
         self._key: list[BlockKey | None] = [None] * (num_blocks + 1)
-        self._parent = [DUMMY_BLOCK] * (num_blocks + 1)  # of mapped blocks; 0: the root
-        self._mapped_children = [0] * (num_blocks + 1)
-        self._last_use = [0] * (num_blocks + 1)
-        self._clock = 0
-        self._num_cached = 0  # mapped and without references
+        # mapped blocks without references, the next one to be evicted first
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     # ------------------------------------------------------------------ sizes
 
@@ -53,12 +50,12 @@ class KVBlockAllocator:
     @property
     def num_cached(self) -> int:
         """Mapped blocks that nobody references; all of them can be evicted."""
-        return self._num_cached
+        return len(self._cached)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can deliver, by eviction where needed."""
-        return len(self._free) + self._num_cached
+        return len(self._free) + len(self._cached)
 
     @property
     def num_mapped(self) -> int:
@@ -77,7 +74,7 @@ class KVBlockAllocator:
         if count > self.num_available:
             raise KVBlocksExhausted(
                 f"{count} KV blocks are wanted; {len(self._free)} are free and "
-                f"{self._num_cached} can be evicted."
+                f"{len(self._cached)} can be evicted."
             )
         blocks = []
         for _ in range(count):
@@ -92,8 +89,7 @@ class KVBlockAllocator:
         """One more reference to each of these mapped blocks."""
         for block in blocks:
             if self._references[block] == 0:
-                self._num_cached -= 1
-                self._leaves.discard(block)
+                del self._cached[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -101,22 +97,19 @@ class KVBlockAllocator:
 
         A mapped block without references stays cached; a private one is free.
         """
-        self._clock += 1
-        for block in reversed(blocks):  # children first, so that a leaf is known as such
+        for block in reversed(blocks):  # children get ahead of their parents
             self._references[block] -= 1
-            self._last_use[block] = self._clock
             if self._references[block] == 0:
                 if self._key[block] is None:
                     self._free.append(block)
                 else:
-                    self._num_cached += 1
-                    self._add_if_leaf(block)
+                    self._cached[block] = None
 
-    def publish(self, block: int, key: BlockKey, parent: int) -> int:
+    def publish(self, block: int, key: BlockKey) -> int:
         """Map `key` to `block`, whose KV is complete, and return the block that holds the key.
 
-        `parent` is the mapped block before it in the sequence, or DUMMY_BLOCK for the first. When
-        the key is mapped already, the caller's reference moves to that block and its own is freed.
+        When the key is mapped already, the caller's reference moves to that block and its own is
+        freed. A sequence's blocks are published in their order.
         """
         mapped = self.kv_hash_to_block_id.get(key)
         if mapped is not None:
@@ -126,25 +119,16 @@ class KVBlockAllocator:
             return mapped
         self.kv_hash_to_block_id[key] = block
         self._key[block] = key
-        self._parent[block] = parent
-        if parent != DUMMY_BLOCK:
-            self._mapped_children[parent] += 1
-            self._leaves.discard(parent)
         return block
 
     def evict(self) -> int | None:
         """Free the least recently used leaf; None when nothing is cached."""
-        block = self._leaves.pop()
-        if block is None:
+        if not self._cached:
             return None
+        block, _ = self._cached.popitem(last=False)
         key = self._key[block]
         assert key is not None
-        self._num_cached -= 1
         self._unmap(block)
-        parent = self._parent[block]
-        if parent != DUMMY_BLOCK:
-            self._mapped_children[parent] -= 1
-            self._add_if_leaf(parent)
         self._free.append(block)
         self.evictions += 1
         self._on_evict(key)
@@ -152,23 +136,10 @@ class KVBlockAllocator:
 
     def clear(self) -> None:
         """Unmap everything. Blocks in use stay with their users and are freed when released."""
-        self._leaves.clear()
         for block in list(self.kv_hash_to_block_id.values()):
             self._unmap(block)
-            self._mapped_children[block] = 0
-            if self._references[block] == 0:
-                self._free.append(block)
-        self._num_cached = 0
-
-    # ---------------------------------------------------------------- details
-
-    def _add_if_leaf(self, block: int) -> None:
-        if (
-            self._references[block] == 0
-            and self._key[block] is not None
-            and self._mapped_children[block] == 0
-        ):
-            self._leaves.add(block, self._last_use[block])
+        self._free.extend(self._cached)
+        self._cached.clear()
 
     def _unmap(self, block: int) -> None:
         key = self._key[block]
@@ -179,31 +150,18 @@ class KVBlockAllocator:
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `tables`: the blocks that each user holds, with multiplicity."""
-        blocks = range(1, self.num_blocks + 1)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert DUMMY_BLOCK not in free
+        assert DUMMY_BLOCK not in free and DUMMY_BLOCK not in self._cached
         assert self._references[DUMMY_BLOCK] == 0 and self._key[DUMMY_BLOCK] is None
-        cached = {b for b in blocks if self._references[b] == 0 and self._key[b] is not None}
-        assert len(cached) == self._num_cached
-        children = [0] * (self.num_blocks + 1)
-        for block in blocks:
+        for block in range(1, self.num_blocks + 1):
             assert self._references[block] >= 0
-            idle = self._references[block] == 0
-            assert (block in free) == (idle and self._key[block] is None), f"block {block}"
-            key = self._key[block]
-            if key is None:
-                continue
-            assert self.kv_hash_to_block_id.get(key) == block
-            parent = self._parent[block]
-            if parent != DUMMY_BLOCK:
-                assert self._key[parent] is not None, f"block {block} is an orphan"
-                assert self._references[parent] >= self._references[block]
-                children[parent] += 1
-        assert len(self.kv_hash_to_block_id) == sum(k is not None for k in self._key)
-        assert children == self._mapped_children
-        leaves = {b for b in cached if children[b] == 0}
-        assert len(self._leaves) == len(leaves) and all(b in self._leaves for b in leaves)
+            idle, mapped = self._references[block] == 0, self._key[block] is not None
+            assert (block in free) == (idle and not mapped), f"block {block}"
+            assert (block in self._cached) == (idle and mapped), f"block {block}"
+        for key, block in self.kv_hash_to_block_id.items():
+            assert self._key[block] == key
+        assert len(self.kv_hash_to_block_id) == sum(key is not None for key in self._key)
         if tables is not None:
             held = [0] * (self.num_blocks + 1)
             for table in tables:

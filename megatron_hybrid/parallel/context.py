@@ -50,9 +50,10 @@ class ParallelContext:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
-        return gathered.movedim(0, -2).flatten(-2)
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        if tensor.numel():
+            dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, written into `tensor` on every rank."""

@@ -55,6 +55,8 @@ def test_a_crowded_engine_answers_every_request_right_and_leaks_nothing(seed):
         elif action < 0.46:
             engine.reset()
         _step(engine, outputs, ended)
+        for name in list(prompts)[-6:]:
+            _check_that_no_block_is_an_orphan(engine, prompts[name] + outputs[name])
     while engine.has_work():
         _step(engine, outputs, ended)
     assert ended.keys() == prompts.keys()
@@ -63,6 +65,14 @@ def test_a_crowded_engine_answers_every_request_right_and_leaks_nothing(seed):
     use = engine.context.cache.occupancy()
     assert use.kv_used == use.state_used == 0
     assert engine.stats()["skipped_tokens"] > 0
+
+
+def _check_that_no_block_is_an_orphan(engine, tokens):  # type: ignore[no-untyped-def]
+    cache = engine.context.cache
+    for salt in ("", "s"):
+        keys = cache.keys_of(np.asarray(tokens, dtype=np.int32), salt).blocks
+        mapped = [key in cache.kv.kv_hash_to_block_id for key in keys]
+        assert mapped == sorted(mapped, reverse=True)
 
 
 def _step(engine, outputs, ended):  # type: ignore[no-untyped-def]

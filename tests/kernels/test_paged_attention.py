@@ -13,7 +13,7 @@ SCALE = 0.3
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-    """Row by row in float64: query [n, heads, dim] from position `start`, key [kv, kv_heads, dim]."""
+    """In float64: query [n, heads, dim] from position `start`, key [kv, kv_heads, dim]."""
     repeat = query.shape[1] // key.shape[1]
     k = key.double().repeat_interleave(repeat, 1)
     v = value.double().repeat_interleave(repeat, 1)

@@ -3,7 +3,7 @@ of decodes and prefill segments, with caches of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,16 +53,19 @@ class Driver:
         for state in self.caches.state.values():
             state.conv.fill_(float("nan"))
             state.ssm.fill_(float("nan"))
-        self._free_blocks = list(range(blocks - 1, 0, -1))
+        # In no order, as after a while in a real cache.
+        shuffled = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
+        self._free_blocks: list[int] = shuffled.tolist()
         self._next_slot = 1
 
     def sequence(self) -> Sequence:
         self._next_slot += 1
         return Sequence(slot=self._next_slot - 1, blocks=[])
 
-    def step(self, segments: list[Segment]) -> list[Tensor]:
+    def step(self, segments: list[Segment], rows: list[int] | None = None) -> list[Tensor]:
         """Run the segments in one step: those of one token on a running sequence as decodes, which
-        come first. Returns each segment's logits [tokens, vocab], in the order given."""
+        come first. Returns each segment's logits [tokens, vocab], in the order given; with `rows`
+        the logits of these tokens of the only segment."""
         decodes = [s for s in segments if len(s.tokens) == 1 and s.sequence.length > 0]
         prefills = [s for s in segments if s not in decodes]
         ordered = decodes + prefills
@@ -71,10 +74,14 @@ class Driver:
             while len(segment.sequence.blocks) * self.block_size < needed:
                 segment.sequence.blocks.append(self._free_blocks.pop())
         inputs = self._inputs(ordered, len(decodes))
+        if rows is not None:
+            inputs = replace(inputs, logits_index=_int(rows))
         logits = self.model.forward(inputs, self.caches)
         for segment in ordered:
             segment.sequence.length += len(segment.tokens)
             segment.sequence.read_slot = segment.sequence.slot
+        if rows is not None:
+            return [logits]
         parts = logits.split([len(s.tokens) for s in ordered])
         return [parts[ordered.index(segment)] for segment in segments]
 

@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--http-threads", type=int, default=32)
     parser.add_argument("--fails-again", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -32,7 +33,7 @@ def main() -> int:
         fails_again=args.fails_again,
     )
     options = ServerOptions(
-        tokenizer_folder=args.tokenizer, model_name="fake", port=0, http_threads=32
+        tokenizer_folder=args.tokenizer, model_name="fake", port=0, http_threads=args.http_threads
     )
     with FrontEnd(options) as front_end:
         front_end.wait_until_listening()

@@ -16,7 +16,7 @@ from tests.tiny_models import make_tiny_model
 
 TOOL = "tools/run_text_generation_server.py"
 MESSAGES: list[ChatCompletionMessageParam] = [
-    {"role": "system", "content": "The quick brown fox, naïve café. " * 12},
+    {"role": "system", "content": "The quick brown fox, naïve café. " * 16},
     {"role": "user", "content": "Where is the fox?"},
 ]
 
@@ -133,7 +133,7 @@ def test_the_engines_counters_are_on_the_metrics_page(
 def test_two_ranks_answer_like_one_and_end_together(
     model_folder: Path, client: openai.OpenAI
 ) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     flags = ("--load", str(model_folder), "--port", "0", "--tensor-model-parallel-size", "2")
     with ServerProcess(*torchrun, TOOL, *flags, OMP_NUM_THREADS="1") as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as other:

@@ -236,7 +236,7 @@ def decode(
     states.mul_((dt * A).exp_()[:, :, None, None])
     by_group.addcmul_((xs * dt[..., None]).view(rows, groups, -1, 1), B.float()[:, :, None])
     # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
-    y = torch.bmm(C.float().view(-1, 1, size), by_group.flatten(0, 1).transpose(1, 2))
+    y = torch.bmm(C.float().reshape(-1, 1, size), by_group.flatten(0, 1).transpose(1, 2))
     y = y.view(rows, heads, head_dim)
     if not in_place:
         plan.writes.scatter(state, states)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_hybrid.models import HybridModel, load_model
+from megatron_hybrid.parallel import ParallelContext, initialize
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Iterator[ParallelContext]:
+    context = initialize()
+    yield context
+    context.destroy()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+class TinyModel:
+    """A family's tiny model: its folder, transformers' model and ours."""
+
+    def __init__(
+        self, family: str, folder: Path, parallel: ParallelContext, **overrides: Any
+    ) -> None:
+        self.folder = folder
+        self.theirs: PreTrainedModel = make_tiny_model(family, folder, **overrides)
+        self.ours: HybridModel = load(folder, parallel)
+
+    def expected(self, tokens: list[int]) -> Tensor:
+        """transformers' logits [tokens, vocab] by full recompute."""
+        with torch.no_grad():
+            logits: Tensor = self.theirs(torch.tensor([tokens]), use_cache=False).logits
+        return logits[0].float()
+
+
+def load(folder: Path, parallel: ParallelContext, **options: Any) -> HybridModel:
+    return load_model(
+        folder,
+        device=torch.device("cpu"),
+        dtype=options.pop("dtype", None),
+        parallel=parallel,
+        progress=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(
+    tmp_path_factory: pytest.TempPathFactory, parallel: ParallelContext
+) -> Callable[[str], TinyModel]:
+    """The tiny model of a family, made once a session."""
+    made: dict[str, TinyModel] = {}
+
+    def get(family: str) -> TinyModel:
+        if family not in made:
+            made[family] = TinyModel(family, tmp_path_factory.mktemp(family), parallel)
+        return made[family]
+
+    return get
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 160, (count,), generator=generator).tolist()

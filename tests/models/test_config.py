@@ -1,0 +1,167 @@
+"""config.json of any age is read alike; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models import HybridModelConfig, load_model, resolve_dtype
+from megatron_hybrid.parallel import ParallelContext
+from tests.models.conftest import TinyModel
+
+Tiny = Callable[[str], TinyModel]
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def values_of(model: TinyModel) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((model.folder / "config.json").read_text())
+    return values
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def test_patterns_and_sizes(tiny: Tiny) -> None:
+    nemotron = HybridModelConfig.from_folder(tiny("nemotron_h").folder)
+    assert nemotron.pattern == "M-*M-"
+    assert nemotron.recurrent_layers == [0, 3] and nemotron.attention_layers == [2]
+    assert nemotron.is_hybrid and nemotron.kernel_chunk == 16
+    granite = HybridModelConfig.from_folder(tiny("granite_moe_hybrid").folder)
+    assert granite.pattern == "MEME*EME" and granite.rope is None
+    assert granite.embedding_multiplier == 3.0 and granite.logits_divisor == 2.0
+    assert granite.tie_word_embeddings
+    bamba = HybridModelConfig.from_folder(tiny("bamba").folder)
+    assert bamba.pattern == "M-M-*-M-"
+    assert bamba.rope is not None and bamba.rope.rotary_dim == 8  # half of a head
+    llama = HybridModelConfig.from_folder(tiny("llama").folder)
+    assert llama.pattern == "*-*-*-" and not llama.is_hybrid and llama.kernel_chunk == 1
+
+
+def test_specs_of_the_caches(tiny: Tiny) -> None:
+    model = tiny("bamba").ours
+    assert sorted(model.kv_specs) == [4] and sorted(model.state_specs) == [0, 2, 6]
+    kv, state = model.kv_specs[4], model.state_specs[0]
+    assert (kv.num_kv_heads, kv.head_dim, kv.dtype) == (2, 16, torch.float32)
+    assert state.conv_shape == (128 + 2 * 2 * 16, 3) and state.ssm_shape == (8, 16, 16)
+    assert state.kernel_chunk == 16 and state.writes_checkpoints
+
+
+def test_old_nemotron_configurations(tiny: Tiny, tmp_path: Path) -> None:
+    values = values_of(tiny("nemotron_h"))
+    for name in ("layers_block_type", "layer_types", "dtype", "head_dim"):
+        values.pop(name, None)
+    values |= {
+        "hybrid_override_pattern": "M-*M-",
+        "attention_head_dim": 16,
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": 5,
+    }
+    old = HybridModelConfig.from_folder(write(tmp_path, values))
+    new = HybridModelConfig.from_folder(tiny("nemotron_h").folder)
+    assert old.dtype == torch.bfloat16
+    assert (old.pattern, old.attention, old.mamba) == (new.pattern, new.attention, new.mamba)
+
+
+def test_old_granite_and_bamba_configurations(tiny: Tiny, tmp_path: Path) -> None:
+    for family in ("granite_moe_hybrid", "bamba"):
+        values = values_of(tiny(family))
+        new = HybridModelConfig.from_folder(tiny(family).folder)
+        for name in ("layer_types", "layers_block_type", "rope_parameters", "time_step_limit"):
+            values.pop(name, None)
+        values["rope_theta"] = 10000.0
+        if family == "granite_moe_hybrid":
+            values["layer_types"] = ["mamba", "mamba", "attention", "mamba"]
+        assert HybridModelConfig.from_folder(write(tmp_path, values)) == new
+
+
+def test_old_rope_scaling_equals_rope_parameters(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}}
+    new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
+    first = HybridModelConfig.from_folder(write(tmp_path, old))
+    assert first == HybridModelConfig.from_folder(write(tmp_path, new))
+    assert first.rope is not None and first.rope.kind == "llama3" and first.rope.theta == 5e5
+
+
+def test_end_tokens_of_both_files(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA | {"eos_token_id": 7})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert HybridModelConfig.from_folder(tmp_path).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "type 'mixtral' are not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"vocab_size": None}, "has no 'vocab_size'"),
+        ({"dtype": "float8"}, "dtype 'float8'"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window = True"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_any_weight_is_read(
+    tmp_path: Path, parallel: ParallelContext, change: dict[str, Any], message: str
+) -> None:
+    """The folder holds no weights at all: looking for them would be another error."""
+    write(tmp_path, LLAMA | change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path, device=torch.device("cpu"), dtype=None, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers_block_type": ["conv"]}, "type 'conv'"),
+        ({"layers_block_type": None, "hybrid_override_pattern": "MXM"}, "'MXM' has layers"),
+        ({"layers_block_type": None}, "neither layers_block_type"),
+        ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act = 'gelu'"),
+        ({"sliding_window": 128}, "sliding_window = 128"),
+    ],
+)
+def test_nemotron_options_that_are_refused(
+    tiny: Tiny, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    values = values_of(tiny("nemotron_h"))
+    values.pop("layer_types", None)
+    with pytest.raises(ConfigurationError, match=message):
+        HybridModelConfig.from_folder(write(tmp_path, values | change))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no config.json"):
+        HybridModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="not valid JSON"):
+        HybridModelConfig.from_folder(tmp_path)
+
+
+def test_dtypes_by_name() -> None:
+    assert resolve_dtype("bf16") == resolve_dtype("torch.bfloat16") == torch.bfloat16
+    assert resolve_dtype(None, torch.float16) == resolve_dtype("auto", torch.float16)
+    assert resolve_dtype(torch.float32, torch.float16) == torch.float32
+    with pytest.raises(ConfigurationError, match="'int8'"):
+        resolve_dtype("int8")

@@ -1,0 +1,193 @@
+"""Every family's logits equal transformers' full recompute, however the tokens are cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_hybrid.parallel import ParallelContext
+from tests.models.conftest import TinyModel, load, random_tokens
+from tests.models.driver import Driver, Segment, run_in_segments
+from tests.tiny_models import FAMILIES
+
+HYBRIDS = tuple(f for f in FAMILIES if f not in ("llama", "qwen3"))
+Tiny = Callable[[str], TinyModel]
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    scale = max(1.0, float(expected.std()))
+    torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_whole_prompt(tiny: Tiny, family: str) -> None:
+    model, tokens = tiny(family), random_tokens(75)
+    close(run_in_segments(model.ours, tokens, []), model.expected(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "lengths",
+    [[16, 32], [5, 30, 2], [1, 2, 3, 17], [40] + [1] * 34],
+    ids=["on the grid", "off the grid", "shorter than the window", "prefill and decode"],
+)
+def test_logits_do_not_depend_on_the_segmentation(
+    tiny: Tiny, family: str, lengths: list[int]
+) -> None:
+    model, tokens = tiny(family), random_tokens(75, seed=1)
+    close(run_in_segments(model.ours, tokens, lengths), model.expected(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_of_a_mixed_batch_do_not_see_each_other(tiny: Tiny, family: str) -> None:
+    """Decodes, continued prefills, new prefills and a one-token prompt in one step."""
+    model = tiny(family)
+    texts = [random_tokens(n, seed=n) for n in (21, 40, 33, 18, 1)]
+    driver = Driver(model.ours)
+    sequences = [driver.sequence() for _ in texts]
+    starts = (20, 39, 16, 0, 0)
+    driver.step([Segment(s, t[:n]) for s, t, n in zip(sequences, texts, starts, strict=True) if n])
+    outputs = driver.step(
+        [Segment(s, t[n:]) for s, t, n in zip(sequences, texts, starts, strict=True)]
+    )
+    for text, start, logits in zip(texts, starts, outputs, strict=True):
+        close(logits, model.expected(text)[start:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_continues_any_text_with_the_same_prefix(tiny: Tiny, family: str) -> None:
+    """Cold, then resumed from a state written in the middle of a segment."""
+    model = tiny(family)
+    prefix, first, second = random_tokens(32), random_tokens(13, seed=1), random_tokens(9, seed=2)
+    driver = Driver(model.ours)
+    cold, checkpoint = driver.sequence(), driver.sequence()
+    driver.step([Segment(cold, prefix + first, [(32, checkpoint.slot)])])
+    warm = driver.sequence()
+    warm.read_slot, warm.length, warm.blocks = checkpoint.slot, 32, cold.blocks[:2]
+    (logits,) = driver.step([Segment(warm, second)])
+    close(logits, model.expected(prefix + second)[32:])
+    (logits,) = driver.step([Segment(cold, [7])])
+    close(logits, model.expected([*prefix, *first, 7])[-1:])
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_state_matters(tiny: Tiny, family: str) -> None:
+    """A model whose logits ignored the past would pass the other tests with a broken cache."""
+    model, tokens = tiny(family), random_tokens(40)
+    driver = Driver(model.ours)
+    sequence = driver.sequence()
+    driver.step([Segment(sequence, tokens[:30])])
+    sequence.read_slot = 0
+    (logits,) = driver.step([Segment(sequence, tokens[30:])])
+    assert (logits - model.expected(tokens)[30:]).abs().max() > 0.05
+
+
+def test_only_the_rows_asked_for_have_logits(tiny: Tiny) -> None:
+    model, tokens = tiny("bamba").ours, random_tokens(20)
+    driver = Driver(model)
+    segment = Segment(driver.sequence(), tokens)
+    (every,) = driver.step([segment])
+    again = Driver(model)
+    for wanted in ([19], [3, 0], []):
+        (logits,) = again.step([Segment(again.sequence(), tokens)], wanted)
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(wanted), 160)
+        torch.testing.assert_close(logits, every[wanted], atol=1e-5, rtol=1e-5)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron without latent experts": (
+        "nemotron_h_moe",
+        {"moe_latent_size": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "nemotron with biases": (
+        "nemotron_h_moe",
+        {"use_bias": True, "mlp_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron with clamped steps": ("nemotron_h", {"time_step_min": 0.3}),
+    "bamba with one group": ("bamba", {"mamba_n_groups": 1, "tie_word_embeddings": True}),
+    "bamba with biases": (
+        "bamba",
+        {
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": (0.05, 0.2),
+        },
+    ),
+    "granite without experts, with rope": (
+        "granite_moe_hybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": False},
+    ),
+    "granite with attention bias": ("granite_moe_hybrid", {"attention_bias": True}),
+    "llama with linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}},
+    ),
+    "llama 3.1 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 5e5,
+            },
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "qwen3 with tied embeddings": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_of_the_families(variant: str, tmp_path: Path, parallel: ParallelContext) -> None:
+    family, overrides = VARIANTS[variant]
+    model = TinyModel(family, tmp_path, parallel, **overrides)
+    tokens = random_tokens(50)
+    close(run_in_segments(model.ours, tokens, [20, 28, 1]), model.expected(tokens))
+
+
+def test_a_chunk_of_many_tiles(tmp_path: Path, parallel: ParallelContext) -> None:
+    model = TinyModel("bamba", tmp_path, parallel, chunk_size=256)
+    tokens = random_tokens(700)
+    close(run_in_segments(model.ours, tokens, [256, 300]), model.expected(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_weights_follow_float32(
+    tiny: Tiny, family: str, parallel: ParallelContext
+) -> None:
+    model, tokens = tiny(family), random_tokens(40)
+    ours = load(model.folder, parallel, dtype=torch.bfloat16)
+    logits = run_in_segments(ours, tokens, [16, 20, 1, 1])
+    expected = model.expected(tokens)
+    assert logits.dtype == torch.float32
+    assert (logits - expected).std() < 0.05 * expected.std()
+
+
+def test_states_are_kept_in_the_dtype_asked_for(tiny: Tiny, parallel: ParallelContext) -> None:
+    model, tokens = tiny("nemotron_h"), random_tokens(40)
+    ours = load(
+        model.folder,
+        parallel,
+        conv_states_dtype=torch.bfloat16,
+        ssm_states_dtype=torch.bfloat16,
+    )
+    spec = ours.state_specs[0]
+    assert (spec.conv_dtype, spec.ssm_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert spec.bytes_per_slot() == 2 * (192 * 3 + 8 * 16 * 16)
+    logits = run_in_segments(ours, tokens, [16, 20, 1, 1])
+    error = (logits - model.expected(tokens)).abs()
+    assert error[:16].max() < 1e-4  # nothing was read from a state yet
+    assert 1e-4 < error[16:].max() < 0.1

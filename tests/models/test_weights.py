@@ -1,0 +1,173 @@
+"""A checkpoint that does not fit is refused, naming the weight; one that fits in any of the usual
+spellings loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.parallel import ParallelContext
+from tests.models.conftest import TinyModel, load, random_tokens
+from tests.models.driver import run_in_segments
+
+Tiny = Callable[[str], TinyModel]
+
+
+def copy_with(
+    model: TinyModel, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Path:
+    """A copy of the folder whose tensors went through `change`."""
+    shutil.copy(model.folder / "config.json", folder)
+    tensors = change(load_file(model.folder / "model.safetensors"))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_missing_weight_is_named(tiny: Tiny, tmp_path: Path, parallel: ParallelContext) -> None:
+    name = "model.layers.1.mamba.A_log"
+    copy_with(tiny("bamba"), tmp_path, lambda t: {k: v for k, v in t.items() if k != name})
+    with pytest.raises(WeightsError, match=f"'{name}' is missing"):
+        load(tmp_path, parallel)
+
+
+def test_an_extra_weight_is_named(tiny: Tiny, tmp_path: Path, parallel: ParallelContext) -> None:
+    copy_with(tiny("bamba"), tmp_path, lambda t: t | {"model.layers.9.x": torch.zeros(2)})
+    with pytest.raises(WeightsError, match="'model.layers.9.x' .* has no place in a bamba model"):
+        load(tmp_path, parallel)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mamba.in_proj.weight", "model.embed_tokens.weight"]
+)
+def test_a_misshapen_weight_is_named(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext, name: str
+) -> None:
+    """One row too many is refused too, although every slice of ours would exist."""
+    copy_with(tiny("bamba"), tmp_path, lambda t: t | {name: torch.cat((t[name], t[name][:1]))})
+    with pytest.raises(WeightsError, match=rf"'{name}' has shape \[\d+, 64\]; .* makes it"):
+        load(tmp_path, parallel)
+
+
+def test_missing_files_are_named(tiny: Tiny, tmp_path: Path, parallel: ParallelContext) -> None:
+    shutil.copy(tiny("llama").folder / "config.json", tmp_path)
+    with pytest.raises(WeightsError, match="neither model.safetensors nor"):
+        load(tmp_path, parallel)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors, which is not in"):
+        load(tmp_path, parallel)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "granite_moe_hybrid"])
+def test_sharded_checkpoints_load(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext, family: str
+) -> None:
+    model, tokens = tiny(family), random_tokens(20)
+    model.theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = load(tmp_path, parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
+def other_nemotron_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`model.` in place of `backbone.`, and each layer's experts stacked in one tensor; or back."""
+    renamed, experts = {}, {}
+    for name, tensor in tensors.items():
+        if ".experts." in name and name.endswith(".weight"):
+            before, rest = name.split(".experts.")
+            index, projection, _ = rest.split(".")
+            stacked = before.replace("backbone.", "model.") + f".experts.{projection}"
+            experts[stacked, int(index)] = tensor
+        else:
+            renamed[name.replace("backbone.", "model.")] = tensor
+    for stacked in {name for name, _ in experts}:
+        count = sum(name == stacked for name, _ in experts)
+        renamed[stacked] = torch.stack([experts[stacked, i] for i in range(count)])
+    return renamed
+
+
+def other_granite_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "input_linear.weight": "experts.gate_up_proj",
+        "output_linear.weight": "experts.down_proj",
+        "router.layer.weight": "router.weight",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        before, moe, rest = name.partition("block_sparse_moe.")
+        renamed[before + moe + names[rest] if moe else name] = tensor
+    return renamed
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [("nemotron_h_moe", other_nemotron_names), ("granite_moe_hybrid", other_granite_names)],
+)
+def test_both_spellings_of_expert_weights_load(
+    tiny: Tiny,
+    tmp_path: Path,
+    parallel: ParallelContext,
+    family: str,
+    rename: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> None:
+    model, tokens = tiny(family), random_tokens(20)
+    copy_with(model, tmp_path, rename)
+    assert set(load_file(tmp_path / "model.safetensors")) != set(
+        load_file(model.folder / "model.safetensors")
+    )
+    ours = load(tmp_path, parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
+def test_weights_without_a_use_are_ignored(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """Old rotary tables, a tied head written out, multi-token prediction."""
+    granite = tmp_path / "granite"
+    granite.mkdir()
+    copy_with(
+        tiny("granite_moe_hybrid"),
+        granite,
+        lambda t: (
+            t
+            | {
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+            }
+        ),
+    )
+    load(granite, parallel)
+    copy_with(
+        tiny("nemotron_h"), tmp_path, lambda t: t | {"mtp.layers.0.norm.weight": torch.ones(64)}
+    )
+    load(tmp_path, parallel)
+
+
+def test_time_constants_stay_in_float32(tiny: Tiny, parallel: ParallelContext) -> None:
+    model = load(tiny("nemotron_h").folder, parallel, dtype=torch.bfloat16)
+    kept = {n.rsplit(".")[-1] for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"A_log", "dt_bias", "D"}
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_dummy_weights_need_only_a_configuration(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    shutil.copy(tiny("nemotron_h_moe").folder / "config.json", tmp_path)
+    tokens = random_tokens(20)
+    first, again, other = (
+        run_in_segments(load(tmp_path, parallel, load_format="dummy", seed=seed), tokens, [7])
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.isfinite().all() and first.std() > 0.05
+    with pytest.raises(ConfigurationError, match="--load-format is 'gguf'"):
+        load(tmp_path, parallel, load_format="gguf")

@@ -1,0 +1,159 @@
+"""Two and four gloo processes give one process's logits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models import load_model
+from megatron_hybrid.parallel import ParallelContext, initialize
+from tests.parallel.worker import mixed_steps
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+# With two ranks: whole groups and KV heads a rank; a group, a KV head and the vocabulary that
+# do not divide. With four ranks: two ranks share each group and each KV head.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h_moe": ("nemotron_h_moe", {"use_bias": True, "mlp_bias": True}),
+    "bamba": ("bamba", {"mamba_n_groups": 1, "num_key_value_heads": 1, "vocab_size": 163}),
+    "granite_moe_hybrid": ("granite_moe_hybrid", {"attention_bias": True}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
+}
+ON_FOUR_RANKS = ("nemotron_h", "bamba")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, overrides) in MODELS.items():
+        make_tiny_model(family, root / name, **overrides)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ParallelContext]:
+    context = initialize()
+    yield context
+    context.destroy()
+
+
+def run_ranks(ranks: int, output: Path, folders: list[Path]) -> None:
+    """Start the workers as torchrun would, and wait for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "tests.parallel.worker", str(ranks), str(output)]
+        processes.append(
+            subprocess.Popen(
+                [*command, *map(str, folders)],
+                env=environment,
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * ranks, "\n".join(error[-2000:] for error in errors)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("two")
+    run_ranks(2, output, list(folders.values()))
+    return output
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("four")
+    run_ranks(4, output, [folders[name] for name in ON_FOUR_RANKS])
+    return output
+
+
+def check(name: str, folder: Path, results: Path, ranks: int, alone: ParallelContext) -> None:
+    model = load_model(
+        folder, device=torch.device("cpu"), dtype=None, parallel=alone, progress=False
+    )
+    expected = mixed_steps(model)
+    for rank in range(ranks):
+        result = torch.load(results / f"{name}.{rank}", weights_only=False)
+        scale = max(1.0, float(expected.std()))
+        torch.testing.assert_close(result["logits"], expected, atol=2e-5 * scale, rtol=2e-5)
+        for shape in result["ssm"]:
+            assert shape[0] == 8 // ranks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_give_the_logits_of_one(
+    name: str, folders: dict[str, Path], two_ranks: Path, alone: ParallelContext
+) -> None:
+    check(name, folders[name], two_ranks, 2, alone)
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_ranks_that_share_groups_and_kv_heads_give_the_logits_of_one(
+    name: str, folders: dict[str, Path], four_ranks: Path, alone: ParallelContext
+) -> None:
+    check(name, folders[name], four_ranks, 4, alone)
+
+
+def test_a_rank_holds_its_part_of_the_caches(two_ranks: Path, four_ranks: Path) -> None:
+    """x is split; B and C too while there are groups to split, else every rank has one."""
+    split = torch.load(two_ranks / "nemotron_h.1", weights_only=False)
+    assert split["conv"] == {(64 + 2 * 16, 3)} and split["kv_heads"] == {1}
+    shared = torch.load(two_ranks / "bamba.1", weights_only=False)
+    assert shared["conv"] == {(64 + 2 * 16, 3)} and shared["kv_heads"] == {1}
+    quarter = torch.load(four_ranks / "nemotron_h.3", weights_only=False)
+    assert quarter["conv"] == {(32 + 2 * 16, 3)} and quarter["kv_heads"] == {1}
+
+
+def test_one_process_needs_no_launcher(alone: ParallelContext) -> None:
+    assert (alone.size, alone.rank, alone.is_first) == (1, 0, True)
+    tensor = torch.ones(2, 3)
+    assert alone.all_reduce(tensor) is tensor and alone.all_gather(tensor) is tensor
+    assert alone.broadcast_object("hello") == "hello"
+    assert initialize().group is alone.group  # a second engine in the process
+
+
+def test_more_ranks_than_processes_are_refused(alone: ParallelContext) -> None:
+    with pytest.raises(ConfigurationError, match="--tensor-model-parallel-size is 2 but 1 process"):
+        initialize(2)
+
+
+def test_only_the_parallel_package_imports_megatron_core() -> None:
+    package = ROOT / "megatron_hybrid"
+    importers = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        if any(
+            line.strip().startswith(("import megatron.core", "from megatron.core"))
+            for line in path.read_text().splitlines()
+        )
+    }
+    assert importers == {"parallel"}

@@ -1,0 +1,69 @@
+"""One rank of a tensor-parallel run: loads each folder and saves its logits.
+
+    python -m tests.parallel.worker TP OUTPUT_FOLDER MODEL_FOLDER...
+
+The environment is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.models import HybridModel, load_model
+from megatron_hybrid.parallel import ParallelContext, initialize
+from tests.models.driver import Driver, Segment
+
+
+def mixed_steps(model: HybridModel) -> Tensor:
+    """Logits of a cold batch, then of a step with a decode, a continuation and a new prompt."""
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, 160, (3, 40), generator=generator).tolist()
+    driver = Driver(model)
+    a, b, c = (driver.sequence() for _ in texts)
+    first = driver.step([Segment(a, texts[0][:30]), Segment(b, texts[1][:17])])
+    second = driver.step(
+        [Segment(a, texts[0][30:31]), Segment(b, texts[1][17:40]), Segment(c, texts[2][:9])]
+    )
+    return torch.cat(first + second)
+
+
+def check_collectives(parallel: ParallelContext) -> None:
+    rank, size = parallel.rank, parallel.size
+    assert parallel.is_first == (rank == 0)
+    ones = torch.full((2,), float(rank))
+    assert parallel.all_reduce(ones).tolist() == [sum(range(size))] * 2
+    part = torch.tensor([[10.0 * rank, 10.0 * rank + 1], [0.0, rank]])
+    everything = parallel.all_gather(part)
+    assert everything[0].tolist() == [10.0 * r + i for r in range(size) for i in (0, 1)]
+    assert everything[1].tolist() == [float(v) for r in range(size) for v in (0, r)]
+    assert parallel.broadcast(torch.tensor([rank + 5])).item() == 5
+    message = {"step": 3} if parallel.is_first else None
+    assert parallel.broadcast_object(message) == {"step": 3}
+    assert parallel.minimum(7 - rank) == 8 - size
+    parallel.barrier()
+
+
+def main(ranks: int, output: Path, folders: list[str]) -> None:
+    torch.set_num_threads(1)
+    parallel = initialize(ranks)
+    check_collectives(parallel)
+    for folder in folders:
+        model = load_model(
+            folder, device=torch.device("cpu"), dtype=None, parallel=parallel, progress=False
+        )
+        shapes = {
+            "kv_heads": {spec.num_kv_heads for spec in model.kv_specs.values()},
+            "ssm": {spec.ssm_shape for spec in model.state_specs.values()},
+            "conv": {spec.conv_shape for spec in model.state_specs.values()},
+        }
+        result = {"logits": mixed_steps(model), **shapes}
+        torch.save(result, output / f"{Path(folder).name}.{parallel.rank}")
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,84 @@
+"""EngineConfig, flags and files name the same options and refuse the same mistakes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.errors import ConfigurationError
+
+BLOCK = "inference_dynamic_batching_block_size"
+
+
+def parse(*arguments: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    return engine_config_from_args(parser.parse_args(arguments))
+
+
+def test_no_flags_give_the_defaults():
+    assert parse() == EngineConfig()
+
+
+def test_every_field_is_a_flag_and_documented():
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    flags = set(parser._option_string_actions)
+    for option in fields(EngineConfig):
+        assert "--" + option.name.replace("_", "-") in flags
+        assert option.metadata["help"]
+    assert "--no-inference-dynamic-batching-prefix-caching" in flags
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("inference-dynamic-batching-block-size: 32\nseed: 7\n")
+    config = parse("--config", str(path), "--seed", "9")
+    assert getattr(config, BLOCK) == 32 and config.seed == 9
+    assert EngineConfig.from_yaml(path, seed=1).seed == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({BLOCK: 0}, "block-size is 0"),
+        ({BLOCK: "64"}, "block-size is '64'"),
+        ({"seed": True}, "--seed is True"),
+        ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of float32"),
+        ({"inference_dynamic_batching_buffer_size_gb": -1}, "buffer-size-gb is -1"),
+        ({"pipeline_model_parallel_size": 2}, "only 1 is supported"),
+        ({"inference_logging_step_interval": -1}, "logging-step-interval is -1"),
+        ({"inference_dynamic_batching_prefix_caching_eviction_policy": "fifo"}, "must be one of lru"),
+        (
+            {
+                "inference_dynamic_batching_max_requests": 9,
+                "inference_dynamic_batching_max_tokens": 8,
+            },
+            "must be at least --inference-dynamic-batching-max-requests, which is 9",
+        ),
+        ({"no_such_option": 1}, "'no_such_option', which is not an option"),
+    ],
+)
+def test_mistakes_are_refused_in_a_sentence(values, message):
+    with pytest.raises(ConfigurationError, match=message):
+        EngineConfig.from_mapping(values, "here")
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", "nope: 1\n"])
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match="bad.yaml"):
+        parse("--config", str(path))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        parse("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")))
+def test_the_shipped_files_are_valid(path: Path):
+    EngineConfig.from_yaml(path)
