@@ -74,7 +74,7 @@ class SigmoidRouter(nn.Module):
         choice = scores + self.bias
         if config.num_groups > 1:
             # A group is as good as its two best experts.
-            by_group = choice.view(x.shape[0], config.num_groups, -1)
+            by_group = choice.unflatten(1, (config.num_groups, -1))
             group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
             groups = group_scores.topk(config.chosen_groups, dim=-1).indices
             dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
+
+_LARGEST_FLOAT = sys.float_info.max
 
 
 class FieldError(InvalidRequestError):
@@ -63,7 +65,7 @@ class Fields:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.wrong_type(field, value, "a number")
-        if not math.isfinite(value):
+        if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # nor NaN, for which this is false
             raise self.wrong_value(field, value, "it must be a finite number")
         return value
 

@@ -36,7 +36,7 @@ READ_TIMEOUT_SECONDS = 3600  # a streamed answer may pause for long
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front end: %(message)s")
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # "Task queue depth is 1"
+    logging.getLogger("waitress").setLevel(logging.ERROR)  # not each client that hangs up
     # Ctrl-C reaches the whole terminal group; the engine process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndSettings)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
-from megatron_hybrid.server.engine_client import EngineClient, Subscription
+from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
+from megatron_hybrid.server.subscription import Subscription
 from megatron_hybrid.tokenizer import Tokenizer
 
 DISCONNECT_POLL_SECONDS = 0.5

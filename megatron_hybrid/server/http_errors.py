@@ -10,10 +10,10 @@ from msgspec import json
 from werkzeug.exceptions import HTTPException
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.server.engine_client import EngineUnavailable
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import ClientGone, GenerationFailed
 from megatron_hybrid.server.serving import Overloaded, UnknownModel
+from megatron_hybrid.server.subscription import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable
 
 from megatron_hybrid.request import validate_prompt
-from megatron_hybrid.server.engine_client import EngineClient, EngineUnavailable
+from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.subscription import EngineUnavailable
 from megatron_hybrid.tokenizer import Tokenizer
 
 SPARE_THREADS = 4  # for /health and /metrics while every other thread is waiting for the engine

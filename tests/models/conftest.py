@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from tests.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="session")
-def parallel() -> Iterator[ParallelContext]:
-    context = initialize()
-    yield context
-    context.destroy()
+def parallel() -> ParallelContext:
+    """The groups stay: other tests of this process use them too."""
+    return initialize()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[ParallelContext]:
-    context = initialize()
-    yield context
-    context.destroy()
+def alone() -> ParallelContext:
+    """The groups stay: other tests of this process use them too."""
+    return initialize()
 
 
 def run_ranks(ranks: int, output: Path, folders: list[Path]) -> None:

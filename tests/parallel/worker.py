@@ -7,6 +7,7 @@ The environment is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def main(ranks: int, output: Path, folders: list[str]) -> None:
         result = {"logits": mixed_steps(model), **shapes}
         torch.save(result, output / f"{Path(folder).name}.{parallel.rank}")
     parallel.destroy()
+    # After leaving the groups a process can make others, here one of its own.
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    own = initialize()
+    assert (own.size, own.rank) == (1, 0)
+    own.destroy()
 
 
 if __name__ == "__main__":

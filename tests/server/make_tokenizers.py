@@ -31,6 +31,7 @@ def byte_level() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator([TRAINING_TEXT], trainer)
+    backend.add_tokens(["<think>", "two words \u65e5"])  # added, but part of the text
     return _wrapped(backend)
 
 

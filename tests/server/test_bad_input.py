@@ -27,6 +27,7 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -0.1}),
     ("temperature", {"temperature": float("nan")}),
     ("temperature", {"temperature": float("inf")}),
+    ("temperature", {"temperature": 10**400}),
     ("temperature", {"temperature": [1]}),
     ("top_p", {"top_p": 0}),
     ("top_p", {"top_p": 1.01}),

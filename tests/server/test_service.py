@@ -12,9 +12,9 @@ from flask.testing import FlaskClient
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, SamplingParams
 from megatron_hybrid.server.app import create_app
-from megatron_hybrid.server.engine_client import EngineUnavailable
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import SPARE_THREADS, Serving
+from megatron_hybrid.server.subscription import EngineUnavailable
 from megatron_hybrid.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine

@@ -1,0 +1,123 @@
+"""One HTTP request's view of the engine: what it submitted, and the events that came back."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import RequestEvent, SamplingParams
+from megatron_hybrid.server import messages as wire
+
+if TYPE_CHECKING:
+    from megatron_hybrid.server.engine_client import EngineClient
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is loading, hung or gone; the message says which."""
+
+
+class TokenObserver(Protocol):
+    """Is told when tokens arrive; must be quick."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+
+Delivery = RequestEvent | InvalidRequestError | EngineUnavailable
+
+
+class Subscription:
+    """The events of one HTTP request's engine requests, in the order of their arrival.
+
+    whole: deliver a request's events as one, when it has ended; what nobody looks at earlier
+    need not wake a thread at every step.
+    """
+
+    def __init__(self, client: EngineClient, *, whole: bool) -> None:
+        self._client = client
+        self._whole = whole
+        self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._partial: dict[str, RequestEvent] = {}
+        self._last_tokens: dict[str, float] = {}  # request id -> when its last tokens came
+        self._submitted = time.monotonic()
+        self.open_ids: set[str] = set()
+        self.started = False
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str
+    ) -> None:
+        self.open_ids.add(request_id)
+        self._client.register(request_id, self)
+        self._client.send(wire.AddRequest(request_id, list(prompt), params, cache_salt))
+
+    def next(self, timeout: float) -> list[RequestEvent]:
+        """The events so far, at least one unless `timeout` seconds pass without any.
+
+        Raises InvalidRequestError if the engine refuses a request, EngineUnavailable if it dies.
+        """
+        events: list[RequestEvent] = []
+        try:
+            events.append(self._checked(self._queue.get(timeout=timeout)))
+            while True:
+                events.append(self._checked(self._queue.get_nowait()))
+        except queue.Empty:
+            return events
+
+    def abort(self, request_id: str) -> None:
+        """Stop caring for one request, and let the engine know."""
+        if request_id in self.open_ids:
+            self.open_ids.discard(request_id)
+            self._client.forget(request_id)
+            self._client.send(wire.AbortRequest(request_id))
+
+    def close(self) -> None:
+        """Abort whatever has not ended."""
+        for request_id in list(self.open_ids):
+            self.abort(request_id)
+
+    def deliver(self, item: Delivery) -> None:
+        """Called by the client's thread."""
+        self.started = True
+        if isinstance(item, RequestEvent) and item.token_ids:
+            self._observe(item)
+        if isinstance(item, RequestEvent) and self._whole:
+            item = _merge(self._partial.pop(item.request_id, None), item)
+            if item.finish_reason is None:
+                self._partial[item.request_id] = item
+                return
+        self._queue.put(item)
+
+    def _observe(self, event: RequestEvent) -> None:
+        now = time.monotonic()
+        last = self._last_tokens.get(event.request_id)
+        self._last_tokens[event.request_id] = now
+        observer = self._client.observer
+        if observer is None:
+            return
+        if last is None:
+            observer.first_token(now - self._submitted)
+        else:
+            observer.inter_token((now - last) / len(event.token_ids))
+
+    def _checked(self, item: Delivery) -> RequestEvent:
+        if not isinstance(item, RequestEvent):
+            raise item
+        if item.finish_reason is not None:
+            self.open_ids.discard(item.request_id)
+        return item
+
+
+def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
+    if earlier is None:
+        return event
+    event.token_ids = earlier.token_ids + event.token_ids
+    if earlier.logprobs is not None or event.logprobs is not None:
+        event.logprobs = (earlier.logprobs or []) + (event.logprobs or [])
+    event.prompt_logprobs = earlier.prompt_logprobs or event.prompt_logprobs
+    event.prompt_tokens = max(earlier.prompt_tokens, event.prompt_tokens)
+    event.cached_tokens = max(earlier.cached_tokens, event.cached_tokens)
+    return event
