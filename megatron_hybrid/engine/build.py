@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid import reference_model
+from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -16,9 +17,10 @@ from megatron_hybrid.engine.sizing import derive_geometry, describe
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.weights import load_model, resolve_dtype
-from megatron_hybrid.parallel import initialize
+from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weights import load_model
+from megatron_hybrid.parallel import ParallelContext, initialize
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +35,22 @@ def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
     max_seq_length = _max_seq_length(config, model_config)
     device = resolve_device(config)
     parallel = initialize(config.tensor_model_parallel_size, device=device)
+    _geometry(config, _without_weights(config, model_config, device, parallel), device, parallel)
+    conv_dtype, ssm_dtype = _state_dtypes(config)
     model = load_model(
         folder,
         device=device,
         dtype=_dtype(config, model_config, device),
         parallel=parallel,
-        conv_states_dtype=_named_dtype(config.mamba_inference_conv_states_dtype),
-        ssm_states_dtype=_named_dtype(config.mamba_inference_ssm_states_dtype) or torch.float32,
+        conv_states_dtype=conv_dtype,
+        ssm_states_dtype=ssm_dtype,
         load_format=config.load_format,
         seed=config.seed,
         progress=parallel.is_first,
     )
-    geometry = derive_geometry(
-        config, model.kv_specs.values(), model.state_specs.values(), device, parallel.minimum
-    )
+    geometry = _geometry(config, model, device, parallel)
+    if geometry.has_recurrent and not geometry.num_cached_slots:
+        _warn_of_useless_budget(config, geometry)
     context = DynamicInferenceContext(
         geometry,
         max_tokens=config.inference_dynamic_batching_max_tokens,
@@ -79,6 +83,19 @@ def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
         or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
     )
+
+
+def check_command_line(config: EngineConfig) -> None:
+    """Refuse what a person at a command line can't have meant, though Python only warns of it."""
+    model_config = HybridModelConfig.from_folder(model_folder(config))
+    device = resolve_device(config)
+    parallel = initialize(config.tensor_model_parallel_size, device=device)
+    model = _without_weights(config, model_config, device, parallel)
+    geometry = _geometry(config, model, device, parallel)
+    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    if given is not None and given > 0 and not geometry.num_cached_slots:
+        if geometry.has_recurrent and config.inference_dynamic_batching_prefix_caching:
+            raise ConfigurationError(_useless_budget(given, geometry))
 
 
 def model_folder(config: EngineConfig) -> Path:
@@ -114,11 +131,52 @@ def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
 
 def _dtype(
     config: EngineConfig, model: HybridModelConfig, device: torch.device
-) -> torch.dtype | None:
+) -> torch.dtype:
     if config.dtype is None and device.type == "cpu":
         return torch.float32  # small matrix products in 16 bits take several times as long there
-    return resolve_dtype(config.dtype or model.dtype)
+    return resolve_dtype(config.dtype, model.dtype)
 
 
-def _named_dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else resolve_dtype(name)
+def _state_dtypes(config: EngineConfig) -> tuple[torch.dtype | None, torch.dtype]:
+    """Of the convolution's states (None: the model's) and of the recurrent ones."""
+    conv = config.mamba_inference_conv_states_dtype
+    return (
+        None if conv is None else resolve_dtype(conv),
+        resolve_dtype(config.mamba_inference_ssm_states_dtype),
+    )
+
+
+def _without_weights(
+    config: EngineConfig,
+    model_config: HybridModelConfig,
+    device: torch.device,
+    parallel: ParallelContext,
+) -> HybridModel:
+    """The model's shapes alone, so that memory is planned before anything large is read."""
+    dtype = _dtype(config, model_config, device)
+    conv_dtype, ssm_dtype = _state_dtypes(config)
+    with torch.device("meta"):
+        return HybridModel(model_config, parallel, dtype, conv_dtype or dtype, ssm_dtype)
+
+
+def _geometry(
+    config: EngineConfig, model: HybridModel, device: torch.device, parallel: ParallelContext
+) -> CacheGeometry:
+    return derive_geometry(
+        config, model.kv_specs.values(), model.state_specs.values(), device, parallel.minimum
+    )
+
+
+def _warn_of_useless_budget(config: EngineConfig, geometry: CacheGeometry) -> None:
+    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    if config.inference_dynamic_batching_prefix_caching and (given is None or given > 0):
+        logger.warning("%s", _useless_budget(given, geometry))
+
+
+def _useless_budget(given: float | None, geometry: CacheGeometry) -> str:
+    budget = "chosen by the engine" if given is None else f"{given:g}"
+    return (
+        f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "
+        f"so no prefix could be skipped: one state takes {geometry.bytes_per_state / GIB:.6f} GB. "
+        "Give at least that, or 0 to cache no states."
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 
@@ -14,8 +13,6 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
-
-logger = logging.getLogger(__name__)
 
 CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touched at start
 CPU_STATE_BYTES = GIB // 4
@@ -43,13 +40,6 @@ def derive_geometry(
     cached = 0
     if bytes_per_state and config.inference_dynamic_batching_prefix_caching:
         cached = slots_for_budget(states / GIB, bytes_per_state)
-        if states > 0 and cached == 0:
-            logger.warning(
-                "The budget for cached states holds none, so no prefix is skipped: one state takes "
-                "%.4f GB (--inference-dynamic-batching-prefix-caching-mamba-gb is %.4f).",
-                bytes_per_state / GIB,
-                states / GIB,
-            )
     num_blocks = 0
     if bytes_per_block:
         num_blocks = (buffer - max_requests * bytes_per_state) // bytes_per_block - 1  # the dummy

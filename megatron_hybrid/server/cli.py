@@ -21,6 +21,8 @@ from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.server.options import (
+    MOST_THREADS,
+    RUNNING_THREADS,
     ServerOptions,
     add_ask_arguments,
     add_server_arguments,
@@ -93,9 +95,10 @@ def _serve_other_rank(config: EngineConfig) -> int:
 
 def _build(config: EngineConfig) -> tuple[Engine, Broadcast | None]:
     # Imported here: torch takes seconds, during which the front end already starts.
-    from megatron_hybrid.engine.build import build_engine, resolve_device
+    from megatron_hybrid.engine.build import build_engine, check_command_line, resolve_device
     from megatron_hybrid.parallel import initialize
 
+    check_command_line(config)
     engine = build_engine(config)
     if config.tensor_model_parallel_size == 1:
         return engine, None
@@ -113,7 +116,7 @@ def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOpt
         port=args.port,
         api_key=args.api_key,
         max_queue=args.max_queue,
-        http_threads=args.http_threads,
+        http_threads=args.http_threads or min(args.max_queue + RUNNING_THREADS, MOST_THREADS),
     )
 
 

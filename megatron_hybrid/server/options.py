@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+RUNNING_THREADS = 512  # for requests that run: an open request holds a thread until it ends
+MOST_THREADS = 8192
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
 
 
@@ -20,7 +22,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 5000
     api_key: str | None = None
     max_queue: int = 1024
-    http_threads: int = 512
+    http_threads: int = 1024 + RUNNING_THREADS
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True):
@@ -50,9 +52,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--http-threads",
-        type=_whole(8, 8192),
-        default=512,
-        help="requests that may be answered at the same time; more get 429",
+        type=_whole(8, MOST_THREADS),
+        default=None,
+        help="requests that may be open at the same time, running or waiting; more get 429. Left "
+        f"out: --max-queue and {RUNNING_THREADS} more",
     )
     group.add_argument(
         "--served-model-name", default=None, help="name on the wire; the folder's name if left out"

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_hybrid import LLM, ConfigurationError, FinishReason, InvalidRequestError, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.engine.build import check_command_line
 from tests.tiny_models import make_tiny_model
 
 SMALL = {
@@ -111,6 +112,8 @@ def test_a_budget_without_a_single_slot_is_warned_about_and_skips_nothing(folder
     with caplog.at_level(logging.WARNING):
         llm = LLM(folder, inference_dynamic_batching_prefix_caching_mamba_gb=1e-9, **SMALL)
     assert "one state takes" in caplog.text
+    with pytest.raises(ConfigurationError, match="one state takes"):
+        check_command_line(llm.config)
     for _ in range(2):
         assert llm.generate([list(range(40))], PARAMS)[0].cached_tokens == 0
 

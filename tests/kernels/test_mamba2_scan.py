@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Data:
         varying = (self.x[cut], self.B[cut], self.C[cut], self.dt[cut])
         return Data(*varying, self.A, self.D, self.dt_bias)
 
-    def arguments(self) -> tuple[object, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         return (self.x, self.B, self.C, self.dt, self.A, self.D, self.dt_bias, LIMIT)
 
 
@@ -68,7 +69,7 @@ def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tenso
 
 def run(data: Data, segments: list[Segment], state: Tensor, chunk: int = CHUNK) -> Tensor:
     plan = mamba2_scan.plan(prefill_segments(segments, padding=1), chunk)
-    return mamba2_scan.prefill(*data.arguments(), state, plan)  # type: ignore[arg-type]
+    return mamba2_scan.prefill(*data.arguments(), state=state, plan=plan)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -190,7 +191,7 @@ def test_slot_0_and_padding_are_never_written() -> None:
     y = run(data, [Segment(0, 12, 0, 0), Segment(0, 8, -1, -1)], state)
     one = data.rows(0, 2)
     plan = plan_decode(int64([0, -1]), int64([0, -1]))
-    z = mamba2_scan.decode(*one.arguments(), state, plan)  # type: ignore[arg-type]
+    z = mamba2_scan.decode(*one.arguments(), state=state, plan=plan)
     assert y.isfinite().all() and z.isfinite().all()
     assert state.isnan().all()
 
@@ -209,7 +210,7 @@ def test_decode_equals_the_token_loop(slots: list[int]) -> None:
             *(torch.cat([getattr(r, name) for r in rows]) for name in ("x", "B", "C", "dt")),
             *(getattr(data[0], name) for name in ("A", "D", "dt_bias")),
         )
-        y = mamba2_scan.decode(*step.arguments(), state, plan)  # type: ignore[arg-type]
+        y = mamba2_scan.decode(*step.arguments(), state=state, plan=plan)
         for i, one in enumerate(data):
             expected, states = naive(one)
             close(y[i], expected[t])
@@ -222,7 +223,7 @@ def test_decode_reads_one_slot_and_writes_another() -> None:
     run(data.rows(0, 4), [Segment(0, 4, 0, 1)], state)
     before = state[1].clone()
     plan = plan_decode(int64([1]), int64([3]))
-    y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state, plan)  # type: ignore[arg-type]
+    y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state=state, plan=plan)
     expected, states = naive(data)
     close(y[0], expected[4])
     close(state[3], states[5])

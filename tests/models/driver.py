@@ -3,6 +3,7 @@ of decodes and prefill segments, with caches of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -147,7 +148,7 @@ def run_in_segments(model: HybridModel, tokens: list[int], lengths: list[int]) -
     return torch.cat(outputs)
 
 
-def _int(values: list) -> Tensor:  # type: ignore[type-arg]
+def _int(values: Iterable[int] | list[list[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 

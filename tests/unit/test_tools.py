@@ -1,0 +1,165 @@
+"""The tools and examples do what their first lines say, with the model that ships with us."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script, *flags, monkeypatch):
+    """Runs a script in this process; its exit code. A process of its own takes 5 s to start."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *map(str, flags)])
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+
+
+@pytest.fixture(scope="module")
+def offline_inference():
+    path = ROOT / "tools" / "offline_inference.py"
+    spec = importlib.util.spec_from_file_location("offline_inference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------ offline inference
+
+
+def test_every_line_is_answered_in_its_order(tmp_path, monkeypatch):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        "The code of the gate is",
+        [20, 21, 22],
+        {"prompt": "The cat", "max_tokens": 2, "ignore_eos": True},
+        {"messages": [{"role": "user", "content": "My name is Anna. What is my name?"}]},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    flags = ("--prompts-file", prompts, "--output", output, "--max-tokens", 4, "--ignore-eos")
+    assert run("tools/offline_inference.py", *flags, monkeypatch=monkeypatch) == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [len(answer["token_ids"]) for answer in answers] == [4, 4, 2, 4]
+    assert answers[1]["prompt_tokens"] == 3
+    assert {answer["finish_reason"] for answer in answers} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("7", "a string, a list of token ids or an object"),
+        ('{"max_tokens": 3}', "exactly one of prompt"),
+        ('{"prompt": "a", "messages": []}', "exactly one of prompt"),
+        ('{"prompt": "a", "temprature": 1}', "'temprature'"),
+        ('{"prompt": 7}', "prompt must be a string"),
+        ("[1, true]", "whole numbers"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+    ],
+)
+def test_a_wrong_line_is_named_before_a_model_is_loaded(line, words, tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(line)
+    flags = ("--prompts-file", prompts, "--load", "/nowhere")
+    assert run("tools/offline_inference.py", *flags, monkeypatch=monkeypatch) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_lines_own_parameters_win(offline_inference):
+    kind, prompt, own = offline_inference._read_line(1, '{"prompt": "a", "stop": "b", "seed": 3}')
+    assert (kind, prompt, own) == ("prompt", "a", {"stop": ("b",), "seed": 3})
+
+
+def test_a_missing_file_is_a_sentence(monkeypatch, capsys):
+    flags = ("--prompts-file", "/nowhere.jsonl")
+    assert run("tools/offline_inference.py", *flags, monkeypatch=monkeypatch) == 2
+    assert "/nowhere.jsonl" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------- benchmarks
+
+
+def test_every_workload_gives_its_figures(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    flags = ("--scale", 0.004, "--json", out)
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    report = json.loads(out.read_text())
+    assert len(report["results"]) == 8
+    for result in report["results"]:
+        assert result["computed_tokens"] + result["cached_tokens"] == result["prompt_tokens"]
+        assert result["output_tok_s"] > 0
+        assert result["ttft_s"].keys() == result["itl_ms"].keys() == {"mean", "p50", "p95"}
+        assert result["peak_memory"]["host_mib"] > 0
+        assert len(result["digest"]) == 16
+    (resumed,) = (r for r in report["results"] if r["workload"] == "long_resume")
+    assert resumed["rounds"][1]["cached_tokens"] > 0
+    assert report["versions"]["torch"]
+    assert "--scale 0.004" in report["command"]
+
+
+def test_pairs_compare_the_same_work_with_and_without_caching(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    flags = ("--workload", "long_resume", "--scale", 0.004, "--compare", "prefix-caching")
+    more = ("--pairs", 2, "--json", out)
+    assert run("tools/benchmark_offline.py", *flags, *more, monkeypatch=monkeypatch) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["cached_tokens"] > 0
+    for ratio in (result["wall_ratio_on_over_off"], result["cpu_ratio_on_over_off"]):
+        assert len(ratio["all"]) == 2
+        assert ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--scale", "0"), "--scale"),
+        (("--pairs", "0"), "--pairs"),
+        (("--keep-cache",), "--compare"),
+        (("--workload", "uniq"), "unique"),
+        (("--workload", "long_resume", "--scale", "100"), "--inference-max-seq-length"),
+        (("--load", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_wrong_flags_of_the_benchmark_are_explained(flags, words, monkeypatch, capsys):
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_engines_overhead_is_measured(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    flags = ("--requests", 8, "--steps", 70, "--prompt-tokens", 100)
+    more = ("--cached-blocks", 64, 128, "--evictions", 50, "--json", out)
+    assert run("tools/benchmark_engine_overhead.py", *flags, *more, monkeypatch=monkeypatch) == 0
+    report = json.loads(out.read_text())
+    assert report["step"]["requests"] == 8
+    assert report["step"]["steps"] > 60
+    # Every request crosses a block boundary once in 64 steps, and the cache is full.
+    assert report["step"]["evicted_blocks"] >= 8
+    assert [row["cached_blocks"] for row in report["eviction"]] == [64, 128]
+
+
+# --------------------------------------------------------------------------- examples
+
+
+def test_a_second_turn_skips_what_the_first_one_left(monkeypatch, capsys):
+    flags = ("--prompt-tokens", 500, "--repeats", 1)
+    assert run("examples/multi_turn_chat.py", *flags, monkeypatch=monkeypatch) == 0
+    output = capsys.readouterr().out
+    assert "times shorter" in output
+    assert "with and without the cache: yes" in output
+
+
+def test_the_other_offline_examples_run(monkeypatch, capsys):
+    for name in ("offline_generate", "samples_of_one_prompt", "cache_statistics"):
+        assert run(f"examples/{name}.py", monkeypatch=monkeypatch) == 0, name
+    output = capsys.readouterr().out
+    assert "'state_missing'" in output
+    assert "checkpoints_published" in output
