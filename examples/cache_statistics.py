@@ -15,7 +15,8 @@ from megatron_hybrid.reference_model.chats import write_chat
 
 def main() -> int:
     llm = LLM()
-    chat = write_chat(5, characters=6000, split="held_out", open_questions=3)
+    chats = (write_chat(n, 6000, split="held_out", open_questions=3) for n in range(100))
+    chat = next(chat for chat in chats if len(chat.open_questions) >= 3)
     print("prompt  from cache  computed  matched, but computed again (by cause)")
     for question in chat.open_questions[:3]:
         before = llm.stats()

@@ -48,11 +48,16 @@ def ask(llm: LLM, messages: list[Message]) -> Turn:
 def long_chat(llm: LLM, tokens: int) -> Chat:
     """A chat that states facts, with two questions left to ask; about `tokens` tokens long."""
     characters = 4 * tokens
-    for _ in range(4):  # how many characters a token has depends on the tokenizer
-        chat = write_chat(0, characters, split="held_out", open_questions=2)
+    for seed in range(100):
+        chat = write_chat(seed, characters, split="held_out", open_questions=2)
+        if len(chat.open_questions) < 2:
+            continue
         length = len(llm.tokenizer.encode_chat(chat.prompt(chat.open_questions[0])))
+        if abs(length - tokens) < 0.05 * tokens:
+            return chat
+        # How many characters a token has depends on the tokenizer.
         characters = round(characters * tokens / length)
-    return chat
+    raise RuntimeError(f"Found no chat of about {tokens} tokens.")
 
 
 def main() -> int:
@@ -73,7 +78,7 @@ def main() -> int:
         parser.error(str(error))
 
     chat = long_chat(llm, args.prompt_tokens)
-    question, follow_up = chat.open_questions
+    question, follow_up = chat.open_questions[:2]
     first_messages = chat.prompt(question)
     geometry = llm.engine.context.geometry
     ask(llm, first_messages)  # the very first steps of a process are slower

@@ -17,7 +17,8 @@ SAMPLES = 8
 
 def main() -> int:
     llm = LLM()
-    chat = write_chat(3, characters=4000, split="held_out", open_questions=1)
+    chats = (write_chat(n, 4000, split="held_out", open_questions=1) for n in range(100))
+    chat = next(chat for chat in chats if chat.open_questions)
     messages = chat.prompt(chat.open_questions[0])
     params = [
         SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=seed)

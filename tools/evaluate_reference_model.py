@@ -106,7 +106,9 @@ def collect(tokenizer: Any, per_row: int, seed: int, edges: list[int]) -> list[C
 # Backends: prompts in, replies out
 
 
-def ask_transformers(path: Path, cases: list[Case], tokenizer: Any, device: str) -> list[str]:
+def ask_transformers(
+    path: Path, cases: list[Case], tokenizer: Any, device: str, dtype: str
+) -> list[str]:
     """Greedy replies of transformers' own model, without any cache.
 
     The expected sentence is put behind the prompt and all its tokens are checked in one forward;
@@ -115,8 +117,8 @@ def ask_transformers(path: Path, cases: list[Case], tokenizer: Any, device: str)
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model = model.to(device).eval()
     end = tokenizer.eos_token_id
     budget = 65536 if device.startswith("cuda") else 1  # tokens in a forward
 
@@ -184,7 +186,7 @@ def ask_engine(
     """
     from megatron_hybrid import LLM, SamplingParams
 
-    llm = LLM(str(path), inference_dynamic_batching_prefix_caching=caching, **options)
+    llm = LLM(str(path), **{"inference_dynamic_batching_prefix_caching": caching, **options})
     prompts = [case.prompt for case in cases]
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_REPLY)
     outputs = llm.generate(prompts, sampling)
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="distances up to 8192 tokens as well")
     parser.add_argument("--seed", type=int, default=1, help="of the held-out chats")
     parser.add_argument("--device", default="cpu", help="for transformers: cpu or cuda")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--engine-options", default="{}", help="more keywords of LLM, as JSON")
     parser.add_argument("--show-wrong", type=int, default=5, help="wrong answers to print")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
@@ -257,10 +260,12 @@ def main() -> None:
     cached = None
     started = time.monotonic()
     if args.backend == "transformers":
-        columns["transformers"] = ask_transformers(args.model, cases, tokenizer, args.device)
+        columns["transformers"] = ask_transformers(
+            args.model, cases, tokenizer, args.device, args.dtype
+        )
     else:
-        columns["cold"], _ = ask_engine(args.model, cases, caching=False, options=options)
-        columns["warm"], cached = ask_engine(args.model, cases, caching=True, options=options)
+        columns["cold"], _ = ask_engine(args.model, cases, False, options)
+        columns["warm"], cached = ask_engine(args.model, cases, True, options)
     seconds = time.monotonic() - started
 
     lines = table(cases, columns)

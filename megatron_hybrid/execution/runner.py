@@ -34,18 +34,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        inputs = self._batch_builder.build(plan)
         try:
-            logits = self._model.forward(inputs, self._caches)
+            logits = self._model.forward(self._batch_builder.build(plan), self._caches)
+            return self._agree(sample(logits, plan, self._rows))
         except torch.AcceleratorError as error:
             raise DeviceLostError(f"The device failed: {error}") from error
-        result = sample(logits, plan, self._rows)
-        if self._parallel.size > 1:
-            # every rank has the same logits, but only one may decide what they mean
-            tokens = torch.from_numpy(result.tokens).to(logits.device)
-            self._parallel.broadcast(tokens)
-            result = result._replace(tokens=tokens.cpu().numpy())
-        return result
+
+    def _agree(self, result: StepResult) -> StepResult:
+        """Rank 0's tokens on every rank: the logits are equal, but only one may decide."""
+        if self._parallel.size == 1:
+            return result
+        tokens = torch.from_numpy(result.tokens).to(self._parallel.device)
+        return result._replace(tokens=self._parallel.broadcast(tokens).cpu().numpy())
 
     @torch.inference_mode()
     def dummy_forward(self) -> None:

@@ -241,7 +241,8 @@ class _Kind:
     """How one kind of fact is stated, overridden, asked for and answered.
 
     Slots: {v} value, {old} the value before, {e} the subject, {x} a second part of it, {np} a
-    phrase such as "the code of the north gate"; a capital letter capitalises the slot.
+    phrase such as "the code of the north gate", {a} the attribute in it; a capital letter
+    capitalises the slot.
     """
 
     name: str
@@ -288,6 +289,17 @@ _NP_STATES = (
     "{V} is {np}.",
     "It is important that {np} is {v}.",
     "Here is {np}: {v}.",
+    "Write this down: {np} is {v}.",
+    "You will need this later: {np} is {v}.",
+    "According to the manager, {np} is {v}.",
+    "Good news, {np} is finally {v}.",
+    "Save this: {np} is {v}.",
+    "I can tell you that {np} is {v}.",
+    "Everybody knows that {np} is {v}.",
+    "Someone said {np} is {v}.",
+    "{V} is used as {np}.",
+    "I checked, and {np} is {v}.",
+    "{Np} will be {v}.",
 )
 _NP_UPDATES = (
     "{Np} is now {v}.",
@@ -348,18 +360,59 @@ _NP_ASKS = (
     "Let me check: what is {np}?",
     "I would like to know {np}.",
     "Someone asked me for {np}. What is it?",
-)
-_NP_UNSEEN_STATES = (
-    "Write this down: {np} is {v}.",
-    "According to the manager, {np} is {v}.",
-    "You will need this later: {np} is {v}.",
-    "Good news, {np} is finally {v}.",
-)
-_NP_UNSEEN_ASKS = (
     "Would you mind telling me {np}?",
     "Hmm, what might {np} be?",
     "My memory is bad today. What is {np}?",
     "Before I go, please say {np} once more.",
+    "Say {np}.",
+    "Repeat {np}, please.",
+    "I want to know {np}.",
+    "What did I say about {np}?",
+    "What do you know about {np}?",
+    "Can I have {np}?",
+    "Could I get {np} from you?",
+    "Please give me {np}.",
+    "Which is {np}?",
+    "Do you have {np}?",
+    "What would {np} be?",
+    "{Np}, please.",
+    "What is the current value of {np}?",
+    "Is there {np} in your notes?",
+    "Help me with {np}.",
+)
+_NP_UNSEEN_STATES = (
+    "If anyone asks, {np} is {v}.",
+    "My notes say that {np} is {v}.",
+    "As far as I know, {np} is {v}.",
+    "We agreed that {np} is {v}.",
+)
+_NP_UNSEEN_ASKS = (
+    "I really have to know {np} now.",
+    "May I ask what {np} is?",
+    "Let me hear {np} again.",
+    "Look up {np} for me.",
+)
+# Sentences about a subject and its attribute, for attributes of things and of other people.
+_OWNED_STATES = (
+    "{E} has the {a} {v}.",
+    "For {e} the {a} is {v}.",
+    "For {e}, the {a} is {v}.",
+    "{E}: {a} {v}",
+    "{E}, {a}: {v}",
+    "About {e}: the {a} is {v}.",
+)
+_OWNED_UPDATES = (
+    "{E} now has the {a} {v}.",
+    "{E} has a new {a}. It is {v}.",
+    "{E} has a new {a}: {v}.",
+    "For {e} the {a} is now {v}.",
+)
+_OWNED_ASKS = (
+    "Which {a} does {e} have?",
+    "What {a} does {e} have?",
+    "{E} has which {a}?",
+    "For {e}, what is the {a}?",
+    "Do you know which {a} {e} has?",
 )
 
 # Attribute name, its values, what may have it.
@@ -428,9 +481,9 @@ def _attribute_kind(
         name=f"{owner}:{attribute}",
         value=value,
         subject=subject,
-        states=_NP_STATES,
-        updates=_NP_UPDATES,
-        asks=_NP_ASKS,
+        states=_NP_STATES + (() if owner == "self" else _OWNED_STATES),
+        updates=_NP_UPDATES + (() if owner == "self" else _OWNED_UPDATES),
+        asks=_NP_ASKS + (() if owner == "self" else _OWNED_ASKS),
         answer="{Np} is {v}.",
         unknown="I don't know {np}.",
         weight=weight,
@@ -448,6 +501,9 @@ _OTHER_KINDS = (
         states=(
             "{E} is {v}.",
             "{E} is {v}.",
+            "They keep {e} {v}.",
+            "Look, {e} is {v}!",
+            "{E} was found {v}.",
             "Remember that {e} is {v}.",
             "Please note that {e} is {v}.",
             "By the way, {e} is {v}.",
@@ -475,6 +531,11 @@ _OTHER_KINDS = (
         ),
         asks=(
             "Where is {e}?",
+            "Any idea where {e} is?",
+            "In which place should I look for {e}?",
+            "Where did I put {e}?",
+            "Where do I find {e}?",
+            "Show me where {e} is.",
             "Where is {e}?",
             "Where's {e}?",
             "where is {e}",
@@ -493,8 +554,8 @@ _OTHER_KINDS = (
         answer="{E} is {v}.",
         unknown="I don't know where {e} is.",
         weight=9.0,
-        unseen_states=("They keep {e} {v}.", "Look, {e} is {v}!"),
-        unseen_asks=("Any idea where {e} is?", "In which place should I look for {e}?"),
+        unseen_states=("I noticed that {e} is {v}.",),
+        unseen_asks=("Where should I look for {e}?", "I wonder where {e} is."),
     ),
     _Kind(
         name="count in a place",
@@ -504,6 +565,9 @@ _OTHER_KINDS = (
         states=(
             "There are {v} {x} in {e}.",
             "There are {v} {x} in {e}.",
+            "Inside {e} you can see {v} {x}.",
+            "You can see {v} {x} in {e}.",
+            "{V} {x} are in {e}.",
             "Remember that there are {v} {x} in {e}.",
             "In {e} there are {v} {x}.",
             "We have {v} {x} in {e}.",
@@ -525,6 +589,10 @@ _OTHER_KINDS = (
         ),
         asks=(
             "How many {x} are there in {e}?",
+            "If I count the {x} in {e}, what do I get?",
+            "Count the {x} in {e}.",
+            "{E} has how many {x}?",
+            "How many {x} can I find in {e}?",
             "How many {x} are there in {e}?",
             "How many {x} are in {e}?",
             "how many {x} are in {e}",
@@ -538,8 +606,8 @@ _OTHER_KINDS = (
         answer="There are {v} {x} in {e}.",
         unknown="I don't know how many {x} are in {e}.",
         weight=6.0,
-        unseen_states=("Inside {e} you can see {v} {x}.",),
-        unseen_asks=("If I count the {x} in {e}, what do I get?",),
+        unseen_states=("I found {v} {x} in {e}.",),
+        unseen_asks=("Please count the {x} in {e} for me.",),
     ),
     _Kind(
         name="count of a person",
@@ -549,6 +617,9 @@ _OTHER_KINDS = (
         states=(
             "{E} has {v} {x}.",
             "{E} has {v} {x}.",
+            "It turns out that {e} has {v} {x}.",
+            "{E} got {v} {x}.",
+            "{V} {x} belong to {e}.",
             "{E} owns {v} {x}.",
             "{E} bought {v} {x}.",
             "Remember that {e} has {v} {x}.",
@@ -564,6 +635,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "How many {x} does {e} have?",
+            "{E} has how many {x}?",
+            "What number of {x} does {e} have?",
             "How many {x} does {e} have?",
             "how many {x} does {e} have",
             "How many {x} does {e} have now?",
@@ -574,8 +647,8 @@ _OTHER_KINDS = (
         answer="{E} has {v} {x}.",
         unknown="I don't know how many {x} {e} has.",
         weight=4.0,
-        unseen_states=("It turns out that {e} has {v} {x}.",),
-        unseen_asks=("{E} has how many {x}?",),
+        unseen_states=("I heard that {e} has {v} {x}.",),
+        unseen_asks=("Could you say how many {x} {e} has?",),
     ),
     _Kind(
         name="colour",
@@ -584,6 +657,9 @@ _OTHER_KINDS = (
         states=(
             "{E} is {v}.",
             "{E} is {v}.",
+            "As you can see, {e} is {v}.",
+            "{E} has the colour {v}.",
+            "{E} looks {v}.",
             "Remember that {e} is {v}.",
             "{E} is painted {v}.",
             "We painted {e} {v}.",
@@ -602,6 +678,10 @@ _OTHER_KINDS = (
         ),
         asks=(
             "What colour is {e}?",
+            "In what colour was {e} painted?",
+            "Is {e} red or another colour?",
+            "What colour does {e} have?",
+            "{E} is what colour?",
             "What colour is {e}?",
             "What color is {e}?",
             "what colour is {e}",
@@ -614,14 +694,20 @@ _OTHER_KINDS = (
         answer="{E} is {v}.",
         unknown="I don't know what colour {e} is.",
         weight=7.0,
-        unseen_states=("As you can see, {e} is {v}.",),
-        unseen_asks=("In what colour was {e} painted?",),
+        unseen_states=("They say that {e} is {v}.",),
+        unseen_asks=("Can you describe the colour of {e}?",),
     ),
     _Kind(
         name="lives",
         value=_city,
         subject=_person,
-        states=("{E} lives in {v}.", "{E} lives in {v}.", "Remember that {e} lives in {v}."),
+        states=(
+            "{E} lives in {v}.",
+            "{E} lives in {v}.",
+            "{E} found a flat in {v} and lives there.",
+            "The home of {e} is in {v}.",
+            "Remember that {e} lives in {v}.",
+        ),
         updates=(
             "{E} now lives in {v}.",
             "{E} has moved to {v}.",
@@ -631,6 +717,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "Where does {e} live?",
+            "Which city is the home of {e}?",
+            "What city does {e} live in?",
             "where does {e} live",
             "In which city does {e} live?",
             "Where does {e} live now?",
@@ -640,8 +728,8 @@ _OTHER_KINDS = (
         answer="{E} lives in {v}.",
         unknown="I don't know where {e} lives.",
         weight=3.0,
-        unseen_states=("{E} found a flat in {v} and lives there.",),
-        unseen_asks=("Which city is the home of {e}?",),
+        unseen_states=("I know that {e} lives in {v}.",),
+        unseen_asks=("Can you tell me where {e} lives?",),
     ),
     _Kind(
         name="works",
@@ -661,6 +749,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "What does {e} do?",
+            "How does {e} earn money?",
+            "Which job does {e} have?",
             "What does {e} do for a living?",
             "What does {e} work as?",
             "Do you know what {e} works as?",
@@ -669,7 +759,7 @@ _OTHER_KINDS = (
         answer="{E} works as a {v}.",
         unknown="I don't know what {e} works as.",
         weight=2.0,
-        unseen_asks=("How does {e} earn money?",),
+        unseen_asks=("Can you tell me what {e} works as?",),
     ),
     _Kind(
         name="likes",
@@ -684,6 +774,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "What does {e} like?",
+            "What would make {e} happy?",
+            "Which thing does {e} like?",
             "what does {e} like",
             "Do you remember what {e} likes?",
             "Tell me what {e} likes.",
@@ -691,7 +783,7 @@ _OTHER_KINDS = (
         answer="{E} likes {v}.",
         unknown="I don't know what {e} likes.",
         weight=2.0,
-        unseen_asks=("What would make {e} happy?",),
+        unseen_asks=("Can you tell me what {e} likes?",),
     ),
     _Kind(
         name="pet",
@@ -712,6 +804,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "What is {e}'s {x} called?",
+            "By which name does {e} call the {x}?",
+            "How is {e}'s {x} called?",
             "What is the name of {e}'s {x}?",
             "What's {e}'s {x}'s name?",
             "Do you know the name of {e}'s {x}?",
@@ -719,7 +813,7 @@ _OTHER_KINDS = (
         answer="{E}'s {x} is called {v}.",
         unknown="I don't know what {e}'s {x} is called.",
         weight=2.0,
-        unseen_asks=("By which name does {e} call the {x}?",),
+        unseen_asks=("Can you tell me what {e}'s {x} is called?",),
     ),
     _Kind(
         name="day",
@@ -741,6 +835,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "When is {e}?",
+            "For which day is {e} planned?",
+            "Which day is {e} on?",
             "when is {e}",
             "On which day is {e}?",
             "What day is {e}?",
@@ -750,7 +846,7 @@ _OTHER_KINDS = (
         answer="{E} is on {v}.",
         unknown="I don't know when {e} is.",
         weight=3.0,
-        unseen_asks=("For which day is {e} planned?",),
+        unseen_asks=("Can you tell me when {e} is?",),
     ),
     _Kind(
         name="time",
@@ -770,6 +866,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "When does {e} start?",
+            "At which hour does {e} begin?",
+            "When will {e} start?",
             "At what time does {e} start?",
             "What time does {e} begin?",
             "Tell me when {e} starts.",
@@ -778,7 +876,7 @@ _OTHER_KINDS = (
         answer="{E} starts at {v}.",
         unknown="I don't know when {e} starts.",
         weight=3.0,
-        unseen_asks=("At which hour does {e} begin?",),
+        unseen_asks=("Can you tell me when {e} starts?",),
     ),
     _Kind(
         name="owner",
@@ -801,6 +899,8 @@ _OTHER_KINDS = (
         ),
         asks=(
             "Who owns {e}?",
+            "Whose is {e}?",
+            "Who has {e}?",
             "Who does {e} belong to?",
             "To whom does {e} belong?",
             "who owns {e}",
@@ -811,7 +911,7 @@ _OTHER_KINDS = (
         answer="{E} belongs to {v}.",
         unknown="I don't know who owns {e}.",
         weight=3.0,
-        unseen_asks=("Whose is {e}?",),
+        unseen_asks=("Can you tell me who owns {e}?",),
     ),
     _Kind(
         name="price",
@@ -833,6 +933,9 @@ _OTHER_KINDS = (
         ),
         asks=(
             "How much does {e} cost?",
+            "How much money do I need for {e}?",
+            "What is the cost of {e}?",
+            "What do I pay for {e}?",
             "What does {e} cost?",
             "how much is {e}",
             "How much is {e}?",
@@ -842,7 +945,7 @@ _OTHER_KINDS = (
         answer="{E} costs {v}.",
         unknown="I don't know how much {e} costs.",
         weight=3.0,
-        unseen_asks=("How much money do I need for {e}?",),
+        unseen_asks=("Can you tell me how much {e} costs?",),
     ),
     _Kind(
         name="your name",
@@ -864,6 +967,9 @@ _OTHER_KINDS = (
         ),
         asks=(
             "What is my name?",
+            "By what name do I go?",
+            "Tell me my name.",
+            "Say my name.",
             "What is my name?",
             "What's my name?",
             "what is my name",
@@ -877,7 +983,7 @@ _OTHER_KINDS = (
         unknown="I don't know your name.",
         weight=6.0,
         in_system=False,
-        unseen_asks=("By what name do I go?",),
+        unseen_asks=("Could you tell me what my name is?",),
     ),
     _Kind(
         name="you live",
@@ -943,6 +1049,7 @@ def _all_kinds() -> tuple[_Kind, ...]:
 
 KINDS = _all_kinds()
 _NAMES = frozenset(w.NAMES)
+_KEEP_CAPITAL = _NAMES | set(w.CITIES) | set(w.WEEKDAYS) | {"Mr", "Mrs", "Ms", "Dr", "I", "I'm"}
 _KIND_WEIGHTS = tuple(kind.weight for kind in KINDS)
 
 
@@ -983,6 +1090,11 @@ class _Fact:
     mention: tuple[int, int] = (-1, 0)
 
     @property
+    def attribute(self) -> str:
+        attribute = self.kind.name.partition(":")[2]
+        return self.extra if attribute == "*" else attribute
+
+    @property
     def key(self) -> tuple[str, str, str]:
         return (self.kind.name, self.subject, self.extra)
 
@@ -1004,6 +1116,7 @@ class _Fact:
             e=subject,
             E=_capital(subject),
             x=self.extra,
+            a=self.attribute,
             np=phrase,
             Np=_capital(phrase),
         )
@@ -1172,6 +1285,68 @@ _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
 )
 
+# What people put before and behind a sentence that matters.
+_OPENERS = (
+    "Hey,",
+    "Listen,",
+    "Okay,",
+    "So,",
+    "Well,",
+    "Look,",
+    "One thing:",
+    "Another thing:",
+    "Hello,",
+    "Sorry,",
+    "Ah yes,",
+    "{Name} says that",
+    "{Name} told me that",
+    "According to {name},",
+    "It turns out that",
+    "I heard that",
+    "It seems that",
+    "For the {event}:",
+)
+_ASK_OPENERS = (
+    "Hey,",
+    "Hmm,",
+    "Okay,",
+    "So,",
+    "Well,",
+    "Sorry,",
+    "Hello,",
+    "And",
+    "Now,",
+    "Listen,",
+    "{Name} asks:",
+    "{Name} wants to know:",
+    "I have a question:",
+    "One more question:",
+    "Before I go to the {room}:",
+    "For the {event}:",
+    "If you remember,",
+)
+_CLOSERS = (
+    "Thanks.",
+    "Thank you!",
+    "Please keep that in mind.",
+    "That is important.",
+    "I hope that helps.",
+    "Do not forget it.",
+    "{Name} told me so.",
+    "I read it in the {room}.",
+    "You may need it for the {event}.",
+)
+_ASK_CLOSERS = (
+    "Thanks!",
+    "Please.",
+    "Please answer.",
+    "I need it for the {event}.",
+    "{Name} asked me.",
+    "I have forgotten it.",
+    "Answer in one sentence.",
+    "It is important.",
+)
+
 _PERSONAS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -1330,7 +1505,23 @@ class _Writer:
                 templates = kind.unseen_states
         else:
             templates = kind.updates
-        return fact.say(rng.choice(templates), rng)
+        text = fact.say(rng.choice(templates), rng)
+        return self.decorated(text, _OPENERS, _CLOSERS) if rng.random() < 0.3 else text
+
+    def decorated(self, text: str, openers: tuple[str, ...], closers: tuple[str, ...]) -> str:
+        """`text` with something before or behind it, as people write."""
+        rng = self.rng
+        style = rng.random()
+        if style < 0.5:
+            opener = rng.choice(openers).format_map(self.draws)
+            first = text.split(" ", 1)[0].removesuffix("'s")
+            keep = first in _KEEP_CAPITAL or not text[1:2].islower()
+            text = f"{opener} {text if keep else _lower_first(text)}"
+        elif style < 0.65:
+            text = f"{rng.choice(_FILLER).format_map(self.draws)} {text}"
+        if style > 0.4 and text[-1] in ".?":
+            text += " " + rng.choice(closers).format_map(self.draws)
+        return text
 
     # Messages
 
@@ -1396,6 +1587,8 @@ class _Writer:
         if self.unseen and fact.kind.unseen_asks:
             asks = fact.kind.unseen_asks
         text = fact.say(self.rng.choice(asks), self.rng)
+        if self.rng.random() < 0.3:
+            text = self.decorated(text, _ASK_OPENERS, _ASK_CLOSERS)
         return text.lower() if self.rng.random() < 0.05 else text
 
     def question(self, fact: _Fact, text: str) -> Question:
@@ -1449,8 +1642,8 @@ class _Writer:
     def plan(self) -> tuple[list[_Event], list[_Fact]]:
         """Events in the order of time, and the facts that the system message states."""
         rng = self.rng
-        density = rng.uniform(150, 700)
-        count = max(1, min(60, int(self.characters / density)))
+        density = rng.uniform(100, 600)
+        count = max(1, min(80, int(self.characters / density)))
         if rng.random() < 0.12:
             count = min(count, rng.randint(1, 4))
         if self.open:
@@ -1488,7 +1681,7 @@ class _Writer:
                 time = rng.uniform(time, 0.98)
                 at(time, "state", fact)
             if asked:
-                for _ in range(1 if rng.random() < 0.7 else 2):
+                for _ in range(rng.choices((1, 2, 3), (50, 35, 15))[0]):
                     style = rng.random()
                     if style < 0.35:
                         at(rng.uniform(time, 1.0), "ask", fact)

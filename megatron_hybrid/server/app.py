@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, request
@@ -13,8 +14,14 @@ from megatron_hybrid.server import http_errors
 from megatron_hybrid.server.chat import answer_chat
 from megatron_hybrid.server.completions import answer_completion
 from megatron_hybrid.server.fields import Fields, parse_body
+from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.http_errors import WrongKey, json_response
-from megatron_hybrid.server.openai_protocol import parse_chat, parse_completion, parse_messages
+from megatron_hybrid.server.openai_protocol import (
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+    parse_messages,
+)
 from megatron_hybrid.server.serving import Serving, UnknownModel
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -51,26 +58,14 @@ def _install_openai_routes(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
         body = parse_chat(parse_body(request.get_data()))
-        serving.check_model(body.generation.model)
-        generation = serving.open("chatcmpl", body.generation, _disconnected())
-        try:
-            response = answer_chat(serving, body, generation)
-        except BaseException:
-            generation.close()
-            raise
-        return _closing(response, generation.close)
+        with _generation(serving, "chatcmpl", body.generation) as generation:
+            return _closing(answer_chat(serving, body, generation), generation)
 
     @app.post("/v1/completions")
     def completions() -> Response:
         body = parse_completion(parse_body(request.get_data()))
-        serving.check_model(body.generation.model)
-        generation = serving.open("cmpl", body.generation, _disconnected())
-        try:
-            response = answer_completion(serving, body, generation)
-        except BaseException:
-            generation.close()
-            raise
-        return _closing(response, generation.close)
+        with _generation(serving, "cmpl", body.generation) as generation:
+            return _closing(answer_completion(serving, body, generation), generation)
 
     @app.get("/v1/models")
     def models() -> Response:
@@ -151,16 +146,26 @@ def _model_card(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _disconnected() -> Callable[[], bool]:
-    """Whether the client of the current request has gone, as far as the WSGI server knows."""
-    check: Callable[[], bool] | None = request.environ.get("waitress.client_disconnected")
-    return check if check is not None else lambda: False
+@contextmanager
+def _generation(serving: Serving, prefix: str, wanted: GenerationRequest) -> Iterator[Generation]:
+    """A place for the current request, given up at once if it fails."""
+    serving.check_model(wanted.model)
+    # Whether the client has gone, as far as the WSGI server knows.
+    disconnected: Callable[[], bool] = request.environ.get(
+        "waitress.client_disconnected", lambda: False
+    )
+    generation = serving.open(prefix, wanted, disconnected)
+    try:
+        yield generation
+    except BaseException:
+        generation.close()
+        raise
 
 
-def _closing(response: Response, close: Callable[[], None]) -> Response:
-    """Close once the response was sent, unless it is complete already."""
+def _closing(response: Response, generation: Generation) -> Response:
+    """Close once the response was sent, or now if it is complete."""
     if response.is_streamed:
-        response.call_on_close(close)
+        response.call_on_close(generation.close)
     else:
-        close()
+        generation.close()
     return response

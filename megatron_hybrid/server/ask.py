@@ -54,11 +54,13 @@ class FirstQuestion:
         messages = [{"role": "user", "content": self.question}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
+        prompt = self._send("POST", f"{url}/tokenize", {"messages": messages})
+        room = prompt["max_model_len"] - prompt["count"]
         body = {
             "model": self.model,
             "messages": messages,
             "temperature": 0,
-            "max_completion_tokens": ANSWER_TOKENS,
+            "max_completion_tokens": max(1, min(ANSWER_TOKENS, room)),
         }
         answer = self._send("POST", f"{url}/v1/chat/completions", body)
         usage = answer["usage"]

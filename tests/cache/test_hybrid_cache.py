@@ -182,8 +182,9 @@ def test_requests_that_began_before_a_reset_publish_nothing():
     cache = make_cache()
     prompt = tokens(9)
     lease = admit(cache, prompt)
-    checkpoints = cache.reserve_checkpoints(lease, 9)
+    checkpoints = cache.reserve_checkpoints(lease, 8)
     cache.reset()
+    assert cache.reserve_checkpoints(lease, 9) == [] and len(checkpoints) == 1
     cache.publish_blocks(lease, 9, lambda start, end: prompt[start:end])
     for checkpoint in checkpoints:
         cache.publish_state(lease, checkpoint, at_end=False)
@@ -201,6 +202,20 @@ def test_new_weights_hide_what_the_old_ones_computed():
     assert cache.keys_of(tokens(9)) != keys
     assert run(cache, tokens(9)) == 0
     assert run(cache, tokens(9)) == 8
+
+
+def test_a_state_that_two_requests_captured_counts_once():
+    cache = make_cache()
+    prompt = tokens(9)
+    first, second = admit(cache, prompt), admit(cache, prompt)
+    prefill_together = [(lease, cache.reserve_checkpoints(lease, 9)) for lease in (first, second)]
+    for lease, checkpoints in prefill_together:
+        cache.publish_blocks(lease, 9, lambda start, end: prompt[start:end])
+        for checkpoint in checkpoints:
+            cache.publish_state(lease, checkpoint, at_end=False)
+    assert cache.checkpoints_published == {"last_aligned": 1}
+    assert first.blocks[:2] == second.blocks[:2]
+    cache.check_integrity([first, second])
 
 
 def test_nothing_is_kept_when_the_budget_holds_no_state():

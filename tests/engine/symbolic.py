@@ -47,12 +47,20 @@ class SymbolicRunner:
         self._states: dict[int, int] = {0: EMPTY}
         self.fail_next = False
         self.plans: list[StepPlan] = []
+        self.wrong: AssertionError | None = None
 
     def dummy_forward(self) -> None:
         pass
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        try:
+            return self._execute(plan)
+        except AssertionError as error:  # the engine survives a failing step, the test must not
+            self.wrong = error
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         context, rows = self._context, self._context.rows
         assert len(plan.decode_rows) + plan.num_prefill_tokens <= context.max_tokens
         writes: list[tuple[int, int]] = []  # of states: all reads come first
@@ -127,6 +135,16 @@ class SymbolicRunner:
         return block in self._context.kv_hash_to_block_id.values()
 
 
+class CheckedEngine(DynamicInferenceEngine):
+    """Fails when its runner read something wrong."""
+
+    def step(self) -> list[RequestEvent]:
+        events = super().step()
+        if isinstance(self.runner, SymbolicRunner) and self.runner.wrong is not None:
+            raise self.runner.wrong
+        return events
+
+
 def make_engine(
     *,
     block_size: int = 4,
@@ -157,7 +175,7 @@ def make_engine(
         max_seq_length=max_seq_length,
         prefix_caching=prefix_caching,
     )
-    return DynamicInferenceEngine(
+    return CheckedEngine(
         context,
         SymbolicRunner(context),
         vocab_size=VOCAB,

@@ -275,6 +275,19 @@ def test_resetting_empties_the_cache_and_preserving_keeps_it():
     assert generate(engine, [T[:41]])[0].cached_tokens == 0
 
 
+def test_a_request_that_waited_while_the_weights_changed_uses_the_new_epoch():
+    engine = make_engine(max_requests=1)
+    generate(engine, [T[:40]])
+    engine.add_request("first", T[200:210], greedy(2))
+    engine.add_request("waits", T[:40], greedy(2))
+    engine.step()  # "waits" has been matched by now
+    engine.context.match(next(iter(engine.scheduler._waiting.values())))
+    engine.context.cache.set_epoch(1)
+    assert run(engine)["waits"][-1].cached_tokens == 0
+    engine.add_request("again", T[:40], greedy(2))
+    assert run(engine)["again"][-1].cached_tokens == 36
+
+
 def test_without_chunking_a_prompt_runs_whole_or_waits():
     engine = make_engine(recurrent=False, max_tokens=20)
     engine.scheduler._chunked_prefill = engine._chunked_prefill = False

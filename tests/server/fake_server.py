@@ -6,11 +6,12 @@ import argparse
 import logging
 import sys
 
+from tokenizers import Tokenizer
+
 from megatron_hybrid.server.cli import stop_on_signals
 from megatron_hybrid.server.engine_process import EngineLoop
 from megatron_hybrid.server.launch import FrontEnd
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
@@ -24,12 +25,12 @@ def main() -> int:
     parser.add_argument("--fails-again", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    tokenizer = Tokenizer.load(args.tokenizer)
+    tokenizer = Tokenizer.from_file(f"{args.tokenizer}/tokenizer.json")
     engine = FakeEngine(
-        tokenizer.vocab_size,
-        tokenizer.eos_token_ids,
+        tokenizer.get_vocab_size(),
+        (tokenizer.token_to_id("<eos>"),),
         step_seconds=args.step_seconds,
-        fail_on=tokenizer.encode(FAILING_TEXT)[0],
+        fail_on=tokenizer.encode(FAILING_TEXT).ids[0],
         fails_again=args.fails_again,
     )
     options = ServerOptions(

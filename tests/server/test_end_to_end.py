@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(TOOL, "--load", str(model_folder), "--port", "0") as server:
+    question = ("--ask", "Who is quick?", "--system", "Numbers: 12345, 12345 and 12345. " * 8)
+    with ServerProcess(TOOL, "--load", str(model_folder), "--port", "0", *question) as server:
         yield server
 
 
@@ -121,13 +124,13 @@ def test_bad_requests_are_refused_and_the_next_is_served(client: openai.OpenAI) 
 def test_the_engines_counters_are_on_the_metrics_page(
     client: openai.OpenAI, server: ServerProcess
 ) -> None:
-    ask(client)
+    ask(client), ask(client)
     page = client.with_options(base_url=server.url).get("/metrics", cast_to=str)
     figures = dict(
         line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")
     )
-    assert float(figures["megatron_hybrid:prompt_tokens_total"]) > 0
-    assert float(figures["megatron_hybrid:num_requests_running"]) == 0
+    for name in ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_hits_total"):
+        assert float(figures[f"megatron_hybrid:{name}"]) > 0
 
 
 def test_two_ranks_answer_like_one_and_end_together(
@@ -142,6 +145,14 @@ def test_two_ranks_answer_like_one_and_end_together(
         ranks = server.children()
         server.stop(signal.SIGTERM, seconds=20)
         assert not any(is_alive(rank) for rank in ranks)
+        with pytest.raises(OSError):
+            urllib.request.urlopen(f"{server.url}/health", timeout=5)
+
+
+def test_the_first_question_was_asked_twice(server: ServerProcess) -> None:
+    server.wait_for_line(r"(Asked again)", 30)
+    server.wait_for_line(r"([1-9]\d*) of \d+ prompt tokens from the cache", 30)
+    assert re.search(r"\b0 of \d+ prompt tokens from the cache", server.output)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from megatron_hybrid.server.ask import FirstQuestion
 from tests.server.processes import ROOT, ServerProcess, is_alive, wait_until
 
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
@@ -29,7 +30,7 @@ LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "stream": True}
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.02") as server:
+    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.05") as server:
         yield server
 
 
@@ -49,10 +50,12 @@ def send(url: str, body: Any = None) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def open_stream(server: ServerProcess) -> tuple[http.client.HTTPConnection, Any]:
-    """A connection on which an answer of 100 tokens begins to come."""
+def open_stream(
+    server: ServerProcess, max_tokens: int = 100
+) -> tuple[http.client.HTTPConnection, Any]:
+    """A connection on which an answer of 100 tokens begins to come, for 5 seconds."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
-    connection.request("POST", "/v1/completions", json.dumps(LONG))
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, "max_tokens": max_tokens}))
     answer = connection.getresponse()
     assert answer.status == 200
     assert answer.readline().startswith(b"data: ")
@@ -89,15 +92,31 @@ def test_the_openai_client_works_unchanged(server: ServerProcess) -> None:
             client.completions.create(model="other", prompt="Hello")
 
 
+def test_a_first_question_prints_two_answers_and_says_when_it_is_done(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    question = FirstQuestion("Hello", "Be brief.", "fake", None, lambda: done.append("done"))
+    question.ask(server.url)
+    assert done == ["done"]
+    assert not question.failed
+    assert capsys.readouterr().out.count("prompt tokens from the cache") == 2
+    wrong = FirstQuestion("Hello", None, "other", None, lambda: done.append("done"))
+    wrong.ask(server.url)
+    assert wrong.failed
+    assert len(done) == 2
+    assert "not served here" in capsys.readouterr().out
+
+
 def test_tokens_arrive_one_by_one(server: ServerProcess) -> None:
-    connection, answer = open_stream(server)
+    connection, answer = open_stream(server, max_tokens=40)
     arrivals = []
     while line := answer.readline():
         if line.startswith(b"data: {"):
             arrivals.append(time.monotonic())
     connection.close()
-    assert len(arrivals) > 80
-    assert arrivals[-1] - arrivals[0] > 1.0  # 100 steps of 0.02 s
+    assert len(arrivals) > 20
+    assert arrivals[-1] - arrivals[0] > 1.0  # 40 steps of 0.05 s
 
 
 def test_a_client_that_hangs_up_frees_the_engine(server: ServerProcess) -> None:
@@ -105,7 +124,7 @@ def test_a_client_that_hangs_up_frees_the_engine(server: ServerProcess) -> None:
     assert engine_figure(server, "num_requests_running") == 1
     answer.close()  # the socket closes with the last of both
     connection.close()
-    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 1.0)
+    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
 
 
 def test_a_client_that_hangs_up_before_its_whole_answer_frees_the_engine(
@@ -117,7 +136,7 @@ def test_a_client_that_hangs_up_before_its_whole_answer_frees_the_engine(
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         wait_until(lambda: engine_figure(server, "num_requests_running") == 1)
-    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 1.5)
+    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
 
 
 def test_bad_requests_leave_the_connection_usable(server: ServerProcess) -> None:
@@ -148,7 +167,7 @@ def test_a_signal_ends_both_processes_and_leaves_nothing(
         connection, answer = open_stream(own)
         started = time.monotonic()
         assert own.stop(signum) == 0
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 6  # a second or so, on an idle machine
         assert b"shutting down" in answer.read()
         connection.close()
         assert not any(is_alive(child) for child in children)
@@ -177,11 +196,13 @@ def test_a_killed_engine_is_told_to_clients_and_then_the_front_end_ends(
 
 def test_an_engine_that_fails_for_good_ends_non_zero_after_503(tokenizer_folder: Path) -> None:
     with ServerProcess(*FAKE, str(tokenizer_folder), "--fails-again") as own:
+        (child,) = own.children()
         assert send(f"{own.url}/v1/completions", {"prompt": "~"})[0] == 500
         assert own.process.wait(10) == 1
         status, body = send(f"{own.url}/health")
         assert status == 503
         assert "failed" in body["error"]["message"]
+        os.kill(child, signal.SIGTERM)  # else it stays for its few seconds
 
 
 def test_a_killed_front_end_ends_the_engine_process(own_server: ServerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from flask.testing import FlaskClient
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, SamplingParams
 from megatron_hybrid.server.app import create_app
+from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import SPARE_THREADS, Serving
 from megatron_hybrid.server.subscription import EngineUnavailable
@@ -212,6 +214,19 @@ def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
     assert event.token_ids == [5, 6, 7, 5, 6]
     assert event.finish_reason is FinishReason.LENGTH
     assert event.prompt_tokens == 3
+
+
+def test_before_the_engine_is_loaded_everything_says_so(
+    tokenizer: Tokenizer, options: ServerOptions, tmp_path: Path
+) -> None:
+    client = EngineClient(f"ipc://{tmp_path}/nobody")
+    http = create_app(Serving(client, tokenizer, options)).test_client()
+    for answer in (http.get("/health"), http.post(COMPLETION, json=HELLO)):
+        assert answer.status_code == 503
+        assert "loading" in answer.get_json()["error"]["message"]
+    assert http.get("/v1/models").status_code == 200
+    assert b"request_success" in http.get("/metrics").data
+    client.close()
 
 
 def test_a_hung_engine_counts_as_down(
