@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -64,10 +64,9 @@ class LLM:
         `params`: one for all, or one for each. A progress bar shows on long batches. Raises
         InvalidRequestError, and generates nothing, if a request can't be served.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        token_ids = [self._token_ids(prompt) for prompt in prompts]  # type: ignore[arg-type]
-        return self._run(token_ids, params, progress)
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast(Sequence[Prompt], [prompts] if single else prompts)
+        return self._run([self._token_ids(prompt) for prompt in several], params, progress)
 
     def chat(
         self,
@@ -77,20 +76,19 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the model's chat template."""
-        if messages and isinstance(messages[0], Mapping):
-            messages = [messages]  # type: ignore[list-item]
-        token_ids = [self.tokenizer.encode_chat(chat) for chat in messages]  # type: ignore[arg-type]
-        return self._run(token_ids, params, progress)
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        chats = cast(Sequence[Messages], [messages] if single else messages)
+        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], params, progress)
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """The output so far, again after every step that adds to it. Ending the loop early
         aborts the request."""
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            token_ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            token_ids = self.tokenizer.encode_chat(cast(Messages, prompt))
         else:
-            token_ids = self._token_ids(prompt)  # type: ignore[arg-type]
+            token_ids = self._token_ids(cast(Prompt, prompt))
         (answer,) = self._submit([token_ids], params)
         try:
             while not answer.done:

@@ -129,9 +129,7 @@ def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
     return limit if wanted is None else wanted
 
 
-def _dtype(
-    config: EngineConfig, model: HybridModelConfig, device: torch.device
-) -> torch.dtype:
+def _dtype(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> torch.dtype:
     if config.dtype is None and device.type == "cpu":
         return torch.float32  # small matrix products in 16 bits take several times as long there
     return resolve_dtype(config.dtype, model.dtype)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
-from megatron_hybrid import LLM, ConfigurationError, FinishReason, InvalidRequestError, SamplingParams
+from megatron_hybrid import (
+    LLM,
+    ConfigurationError,
+    FinishReason,
+    InvalidRequestError,
+    SamplingParams,
+)
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.engine.build import check_command_line
 from tests.tiny_models import make_tiny_model

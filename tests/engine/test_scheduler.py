@@ -223,7 +223,8 @@ def test_a_failing_step_ends_its_requests_with_the_reason_and_publishes_nothing(
     assert isinstance(engine.runner, SymbolicRunner)
     engine.runner.fail_next = True
     events = engine.step()
-    assert {e.request_id: e.finish_reason for e in events} == dict.fromkeys("ab", FinishReason.ERROR)
+    reasons = {event.request_id: event.finish_reason for event in events}
+    assert reasons == dict.fromkeys("ab", FinishReason.ERROR)
     assert all("the step was made to fail" in (e.error or "") for e in events)
     assert engine.context.kv_hash_to_block_id == published
     engine.check_integrity()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ HEADS, HEAD_DIM, GROUPS, SIZE = 4, 5, 2, 6
 LIMIT = (0.02, 1.5)  # both bounds are reached
 CHUNK = 16
 SHAPE = (HEADS, HEAD_DIM, SIZE)
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[float, float]]
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Data:
         varying = (self.x[cut], self.B[cut], self.C[cut], self.dt[cut])
         return Data(*varying, self.A, self.D, self.dt_bias)
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> Arguments:
         return (self.x, self.B, self.C, self.dt, self.A, self.D, self.dt_bias, LIMIT)
 
 
@@ -69,7 +70,7 @@ def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tenso
 
 def run(data: Data, segments: list[Segment], state: Tensor, chunk: int = CHUNK) -> Tensor:
     plan = mamba2_scan.plan(prefill_segments(segments, padding=1), chunk)
-    return mamba2_scan.prefill(*data.arguments(), state=state, plan=plan)
+    return mamba2_scan.prefill(*data.arguments(), state, plan)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -196,7 +197,7 @@ def test_slot_0_and_padding_are_never_written() -> None:
     for slots in ([0, -1], [0], [-1]):
         rows = data.rows(0, len(slots))
         plan = plan_decode(int64(slots), int64(slots))
-        z = mamba2_scan.decode(*rows.arguments(), state=state, plan=plan)
+        z = mamba2_scan.decode(*rows.arguments(), state, plan)
         close(z[0], naive(data.rows(0, 1))[0][0])
     assert state.isnan().all()
 
@@ -215,7 +216,7 @@ def test_decode_equals_the_token_loop(slots: list[int]) -> None:
             *(torch.cat([getattr(r, name) for r in rows]) for name in ("x", "B", "C", "dt")),
             *(getattr(data[0], name) for name in ("A", "D", "dt_bias")),
         )
-        y = mamba2_scan.decode(*step.arguments(), state=state, plan=plan)
+        y = mamba2_scan.decode(*step.arguments(), state, plan)
         for i, one in enumerate(data):
             expected, states = naive(one)
             close(y[i], expected[t])
@@ -228,7 +229,7 @@ def test_decode_reads_one_slot_and_writes_another() -> None:
     run(data.rows(0, 4), [Segment(0, 4, 0, 1)], state)
     before = state[1].clone()
     plan = plan_decode(int64([1]), int64([3]))
-    y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state=state, plan=plan)
+    y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state, plan)
     expected, states = naive(data)
     close(y[0], expected[4])
     close(state[3], states[5])
