@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """What the cache did for a few requests, and why it did not do more.
 
-Three prompts share a long beginning. The first finds nothing; the second finds the KV of the
-shared part but no state where the two part, and leaves one there; the third skips up to it.
+Three prompts begin alike and then go their own ways. The first finds nothing; the second finds the
+KV of the shared part but no state where the two part, and leaves one there; the third skips up to
+it.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from megatron_hybrid.reference_model.chats import write_chat
 
 def main() -> int:
     llm = LLM()
-    chats = (write_chat(n, 6000, split="held_out", open_questions=3) for n in range(100))
-    chat = next(chat for chat in chats if len(chat.open_questions) >= 3)
+    shared = write_chat("shared", 6000).messages
     print("prompt  from cache  computed  matched, but computed again (by cause)")
-    for question in chat.open_questions[:3]:
-        before = llm.stats()
-        (output,) = llm.chat(chat.prompt(question), SamplingParams(temperature=0.0, max_tokens=24))
-        lost = {
-            cause: count - before["lost_tokens"].get(cause, 0)
-            for cause, count in llm.stats()["lost_tokens"].items()
-            if count != before["lost_tokens"].get(cause, 0)
-        }
+    for name in ("Anna", "Boris", "Clara"):
+        own = " ".join(message["content"] for message in write_chat(name, 1200).messages)
+        question = f"My name is {name}. {own} What is my name?"
+        before = llm.stats()["lost_tokens"]
+        (output,) = llm.chat(
+            [*shared, {"role": "user", "content": question}],
+            SamplingParams(temperature=0.0, max_tokens=24),
+        )
+        after = llm.stats()["lost_tokens"]
+        lost = {cause: n - before.get(cause, 0) for cause, n in after.items()}
+        lost = {cause: n for cause, n in lost.items() if n}
         length, cached = len(output.prompt_token_ids), output.cached_tokens
         print(f"{length:6}  {cached:10}  {length - cached:8}  {lost or 'none'}")
     print()
-    for name, value in llm.stats().items():
-        print(f"{name:22} {value}")
+    for key, value in llm.stats().items():
+        print(f"{key:22} {value}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -64,7 +65,7 @@ class LLM:
         `params`: one for all, or one for each. A progress bar shows on long batches. Raises
         InvalidRequestError, and generates nothing, if a request can't be served.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
         return self._run([self._token_ids(prompt) for prompt in several], params, progress)
 
@@ -151,7 +152,9 @@ class LLM:
         return answers
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return [int(token) for token in prompt]
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         try:

@@ -49,8 +49,9 @@ def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
         progress=parallel.is_first,
     )
     geometry = _geometry(config, model, device, parallel)
-    if geometry.has_recurrent and not geometry.num_cached_slots:
-        _warn_of_useless_budget(config, geometry)
+    if _is_useless_budget(config, geometry):
+        given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+        logger.warning("%s", _useless_budget(given, geometry))
     context = DynamicInferenceContext(
         geometry,
         max_tokens=config.inference_dynamic_batching_max_tokens,
@@ -93,9 +94,8 @@ def check_command_line(config: EngineConfig) -> None:
     model = _without_weights(config, model_config, device, parallel)
     geometry = _geometry(config, model, device, parallel)
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    if given is not None and given > 0 and not geometry.num_cached_slots:
-        if geometry.has_recurrent and config.inference_dynamic_batching_prefix_caching:
-            raise ConfigurationError(_useless_budget(given, geometry))
+    if given is not None and _is_useless_budget(config, geometry):
+        raise ConfigurationError(_useless_budget(given, geometry))
 
 
 def model_folder(config: EngineConfig) -> Path:
@@ -165,10 +165,11 @@ def _geometry(
     )
 
 
-def _warn_of_useless_budget(config: EngineConfig, geometry: CacheGeometry) -> None:
+def _is_useless_budget(config: EngineConfig, geometry: CacheGeometry) -> bool:
+    """Whether states are to be cached, but the budget for them holds none."""
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    if config.inference_dynamic_batching_prefix_caching and (given is None or given > 0):
-        logger.warning("%s", _useless_budget(given, geometry))
+    wanted = config.inference_dynamic_batching_prefix_caching and (given is None or given > 0)
+    return wanted and geometry.has_recurrent and geometry.num_cached_slots == 0
 
 
 def _useless_budget(given: float | None, geometry: CacheGeometry) -> str:

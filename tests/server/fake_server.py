@@ -28,7 +28,7 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(f"{args.tokenizer}/tokenizer.json")
     engine = FakeEngine(
         tokenizer.get_vocab_size(),
-        (tokenizer.token_to_id("<eos>"),),
+        tuple(tokenizer.encode("<eos>").ids),
         step_seconds=args.step_seconds,
         fail_on=tokenizer.encode(FAILING_TEXT).ids[0],
         fails_again=args.fails_again,
