@@ -1,0 +1,1 @@
+"""One folder an operation: reference.py is the meaning, in plain torch; kernels know no request."""

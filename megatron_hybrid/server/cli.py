@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
@@ -27,6 +27,9 @@ from megatron_hybrid.server.options import (
     add_ask_arguments,
     add_server_arguments,
 )
+
+if TYPE_CHECKING:
+    from megatron_hybrid.parallel import ParallelContext
 
 REFERENCE_MODEL_NAME = "reference_model"
 
@@ -64,11 +67,11 @@ def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
     with FrontEnd(options) as front_end:
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
-        engine, broadcast = _build(config)
+        engine, parallel = _build(config)
         loop = EngineLoop(
             engine,
             front_end.socket,
-            broadcast=broadcast,
+            broadcast=_broadcast(parallel),
             front_end_failure=front_end.failure,
             on_join=lambda url: _start(question, url),
         )
@@ -81,29 +84,34 @@ def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
             raise
         if exit_code != 0:
             front_end.abandon()
-        failed = question is not None and question.failed and args.exit_after_answer
-        return exit_code or int(failed)
+            return exit_code
+    parallel.destroy()
+    return int(args.exit_after_answer and question is not None and question.failed)
 
 
 def _serve_other_rank(config: EngineConfig) -> int:
-    engine, broadcast = _build(config)
+    engine, parallel = _build(config)
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return EngineLoop(engine, None, broadcast=broadcast).run()
+    exit_code = EngineLoop(engine, None, broadcast=_broadcast(parallel)).run()
+    if exit_code == 0:
+        parallel.destroy()
+    return exit_code
 
 
-def _build(config: EngineConfig) -> tuple[Engine, Broadcast | None]:
+def _build(config: EngineConfig) -> tuple[Engine, ParallelContext]:
     # Imported here: torch takes seconds, during which the front end already starts.
-    from megatron_hybrid.engine.build import build_engine, check_command_line, resolve_device
+    from megatron_hybrid.engine.build import build_engine, resolve_device
     from megatron_hybrid.parallel import initialize
 
-    check_command_line(config)
     engine = build_engine(config)
-    if config.tensor_model_parallel_size == 1:
-        return engine, None
-    parallel = initialize(config.tensor_model_parallel_size, device=resolve_device(config))
-    return engine, parallel.broadcast_object
+    size = config.tensor_model_parallel_size
+    return engine, initialize(size, device=resolve_device(config))  # the groups that it joined
+
+
+def _broadcast(parallel: ParallelContext) -> Broadcast | None:
+    return parallel.broadcast_object if parallel.size > 1 else None
 
 
 def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOptions:

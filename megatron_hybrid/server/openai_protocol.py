@@ -18,7 +18,7 @@ MAX_TOKENS = 2**31 - 1
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Fields of OpenAI's API (and of vLLM's) that are refused, with the values that change nothing.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -28,8 +28,8 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "cache_checkpoints": ([],),
     "response_format": ({"type": "text"},),
 }
-_NOT_SUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    **_NOT_SUPPORTED,
+NOT_SUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    **NOT_SUPPORTED,
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -45,8 +45,8 @@ _NOT_SUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NOT_SUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
-    **_NOT_SUPPORTED,
+NOT_SUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **NOT_SUPPORTED,
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
@@ -103,7 +103,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     template_arguments = fields.object("chat_template_kwargs")
     max_tokens_field, max_tokens = _chat_max_tokens(fields)
     logprobs = _chat_logprobs(fields)
-    for name, harmless in _NOT_SUPPORTED_CHAT.items():
+    for name, harmless in NOT_SUPPORTED_CHAT.items():
         fields.unsupported(name, *harmless)
     generation = _parse_generation(fields, max_tokens_field, max_tokens, logprobs)
     fields.finish()
@@ -116,7 +116,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     max_tokens_field = "max_tokens" if fields.given("max_tokens") else None
     max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS, COMPLETION_MAX_TOKENS)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    for name, harmless in _NOT_SUPPORTED_COMPLETION.items():
+    for name, harmless in NOT_SUPPORTED_COMPLETION.items():
         fields.unsupported(name, *harmless)
     generation = _parse_generation(fields, max_tokens_field, max_tokens, logprobs)
     fields.finish()

@@ -47,7 +47,7 @@ def test_packed_sequences_equal_each_one_alone(weights: tuple[Tensor, Tensor]) -
     state = poisoned(10, CHANNELS, WIDTH - 1)
     segments = [Segment(0, n, 0, i + 1) for i, n in enumerate(lengths)]
     plan = causal_conv1d.plan(prefill_segments(segments, padding=2), WIDTH)
-    y = causal_conv1d.prefill(x, *weights, state=state, plan=plan)
+    y = causal_conv1d.prefill(x, *weights, state, plan)
     for part, own in zip(y.split(lengths), x.split(lengths), strict=True):
         expected = naive(own, torch.zeros(CHANNELS, WIDTH - 1), *weights)
         torch.testing.assert_close(part.double(), expected, atol=1e-5, rtol=1e-5)
@@ -64,9 +64,7 @@ def test_any_segmentation_gives_the_same_outputs_and_window(
         read = 0 if position == 0 else 2
         segments = prefill_segments([Segment(position, n, read, 2)])
         plan = causal_conv1d.plan(segments, WIDTH)
-        outputs.append(
-            causal_conv1d.prefill(x[position : position + n], *weights, state=state, plan=plan)
-        )
+        outputs.append(causal_conv1d.prefill(x[position : position + n], *weights, state, plan))
         position += n
         assert torch.equal(state[2], window_after(x, position))
     expected = naive(x, torch.zeros(CHANNELS, WIDTH - 1), *weights)
@@ -79,7 +77,7 @@ def test_checkpoints_hold_the_window_at_their_position(weights: tuple[Tensor, Te
     first = Segment(0, 3, 0, 1, [(1, 5), (3, 6)])
     other = Segment(0, 6, 0, 2, [(2, 7), (4, 8)])
     plan = causal_conv1d.plan(prefill_segments([first, other], padding=1), WIDTH)
-    causal_conv1d.prefill(x, *weights, state=state, plan=plan)
+    causal_conv1d.prefill(x, *weights, state, plan)
     for slot, position in ((5, 1), (6, 3), (1, 3)):
         assert torch.equal(state[slot], window_after(x[:3], position))
     for slot, position in ((7, 2), (8, 4), (2, 6)):
@@ -93,7 +91,7 @@ def test_a_checkpoint_shortly_after_the_start_keeps_older_columns(
     state = poisoned(5, CHANNELS, WIDTH - 1)
     state[3] = window_after(x, 6)
     segments = prefill_segments([Segment(6, 2, 3, 4, [(7, 1)])])
-    causal_conv1d.prefill(x[6:8], *weights, state=state, plan=causal_conv1d.plan(segments, WIDTH))
+    causal_conv1d.prefill(x[6:8], *weights, state, causal_conv1d.plan(segments, WIDTH))
     assert torch.equal(state[1], window_after(x, 7))
     assert torch.equal(state[4], window_after(x, 8))
     assert torch.equal(state[3], window_after(x, 6))  # only read
@@ -106,7 +104,7 @@ def test_a_sequence_may_read_the_slot_that_another_one_writes(
     old = tokens(3, seed=5).t()
     state[1] = old
     segments = prefill_segments([Segment(3, 2, 1, 1), Segment(3, 2, 1, 2)])
-    y = causal_conv1d.prefill(x, *weights, state=state, plan=causal_conv1d.plan(segments, WIDTH))
+    y = causal_conv1d.prefill(x, *weights, state, causal_conv1d.plan(segments, WIDTH))
     expected = torch.cat((naive(x[:2], old, *weights), naive(x[2:], old, *weights)))
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -117,7 +115,7 @@ def test_decode_equals_prefill_of_one_token(weights: tuple[Tensor, Tensor]) -> N
     state[2], state[3] = window_after(x, 6), window_after(x, 7)
     batch = torch.stack((x[6], x[7], x[0], x[1]))
     plan = plan_decode(int64([2, 3, 0, -1]), int64([2, 4, 0, -1]))
-    y = causal_conv1d.decode(batch, *weights, state=state, plan=plan)
+    y = causal_conv1d.decode(batch, *weights, state, plan)
     expected = naive(x, torch.zeros(CHANNELS, WIDTH - 1), *weights)
     torch.testing.assert_close(y[:3].double(), expected[[6, 7, 0]], atol=1e-5, rtol=1e-5)
     assert torch.equal(state[2], window_after(x, 7))
@@ -129,22 +127,18 @@ def test_decode_equals_prefill_of_one_token(weights: tuple[Tensor, Tensor]) -> N
 def test_slot_0_and_padding_are_never_written(weights: tuple[Tensor, Tensor]) -> None:
     state = poisoned(3, CHANNELS, WIDTH - 1)
     segments = prefill_segments([Segment(0, 4, 0, 0), Segment(0, 4, -1, -1)], padding=1)
-    y = causal_conv1d.prefill(
-        tokens(8), *weights, state=state, plan=causal_conv1d.plan(segments, WIDTH)
-    )
-    causal_conv1d.decode(
-        tokens(2), *weights, state=state, plan=plan_decode(int64([0, -1]), int64([0, -1]))
-    )
+    y = causal_conv1d.prefill(tokens(8), *weights, state, causal_conv1d.plan(segments, WIDTH))
+    causal_conv1d.decode(tokens(2), *weights, state, plan_decode(int64([0, -1]), int64([0, -1])))
     assert y.isfinite().all()
     assert state.isnan().all()
 
 
 def test_bfloat16_follows_float32(weights: tuple[Tensor, Tensor]) -> None:
     x = tokens(20).bfloat16()
-    narrow = tuple(w.bfloat16() for w in weights)
+    narrow = weights[0].bfloat16(), weights[1].bfloat16()
     state = poisoned(2, CHANNELS, WIDTH - 1, dtype=torch.bfloat16)
     plan = causal_conv1d.plan(prefill_segments([Segment(0, 20, 0, 1)]), WIDTH)
-    y = causal_conv1d.prefill(x, *narrow, state=state, plan=plan)
+    y = causal_conv1d.prefill(x, *narrow, state, plan)
     expected = naive(x.float(), torch.zeros(CHANNELS, WIDTH - 1), *(w.float() for w in narrow))
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, atol=2e-2, rtol=1e-2)

@@ -106,7 +106,7 @@ def test_a_continued_prefill_sees_its_past() -> None:
 
 @pytest.mark.parametrize("scattered", [True, False])
 def test_a_long_continued_prefill_is_tiled(scattered: bool) -> None:
-    check([(3, 7), (700, 730)], scattered=scattered)
+    check([(3, 7), (1200, 1230)], scattered=scattered)
 
 
 def test_decodes_and_prefills_of_all_lengths_mix() -> None:

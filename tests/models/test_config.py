@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,26 @@ def test_dtypes_by_name() -> None:
     assert resolve_dtype(torch.float32, torch.float16) == torch.float32
     with pytest.raises(ConfigurationError, match="'int8'"):
         resolve_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "message"),
+    [
+        ("nemotron_h", 3, "--tensor-model-parallel-size 3 does not divide .* 8 Mamba heads"),
+        ("llama", 3, "--tensor-model-parallel-size 3 does not divide .* 4 attention heads"),
+        ("nemotron_h", 16, "16 does not divide"),
+    ],
+)
+def test_models_that_do_not_split_are_refused_before_any_weight_is_read(
+    tiny: Tiny,
+    tmp_path: Path,
+    parallel: ParallelContext,
+    family: str,
+    ranks: int,
+    message: str,
+) -> None:
+    write(tmp_path, values_of(tiny(family)))
+    several = copy(parallel)
+    several.size = ranks
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path, device=torch.device("cpu"), dtype=None, parallel=several)

@@ -72,8 +72,9 @@ def engine_figure(server: ServerProcess, name: str) -> float:
 
 def test_the_openai_client_works_unchanged(server: ServerProcess) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        (model,) = client.models.list().data
         chat = client.chat.completions.create(
-            model="fake",
+            model=model.id,
             messages=[{"role": "user", "content": "Hello"}],
             temperature=0,
             max_completion_tokens=4,

@@ -125,22 +125,19 @@ def _long(
     if end - begin == keys:
         tokens = slice(begin, end)
         return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
+    # One mask serves all tiles: the last columns are triangular, the others are zeros, and a tile
+    # of q queries that sees k keys takes the last q rows and the last k columns.
+    rows_of_mask = min(end - begin, _QUERY_TILE)
+    hidden = torch.ones((rows_of_mask, keys), dtype=torch.bool, device=device)
+    hidden = hidden.triu_(keys - rows_of_mask + 1)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
     groups = []
-    past = keys - (end - begin)
     for first in range(begin, end, _QUERY_TILE):
         tokens = slice(first, min(first + _QUERY_TILE, end))
-        queries = tokens.stop - tokens.start
-        seen = past + tokens.stop - begin
-        hidden = torch.ones((queries, seen), dtype=torch.bool, device=device).triu_(
-            seen - queries + 1
-        )
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-            hidden, -torch.inf
-        )
+        queries, seen = tokens.stop - tokens.start, keys - (end - tokens.stop)
         part = slice(rows.start, rows.start + seen) if isinstance(rows, slice) else rows[:seen]
-        groups.append(
-            _Group(tokens, part, mask[None, None], False, None, tokens, (1, queries, seen))
-        )
+        own = mask[rows_of_mask - queries :, keys - seen :][None, None]
+        groups.append(_Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
     return groups
 
 
