@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent
 BASE = [
     "torch>=2.11,<2.14",
     "megatron-core>=0.16.1,<0.20",
+    # megatron-core 0.17 and later, which pip takes on 3.12, import it even where there is no GPU
+    'triton>=3.6; python_version >= "3.12" and sys_platform == "linux"',
     "transformers>=5.0,<6",
     "safetensors>=0.5",
     "tokenizers>=0.22",

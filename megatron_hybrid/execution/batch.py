@@ -13,12 +13,8 @@ import torch
 
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.layers.inputs import (
-    DecodeSlots,
-    PagedSequences,
-    PrefillSegments,
-    StepInputs,
-)
+from megatron_hybrid.kernels.contract import DecodeSlots, PagedSequences, PrefillSegments
+from megatron_hybrid.layers.inputs import StepInputs
 
 Ints = npt.NDArray[np.int64]
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import causal_conv1d, mamba2_scan
-from megatron_hybrid.layers.inputs import PrefillSegments, RecurrentState, StateSpec
+from megatron_hybrid.kernels.contract import PrefillSegments, RecurrentState
+from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.norm import GatedRMSNorm
 from megatron_hybrid.layers.parts import Parts, WeightPart, section, shard, whole
 from megatron_hybrid.layers.step import PrefillPlan, Step

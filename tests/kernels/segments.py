@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_hybrid.layers.inputs import PrefillSegments
+from megatron_hybrid.kernels.contract import PrefillSegments
 
 
 @dataclass

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels import paged_attention
-from megatron_hybrid.layers.inputs import KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import KVCache, PagedSequences
 from tests.kernels.segments import int64, poisoned
 
 HEAD_DIM, BLOCK = 8, 4

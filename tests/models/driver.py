@@ -9,13 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_hybrid.layers.inputs import (
-    DecodeSlots,
-    PagedSequences,
-    PrefillSegments,
-    StepInputs,
-    allocate_caches,
-)
+from megatron_hybrid.kernels.contract import DecodeSlots, PagedSequences, PrefillSegments
+from megatron_hybrid.layers.inputs import StepInputs, allocate_caches
 from megatron_hybrid.models import HybridModel
 
 

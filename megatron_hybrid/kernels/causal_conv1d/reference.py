@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
-from megatron_hybrid.layers.inputs import PrefillSegments
 
 # Rows that are convolved at a time: few enough to stay in a core's cache.
 _TILE = 256

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
-from megatron_hybrid.layers.inputs import PrefillSegments
 
 # The work inside a tile grows with its square; across tiles it is a loop. 64 balances them.
 _LARGEST_TILE = 64

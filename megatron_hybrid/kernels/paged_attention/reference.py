@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.layers.inputs import KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import KVCache, PagedSequences
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
