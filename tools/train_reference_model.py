@@ -174,6 +174,7 @@ class Batches(Dataset):
     steps: int
     tokens: int
     max_length: int
+    curriculum: bool  # short rows first; otherwise every length from the start
 
     def __len__(self) -> int:
         return self.steps
@@ -181,7 +182,8 @@ class Batches(Dataset):
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokenizer = _tokenizer(self.tokenizer_json)
         rng = random.Random(f"batch/{self.seed}/{step}")
-        length = row_length(step / self.steps, self.max_length, rng)
+        progress = step / self.steps if self.curriculum else 1.0
+        length = row_length(progress, self.max_length, rng)
         rows = max(1, self.tokens // length)
         ids = np.zeros((rows, length), dtype=np.int16)
         marks = np.zeros((rows, length), dtype=np.uint8)
@@ -316,18 +318,22 @@ def train(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
 
     tokenizer_path = output / "tokenizer.json"
-    if not tokenizer_path.exists():
+    if args.start_from:
+        tokenizer_path = args.start_from / "tokenizer.json"
+    elif not tokenizer_path.exists():
         train_tokenizer(args.seed).save(str(tokenizer_path))
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
 
     model = BambaForCausalLM(model_config(args.max_length))
     initialise(model, args.seed)
+    if args.start_from:
+        model = BambaForCausalLM.from_pretrained(args.start_from, dtype=torch.float32)
     model.to(device).train()
     optimizer = optimizer_for(model, args.learning_rate, device)
     identity = {
         name: getattr(args, name)
         for name in ("seed", "steps", "tokens", "max_length", "learning_rate")
-    }
+    } | {"start_from": str(args.start_from)}
     checkpoint = output / "checkpoint.pt"
     first = 0
     if checkpoint.exists():
@@ -344,11 +350,18 @@ def train(args: argparse.Namespace) -> None:
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.2f} million parameters, {args.steps} steps on {device}", flush=True)
 
-    batches = Batches(tokenizer.to_str(), args.seed, args.steps, args.tokens, args.max_length)
+    batches = Batches(
+        tokenizer.to_str(),
+        args.seed,
+        args.steps,
+        args.tokens,
+        args.max_length,
+        curriculum=args.start_from is None,
+    )
     loader = DataLoader(
         batches,
         batch_size=None,
-        sampler=range(first, args.steps),
+        sampler=range(first, min(args.steps, args.stop_after or args.steps)),
         num_workers=args.workers,
         prefetch_factor=8 if args.workers else None,
         pin_memory=device == "cuda",
@@ -362,7 +375,8 @@ def train(args: argparse.Namespace) -> None:
             group["lr"] = rate_at(step, args.steps, args.learning_rate)
         ids = ids.to(device, non_blocking=True).long()
         marks = marks.to(device, non_blocking=True).long()
-        text_weight = 0.1 - 0.08 * step / args.steps
+        # Other text matters less and less; a second round goes on about where the first ends.
+        text_weight = 0.04 if args.start_from else 0.1 - 0.08 * step / args.steps
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss, good, count = loss_of(model, ids, marks, text_weight)
         optimizer.zero_grad(set_to_none=True)
@@ -397,6 +411,12 @@ def main() -> None:
     )
     parser.add_argument("--output", default="runs/reference_model", help="folder of the run")
     parser.add_argument("--steps", type=int, default=8000, help="optimizer steps in all")
+    parser.add_argument("--stop-after", type=int, help="end at this step; can be resumed")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="folder of an earlier result: train it further, with a new optimizer",
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in a step")
     parser.add_argument("--max-length", type=int, default=8192, help="longest chat, in tokens")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its highest")
@@ -411,6 +431,8 @@ def main() -> None:
             f"--tokens {args.tokens} is less than --max-length {args.max_length}: "
             "a step must hold at least one chat"
         )
+    if args.start_from and not (args.start_from / "config.json").is_file():
+        parser.error(f"--start-from {args.start_from} has no config.json")
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1 is needed")
     train(args)

@@ -143,7 +143,11 @@ class DynamicInferenceEngine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of now; see docs/prefix_cache.md."""
-        return self.statistics.as_dict(self.context.cache)
+        return {
+            "requests_running": self.scheduler.num_running,
+            "requests_waiting": self.scheduler.num_waiting,
+            **self.statistics.as_dict(self.context.cache),
+        }
 
     def reset(self, preserve_prefix_cache: bool = False) -> None:
         """Empty the prefix cache (unless preserved). Running requests go on; those that began

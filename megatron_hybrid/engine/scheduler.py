@@ -59,6 +59,14 @@ class Scheduler:
         return request_id in self._waiting or request_id in self._running
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything or return any event."""
         return bool(self._waiting or self._running or self._events)

@@ -44,8 +44,6 @@ class Statistics:
             "steps": self.steps,
             "requests_admitted": self.requests_admitted,
             "requests_finished": dict(self.requests_finished),
-            "requests_running": last.running,
-            "requests_waiting": last.waiting,
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.computed_tokens,
             "skipped_tokens": self.skipped_tokens,

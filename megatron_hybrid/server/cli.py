@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _end_while_loading)
+    # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
+    # other ranks, and the front end follows.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config = engine_config_from_args(args)
         _check_ranks(config)
@@ -58,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except FrontEndEnded as error:
         return error.exit_code or 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
@@ -149,10 +149,6 @@ def stop_on_signals(loop: EngineLoop) -> None:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-
-
-def _end_while_loading(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
 
 
 def _check_ranks(config: EngineConfig) -> None:

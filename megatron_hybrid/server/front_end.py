@@ -84,7 +84,7 @@ class _Ending:
         self._socket_folder = socket_folder
 
     def watch_engine_process(self) -> None:
-        """Wait until the engine process is gone, tell the clients for a while, and end."""
+        """Wait until the engine process is gone, tell its clients for a while, and end."""
         parent = os.getppid()
         # Some child of the engine process may have inherited the pipe, so look at the parent too.
         while os.getppid() == parent:
@@ -92,7 +92,8 @@ class _Ending:
             if readable and not os.read(sys.stdin.fileno(), 1024):
                 break
         self._client.engine_ended("The engine process has ended; its log says why.")
-        time.sleep(GRACE_SECONDS)
+        if self._client.ready is not None:  # else nobody was served yet
+            time.sleep(GRACE_SECONDS)
         self._exit()
 
     def on_terminate(self, signum: int, frame: FrameType | None) -> None:

@@ -99,6 +99,8 @@ def test_requests_wait_for_rows_and_run_in_order():
     stats = engine.stats()
     assert (stats["requests_running"], stats["requests_waiting"]) == (2, 3)
     assert list(run(engine)) == [f"r{i}" for i in range(5)]
+    stats = engine.stats()
+    assert (stats["requests_running"], stats["requests_waiting"]) == (0, 0)
 
 
 def test_a_request_waits_until_its_whole_answer_has_room():

@@ -41,7 +41,7 @@ class ServerProcess:
         try:
             self.url = self.wait_for_line(r"serving .* on (http://\S+)", seconds)
         except BaseException:
-            self.process.kill()
+            self._end()
             raise
 
     def wait_for_line(self, pattern: str, seconds: float) -> str:
@@ -80,15 +80,18 @@ class ServerProcess:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        self._end()
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def _end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun ends its ranks then, but not when it is killed
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -25,6 +25,17 @@ from megatron_hybrid.server.ask import FirstQuestion
 from tests.server.processes import ROOT, ServerProcess, is_alive, wait_until
 
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
+LOADS_FOR_EVER = """
+import sys, time
+from megatron_hybrid.server import cli
+
+def load(config):
+    print("loading", flush=True)
+    time.sleep(60)
+
+cli._build = load
+cli.main(["--load", sys.argv[1], "--port", "0"])
+"""
 LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "stream": True}
 
 
@@ -204,6 +215,26 @@ def test_an_engine_that_fails_for_good_ends_non_zero_after_503(tokenizer_folder:
         assert status == 503
         assert "failed" in body["error"]["message"]
         os.kill(child, signal.SIGTERM)  # else it stays for its few seconds
+
+
+def test_a_signal_while_the_model_loads_ends_both_processes_at_once(
+    tokenizer_folder: Path,
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        subprocess.Popen(
+            [sys.executable, "-c", LOADS_FOR_EVER, str(tokenizer_folder)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+        ) as loading,
+    ):
+        assert loading.stdout is not None
+        assert loading.stdout.readline() == b"loading\n"
+        loading.send_signal(signal.SIGTERM)
+        assert loading.wait(10) == -signal.SIGTERM
+        assert loading.stdout.read() == b""  # the front end has closed it too
+        assert os.listdir(folder) == []
 
 
 def test_a_killed_front_end_ends_the_engine_process(own_server: ServerProcess) -> None:
