@@ -19,6 +19,19 @@ from collections.abc import Iterator
 
 from openai import OpenAI
 
+CODES = {
+    "garage": 4821,
+    "cellar": 9034,
+    "library": 2275,
+    "museum": 6618,
+    "bakery": 1509,
+    "harbour": 7342,
+    "stadium": 3960,
+    "castle": 8187,
+    "theatre": 5471,
+    "airport": 1946,
+}
+
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
@@ -46,14 +59,14 @@ def own_server() -> Iterator[str]:
 def talk(url: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="not needed unless the server has --api-key")
     model = client.models.list().data[0].id
-    facts = " ".join(f"The code of door {n} is {1000 + 37 * n}." for n in range(1, 31))
+    facts = " ".join(f"The code of the {place} is {code}." for place, code in CODES.items())
 
     print("streamed:  ", end="")
     stream = client.chat.completions.create(
         model=model,
         messages=[
             {"role": "system", "content": facts},
-            {"role": "user", "content": "What is the code of door 12?"},
+            {"role": "user", "content": "What is the code of the library?"},
         ],
         temperature=0,
         max_tokens=32,
@@ -65,12 +78,12 @@ def talk(url: str) -> None:
             print(chunk.choices[0].delta.content, end="", flush=True)
     print()
 
-    for door in (3, 27):
+    for place in ("garage", "cellar"):
         answer = client.chat.completions.create(
             model=model,
             messages=[
                 {"role": "system", "content": facts},
-                {"role": "user", "content": f"What is the code of door {door}?"},
+                {"role": "user", "content": f"What is the code of the {place}?"},
             ],
             temperature=0,
             max_tokens=32,

@@ -12,9 +12,9 @@ are right, which is what makes these chats a test of a prefix cache.
     held = write_chat(seed=7, characters=16000, split="held_out", open_questions=20)
     held.prompt(held.open_questions[0])      the chat, and the question as its last message
 
-The training split and the held-out split share no seed and no subject: one subject in ten (by its
-checksum) is only ever used in held-out chats. `unseen_phrasings=True` also states and asks in
-sentences that no training chat contains.
+The training split and the held-out split share no seed, and no subject of three or more words:
+one in ten of those (by its checksum) is only ever used in held-out chats.
+`unseen_phrasings=True` also states and asks in sentences that no training chat contains.
 """
 
 import random
@@ -1048,7 +1048,6 @@ def _all_kinds() -> tuple[_Kind, ...]:
 
 
 KINDS = _all_kinds()
-_SHARED = ("me", "your name", "your city", "your job", "my own name")
 _NAMES = frozenset(w.NAMES)
 _KEEP_CAPITAL = _NAMES | set(w.CITIES) | set(w.WEEKDAYS) | {"Mr", "Mrs", "Ms", "Dr", "I", "I'm"}
 _KIND_WEIGHTS = tuple(kind.weight for kind in KINDS)
@@ -1057,6 +1056,16 @@ _KIND_WEIGHTS = tuple(kind.weight for kind in KINDS)
 @lru_cache(maxsize=200_000)
 def _is_held_out(subject: str) -> bool:
     return zlib.crc32(subject.lower().encode()) % 10 == 0
+
+
+def _may_use(subject: str, split: str) -> bool:
+    """Whether a split may state facts about `subject`.
+
+    Subjects of three words and more ("the north gate") belong to one split. Shorter ones ("Anna",
+    "the gate", "my sister") are in both: a name that is never a subject in training would be a
+    word that the model cannot look up.
+    """
+    return subject.count(" ") < 2 or _is_held_out(subject) == (split == "held_out")
 
 
 def _phrases(kind: _Kind, subject: str, extra: str) -> tuple[str, ...]:
@@ -1474,13 +1483,11 @@ class _Writer:
                 other = rng.choice(self.facts)
                 if other.kind.subject is kind.subject:
                     subject = other.subject
-            # Subjects that everybody uses ("me", "my sister") are in both splits, as often as in
-            # training: a held-out chat rejects nine of ten others.
-            shared = subject in _SHARED or subject.startswith("my ")
-            if shared:
-                if self.split == "held_out" and rng.random() < 0.9:
-                    continue
-            elif _is_held_out(subject) != (self.split == "held_out"):
+            # A held-out chat rejects nine of ten long subjects, so as many of the short ones too:
+            # the mixture stays that of training.
+            if not _may_use(subject, self.split) or (
+                self.split == "held_out" and subject.count(" ") < 2 and rng.random() < 0.9
+            ):
                 continue
             extra = kind.extra(rng) if kind.extra else ""
             if kind.name.endswith(":*"):
