@@ -127,16 +127,16 @@ def test_several_choices_count_their_prompt_once(http: FlaskClient, tokenizer: T
 def test_a_stop_string_ends_the_text_and_aborts_the_request(
     http: FlaskClient, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.step_seconds = 0.01  # else it has ended before anybody can abort it
+    engine.step_seconds = 0.05  # else it has ended before anybody can abort it
     prompt = "one two three STOP four"
-    body = {"prompt": prompt, "stop": ["STOP"], "max_tokens": 50}
+    body = {"prompt": prompt, "stop": ["STOP"], "max_tokens": 90}
     if stream:
         chunks = events(http, COMPLETION, body)
         choices = [chunk["choices"][0] for chunk in chunks]
         text = "".join(choice["text"] for choice in choices)
         reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     else:
-        choice = complete(http, prompt, stop="STOP", max_tokens=50)["choices"][0]
+        choice = complete(http, prompt, stop="STOP", max_tokens=90)["choices"][0]
         text, reasons = choice["text"], [choice["finish_reason"]]
     assert text == "one two three "
     assert reasons == ["stop"]
