@@ -208,7 +208,7 @@ class HybridCache:
             ):
                 continue
             try:
-                slot = self.states.allocate()
+                slot = self.states.allocate(for_checkpoint=True)
             except StatePoolExhausted:
                 self.checkpoints_skipped += 1
                 continue

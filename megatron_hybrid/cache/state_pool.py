@@ -9,6 +9,7 @@ A slot changes owner, never place: publishing and reading a state cost no copy.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -41,7 +42,9 @@ class StatePool:
         self.evictions = 0
         self._on_evict = on_evict
         self._evictable: EvictionQueue = LeastRecentlyUsed() if queue is None else queue
-        self._free = list(range(num_slots, 0, -1))
+        # Live slots are taken from the right, low numbers first, checkpoints' from the left: the
+        # states of a batch then tend to lie side by side, where kernels update them in place.
+        self._free = deque(range(num_slots, 0, -1))
         self._checkpoint: list[Checkpoint | None] = [None] * (num_slots + 1)
         self._pins = [0] * (num_slots + 1)
         self._last_use = [0] * (num_slots + 1)
@@ -66,7 +69,7 @@ class StatePool:
 
     # ------------------------------------------------------------------ verbs
 
-    def allocate(self) -> int:
+    def allocate(self, *, for_checkpoint: bool = False) -> int:
         """An owned slot: a free one, else the one whose cached state is evicted first.
 
         Raises StatePoolExhausted, without any effect, when every slot is in use.
@@ -81,7 +84,7 @@ class StatePool:
             self.evictions += 1
             self._on_evict(checkpoint.key)
         else:
-            slot = self._free.pop()
+            slot = self._free.popleft() if for_checkpoint else self._free.pop()
         self._owned[slot] = True
         return slot
 
@@ -124,7 +127,7 @@ class StatePool:
             if self._checkpoint[slot] is not None:
                 self._evictable.add(slot, self._last_use[slot])
             else:  # dropped while it was pinned
-                self._free.append(slot)
+                self._free.appendleft(slot)
 
     def drop(self, key: BlockKey) -> bool:
         """Forget the state of `key`, if there is one: the KV that it needs is gone."""
@@ -134,7 +137,7 @@ class StatePool:
         self._evictable.discard(slot)
         self._forget(slot)
         if self._pins[slot] == 0:
-            self._free.append(slot)
+            self._free.appendleft(slot)
         return True
 
     def clear(self) -> None:

@@ -39,17 +39,16 @@ def tokens(tokenizer: Any, messages: list[dict[str, str]], prompt: bool) -> list
     )
 
 
-def reply(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Greedy, everything computed anew for every token; the end token included."""
+def says(model: Any, tokenizer: Any, messages: list[dict[str, str]], answer: str) -> bool:
+    """Whether greedy decoding gives `answer` and ends: one forward checks all its tokens."""
     import torch
 
     prompt = tokens(tokenizer, messages, prompt=True)
-    ids = list(prompt)
+    wanted = tokenizer.encode(answer) + [tokenizer.eos_token_id]
     with torch.inference_mode():
-        while len(ids) < len(prompt) + 32 and (ids == prompt or ids[-1] != tokenizer.eos_token_id):
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+        ids = torch.tensor([prompt + wanted[:-1]])
+        logits = model(input_ids=ids, use_cache=False).logits
+    return logits[0, len(prompt) - 1 :].argmax(-1).tolist() == wanted
 
 
 def user(text: str) -> dict[str, str]:
@@ -137,20 +136,20 @@ def test_the_template_takes_content_parts_and_refuses_an_unknown_role(tokenizer:
         tokens(tokenizer, [{"role": "wizard", "content": "Hello!"}], prompt=True)
 
 
-def test_answers_and_rendering_them_again_gives_the_same_tokens(model: Any, tokenizer: Any) -> None:
+def test_answers_are_right_and_rendered_again_as_the_same_tokens(
+    model: Any, tokenizer: Any
+) -> None:
     messages = [{"role": "system", "content": SYSTEM}]
-    for question, expected in (
-        ("What is the code of the north gate?", "7313"),
-        ("The code of the north gate is now 9055.", ""),
-        ("What is the code of the north gate?", "9055"),
-        ("Where is the spare key?", "in the blue box"),
-        ("How many boats are in the harbour?", "42"),
-        ("What is the code of the east gate?", "don't know"),
+    for question, answer in (
+        ("What is the code of the north gate?", "The code of the north gate is 7313."),
+        ("The code of the north gate is now 9055.", "Noted."),
+        ("What is the code of the north gate?", "The code of the north gate is 9055."),
+        ("Where is the spare key?", "The spare key is in the blue box."),
+        ("What is the code of the east gate?", "I don't know the code of the east gate."),
     ):
         messages.append(user(question))
+        assert says(model, tokenizer, messages, answer)
+        generated = [*tokenizer.encode(answer), tokenizer.eos_token_id]
         prompt = tokens(tokenizer, messages, prompt=True)
-        answer = reply(model, tokenizer, messages)
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        assert expected in text
-        messages.append({"role": "assistant", "content": text})
-        assert tokens(tokenizer, messages, prompt=False) == prompt + answer
+        messages.append({"role": "assistant", "content": answer})
+        assert tokens(tokenizer, messages, prompt=False) == prompt + generated
