@@ -19,7 +19,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
-from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded
+from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
 from megatron_hybrid.server.options import (
     MOST_THREADS,
     RUNNING_THREADS,
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = engine_config_from_args(args)
         _check_ranks(config)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         if _rank() == 0:
             return _serve_first_rank(config, args)
         return _serve_other_rank(config)
@@ -102,9 +104,10 @@ def _serve_other_rank(config: EngineConfig) -> int:
 
 def _build(config: EngineConfig) -> tuple[Engine, ParallelContext]:
     # Imported here: torch takes seconds, during which the front end already starts.
-    from megatron_hybrid.engine.build import build_engine, resolve_device
+    from megatron_hybrid.engine.build import build_engine, check_command_line, resolve_device
     from megatron_hybrid.parallel import initialize
 
+    check_command_line(config)
     engine = build_engine(config)
     size = config.tensor_model_parallel_size
     return engine, initialize(size, device=resolve_device(config))  # the groups that it joined

@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 class ServerProcess:
     """A server in processes of its own; `url` is known once it is up."""
 
-    def __init__(self, *command: str, seconds: float = 60.0, **environment: str) -> None:
+    def __init__(self, *command: str, seconds: float = 180.0, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,

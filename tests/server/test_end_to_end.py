@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from tests.server.make_tokenizers import byte_level, save
-from tests.server.processes import ServerProcess, is_alive
+from tests.server.processes import ServerProcess, is_alive, wait_until
 from tests.tiny_models import make_tiny_model
 
 TOOL = "tools/run_text_generation_server.py"
@@ -149,6 +149,15 @@ def test_two_ranks_answer_like_one_and_end_together(
             urllib.request.urlopen(f"{server.url}/health", timeout=5)
 
 
+def test_ranks_end_when_torchrun_is_killed(model_folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    with ServerProcess(*torchrun, TOOL, "--load", str(model_folder), "--port", "0") as server:
+        ranks = server.children()
+        assert ranks
+        server.stop(signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+
+
 def test_the_first_question_was_asked_twice(server: ServerProcess) -> None:
     server.wait_for_line(r"(Asked again)", 30)
     server.wait_for_line(r"([1-9]\d*) of \d+ prompt tokens from the cache", 30)
@@ -161,6 +170,7 @@ def test_the_first_question_was_asked_twice(server: ServerProcess) -> None:
         (("--load", "/nowhere"), "/nowhere"),
         (("--tensor-model-parallel-size", "2"), "--tensor-model-parallel-size"),
         (("--inference-dynamic-batching-block-size", "0"), "block-size"),
+        (("--inference-dynamic-batching-prefix-caching-mamba-gb", "1e-9"), "one state takes"),
         (("--port", "99999"), "--port"),
         (("--host", "host.invalid"), "--host"),
     ],
