@@ -114,10 +114,10 @@ class LLM:
         by_id = {answer.output.request_id: answer for answer in answers}
         show = progress and len(answers) > 1
         with tqdm(total=len(answers), unit="request", disable=None if show else True) as bar:
-            while not all(answer.done for answer in by_id.values()):
+            while by_id:
                 for event in self.engine.step():
                     answer = by_id.get(event.request_id)
-                    if answer is None or answer.done:
+                    if answer is None:  # ended by a stop string, and its abort is on the way
                         continue
                     answer.take(event)
                     if answer.done:
