@@ -9,12 +9,12 @@ A slot changes owner, never place: publishing and reading a state cost no copy.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
+from megatron_hybrid.cache.free_slots import FreeSlots
 from megatron_hybrid.errors import StatePoolExhausted
 
 NULL_SLOT = 0  # reads as zeros, writes to it are dropped; never allocated, counted or freed
@@ -42,9 +42,9 @@ class StatePool:
         self.evictions = 0
         self._on_evict = on_evict
         self._evictable: EvictionQueue = LeastRecentlyUsed() if queue is None else queue
-        # Live slots are taken from the right, low numbers first, checkpoints' from the left: the
-        # states of a batch then tend to lie side by side, where kernels update them in place.
-        self._free = deque(range(num_slots, 0, -1))
+        # Live slots are taken from the low end, checkpoints' from the high one: the states of a
+        # batch then tend to lie side by side, where kernels can update them in place.
+        self._free = FreeSlots(num_slots)
         self._checkpoint: list[Checkpoint | None] = [None] * (num_slots + 1)
         self._pins = [0] * (num_slots + 1)
         self._last_use = [0] * (num_slots + 1)
@@ -84,7 +84,7 @@ class StatePool:
             self.evictions += 1
             self._on_evict(checkpoint.key)
         else:
-            slot = self._free.popleft() if for_checkpoint else self._free.pop()
+            slot = self._free.take_highest() if for_checkpoint else self._free.take_lowest()
         self._owned[slot] = True
         return slot
 
@@ -92,7 +92,7 @@ class StatePool:
         """Free an owned slot."""
         assert self._owned[slot], f"slot {slot} is not owned"
         self._owned[slot] = False
-        self._free.append(slot)
+        self._free.add(slot)
 
     def publish(self, slot: int, checkpoint: Checkpoint) -> int:
         """Cache what an owned slot holds; returns the slot that holds the key.
@@ -127,7 +127,7 @@ class StatePool:
             if self._checkpoint[slot] is not None:
                 self._evictable.add(slot, self._last_use[slot])
             else:  # dropped while it was pinned
-                self._free.appendleft(slot)
+                self._free.add(slot)
 
     def drop(self, key: BlockKey) -> bool:
         """Forget the state of `key`, if there is one: the KV that it needs is gone."""
@@ -137,7 +137,7 @@ class StatePool:
         self._evictable.discard(slot)
         self._forget(slot)
         if self._pins[slot] == 0:
-            self._free.appendleft(slot)
+            self._free.add(slot)
         return True
 
     def clear(self) -> None:
@@ -161,14 +161,12 @@ class StatePool:
         self, owned: Iterable[int] | None = None, pinned: Iterable[int] | None = None
     ) -> None:
         """Assert every invariant. `owned`, `pinned`: what the users hold, with multiplicity."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is free twice"
-        assert NULL_SLOT not in free and not self._owned[NULL_SLOT]
+        assert NULL_SLOT not in self._free and not self._owned[NULL_SLOT]
         assert self._checkpoint[NULL_SLOT] is None and self._pins[NULL_SLOT] == 0
         for slot in range(1, self.num_slots + 1):
             cached = self._checkpoint[slot] is not None
             held = cached or self._pins[slot] > 0
-            assert (slot in free) + self._owned[slot] + held == 1, f"slot {slot}"
+            assert (slot in self._free) + self._owned[slot] + held == 1, f"slot {slot}"
             assert (slot in self._evictable) == (cached and self._pins[slot] == 0)
         for key, slot in self.mamba_hash_to_slot_id.items():
             checkpoint = self._checkpoint[slot]

@@ -5,6 +5,8 @@ A decode step touches no per-request Python object: it reads and writes these ar
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 NO_TOKEN = -1
@@ -30,7 +32,8 @@ class RowTable:
         self.min_p = np.zeros(n, dtype=np.float32)
         self.seed = np.zeros(n, dtype=np.uint64)
         self.logprobs = np.full(n, -1, dtype=np.int64)  # -1: none wanted
-        self._free = list(range(n - 1, -1, -1))
+        # the lowest is taken first, as with live slots: a batch's rows and slots keep one order
+        self._free = list(range(n))
 
     @property
     def num_free(self) -> int:
@@ -38,11 +41,11 @@ class RowTable:
 
     def take(self) -> int:
         """A free row; there must be one."""
-        return self._free.pop()
+        return heapq.heappop(self._free)
 
     def give_back(self, row: int) -> None:
         self.decoding[row] = False
-        self._free.append(row)
+        heapq.heappush(self._free, row)
 
     def set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         """Token ids that end the request. The array grows to the most ids any request has."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from megatron_hybrid.cache.free_slots import FreeSlots
 from megatron_hybrid.cache.state_pool import Checkpoint, StatePool
 from megatron_hybrid.errors import StatePoolExhausted
 
@@ -90,3 +93,29 @@ def test_clearing_keeps_owned_slots():
     pool.clear()
     assert names(pool) == set() and pool.num_free == 2
     pool.check_integrity(owned=[live], pinned=[])
+
+
+def test_live_slots_are_low_and_checkpoints_high_whatever_happened_before():
+    pool = StatePool(8)
+    held = [pool.allocate() for _ in range(4)] + [pool.allocate(for_checkpoint=True)]
+    assert held == [1, 2, 3, 4, 8]
+    for slot in (3, 1, 8):
+        pool.release(slot)
+    assert [pool.allocate(), pool.allocate(for_checkpoint=True), pool.allocate()] == [1, 8, 3]
+
+
+def test_free_slots_are_the_lowest_and_highest_of_a_set():
+    rng = random.Random(0)
+    free, truth = FreeSlots(20), set(range(1, 21))
+    for _ in range(3000):
+        action = rng.randrange(3)
+        if action < 2 and truth:
+            slot = free.take_lowest() if action else free.take_highest()
+            assert slot == (min(truth) if action else max(truth))
+            truth.remove(slot)
+        elif len(truth) < 20:
+            slot = rng.choice(sorted(set(range(1, 21)) - truth))
+            free.add(slot)
+            truth.add(slot)
+        assert len(free) == len(truth) and all(slot in free for slot in truth)
+    assert len(free._lowest) + len(free._highest) <= 4 * 20 + 66

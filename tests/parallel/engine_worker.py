@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel engine: generates and saves tokens and cached tokens.
 
-    torchrun --nproc-per-node 2 -m tests.parallel.engine_worker OUTPUT_FOLDER MODEL_FOLDER...
+torchrun --nproc-per-node 2 -m tests.parallel.engine_worker OUTPUT_FOLDER MODEL_FOLDER...
 """
 
 from __future__ import annotations
