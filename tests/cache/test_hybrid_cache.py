@@ -183,8 +183,10 @@ def test_requests_that_began_before_a_reset_publish_nothing():
     prompt = tokens(9)
     lease = admit(cache, prompt)
     checkpoints = cache.reserve_checkpoints(lease, 8)
+    waiting = admit(cache, tokens(9, 100))  # none of its checkpoints is reserved yet
     cache.reset()
-    assert cache.reserve_checkpoints(lease, 9) == [] and len(checkpoints) == 1
+    assert len(checkpoints) == 1 and cache.reserve_checkpoints(waiting, 9) == []
+    cache.release(waiting)
     cache.publish_blocks(lease, 9, lambda start, end: prompt[start:end])
     for checkpoint in checkpoints:
         cache.publish_state(lease, checkpoint, at_end=False)
