@@ -25,17 +25,24 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
+def build_engine(
+    config: EngineConfig, *, refuse_useless_budget: bool = False
+) -> DynamicInferenceEngine:
     """Join the process groups, load the model, divide the memory.
 
-    Raises ConfigurationError for what the user can put right.
+    `refuse_useless_budget`: a budget for states that holds none is an error, which a command line
+    wants, and not only a warning. Raises ConfigurationError for what the user can put right.
     """
     folder = model_folder(config)
     model_config = HybridModelConfig.from_folder(folder)
     max_seq_length = _max_seq_length(config, model_config)
     device = resolve_device(config)
     parallel = initialize(config.tensor_model_parallel_size, device=device)
-    _geometry(config, _without_weights(config, model_config, device, parallel), device, parallel)
+    shapes = _without_weights(config, model_config, device, parallel)
+    planned = _geometry(config, shapes, device, parallel)
+    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    if refuse_useless_budget and given is not None and _is_useless_budget(config, planned):
+        raise ConfigurationError(_useless_budget(given, planned))
     conv_dtype, ssm_dtype = _state_dtypes(config)
     model = load_model(
         folder,
@@ -50,7 +57,6 @@ def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
     )
     geometry = _geometry(config, model, device, parallel)
     if _is_useless_budget(config, geometry):
-        given = config.inference_dynamic_batching_prefix_caching_mamba_gb
         logger.warning("%s", _useless_budget(given, geometry))
     context = DynamicInferenceContext(
         geometry,
@@ -84,18 +90,6 @@ def build_engine(config: EngineConfig) -> DynamicInferenceEngine:
         or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
     )
-
-
-def check_command_line(config: EngineConfig) -> None:
-    """Refuse what a person at a command line can't have meant, though Python only warns of it."""
-    model_config = HybridModelConfig.from_folder(model_folder(config))
-    device = resolve_device(config)
-    parallel = initialize(config.tensor_model_parallel_size, device=device)
-    model = _without_weights(config, model_config, device, parallel)
-    geometry = _geometry(config, model, device, parallel)
-    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    if given is not None and _is_useless_budget(config, geometry):
-        raise ConfigurationError(_useless_budget(given, geometry))
 
 
 def model_folder(config: EngineConfig) -> Path:

@@ -48,6 +48,16 @@ class PrefillSegments:
     checkpoint_slot: Tensor  # [C] int64
     longest: int  # tokens of the longest segment
 
+    def checkpoints(self) -> list[tuple[int, int, int]]:
+        """(sequence, position, slot) of the checkpoints that are to be written, on the host."""
+        entries = zip(
+            self.checkpoint_sequence.tolist(),
+            self.checkpoint_position.tolist(),
+            self.checkpoint_slot.tolist(),
+            strict=True,
+        )
+        return [entry for entry in entries if entry[0] >= 0 and entry[2] > 0]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedSequences:

@@ -104,11 +104,10 @@ def _serve_other_rank(config: EngineConfig) -> int:
 
 def _build(config: EngineConfig) -> tuple[Engine, ParallelContext]:
     # Imported here: torch takes seconds, during which the front end already starts.
-    from megatron_hybrid.engine.build import build_engine, check_command_line, resolve_device
+    from megatron_hybrid.engine.build import build_engine, resolve_device
     from megatron_hybrid.parallel import initialize
 
-    check_command_line(config)
-    engine = build_engine(config)
+    engine = build_engine(config, refuse_useless_budget=True)
     size = config.tensor_model_parallel_size
     return engine, initialize(size, device=resolve_device(config))  # the groups that it joined
 

@@ -14,7 +14,7 @@ from megatron_hybrid import (
     SamplingParams,
 )
 from megatron_hybrid.cache.geometry import GIB
-from megatron_hybrid.engine.build import check_command_line
+from megatron_hybrid.engine.build import build_engine
 from tests.tiny_models import make_tiny_model
 
 SMALL = {
@@ -118,7 +118,7 @@ def test_a_budget_without_a_single_slot_is_warned_about_and_skips_nothing(folder
         llm = LLM(folder, inference_dynamic_batching_prefix_caching_mamba_gb=1e-9, **SMALL)
     assert "one state takes" in caplog.text
     with pytest.raises(ConfigurationError, match="one state takes"):
-        check_command_line(llm.config)
+        build_engine(llm.config, refuse_useless_budget=True)
     for _ in range(2):
         assert llm.generate([list(range(40))], PARAMS)[0].cached_tokens == 0
 

@@ -45,15 +45,9 @@ def plan(segments: PrefillSegments, width: int) -> ConvPlan:
     old = width - 1
     # Sequence s begins in row bounds[s] + s * old; after p of its tokens the window begins p later.
     windows = [bounds[s + 1] + s * old for s in range(len(starts))]
-    for sequence, position, slot in zip(
-        segments.checkpoint_sequence.tolist(),
-        segments.checkpoint_position.tolist(),
-        segments.checkpoint_slot.tolist(),
-        strict=True,
-    ):
-        if sequence >= 0 and slot > 0:
-            windows.append(bounds[sequence] + sequence * old + position - starts[sequence])
-            write_slots.append(slot)
+    for sequence, position, slot in segments.checkpoints():
+        windows.append(bounds[sequence] + sequence * old + position - starts[sequence])
+        write_slots.append(slot)
     kept = [(window, slot) for window, slot in zip(windows, write_slots, strict=True) if slot > 0]
     columns = torch.arange(old, device=device)
     first = torch.tensor([window for window, _ in kept], dtype=torch.int64, device=device)

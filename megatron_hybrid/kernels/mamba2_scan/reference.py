@@ -83,15 +83,9 @@ def plan(segments: PrefillSegments, kernel_chunk: int) -> ScanPlan:
         final_row.append(row)
 
     write_rows = list(final_row)
-    for sequence, position, slot in zip(
-        segments.checkpoint_sequence.tolist(),
-        segments.checkpoint_position.tolist(),
-        segments.checkpoint_slot.tolist(),
-        strict=True,
-    ):
-        if sequence >= 0 and slot > 0:
-            write_rows.append(row_at[sequence, position])
-            write_slots.append(slot)
+    for sequence, position, slot in segments.checkpoints():
+        write_rows.append(row_at[sequence, position])
+        write_slots.append(slot)
     kept = [(row, slot) for row, slot in zip(write_rows, write_slots, strict=True) if slot > 0]
 
     longest = max(length, default=0)
