@@ -3,6 +3,8 @@
 tokens   d0 d1 d2 | p0 p0 p0 p0 | p1 p1        decodes first, then prefill chunks
 logits    0  1  2            6        8        rows that sample, then (if any) every row of
                                                prompts whose log-probabilities are wanted
+
+Resumed rows compute nothing: they are no part of the batch, only of its cache moves.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.kernels.contract import DecodeSlots, PagedSequences, PrefillSegments
-from megatron_hybrid.layers.inputs import StepInputs
+from megatron_hybrid.layers.inputs import CacheMoves, StepInputs
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,7 +54,7 @@ class BatchBuilder:
         chunk_starts = np.concatenate([[0], np.cumsum(lengths)])
         kv_length = np.concatenate([position + 1, [chunk.end for chunk in chunks]]).astype(np.int64)
         all_rows = np.concatenate([decodes, [chunk.row for chunk in chunks]]).astype(np.int64)
-        width = int(-(-kv_length.max() // size))
+        width = int(-(-kv_length.max(initial=0) // size))
         cu_seqlens = np.concatenate([np.arange(n), n + chunk_starts])
         checkpoints = np.asarray(
             [(i, p, slot) for i, chunk in enumerate(chunks) for p, slot in chunk.checkpoints],
@@ -80,7 +82,8 @@ class BatchBuilder:
         (
             tokens_t, positions_t, kv_slot_t, cu_t, kv_length_t, table_t, decode_read, decode_write,
             starts_t, start_t, read_t, write_t, ck_sequence, ck_position, ck_slot, logits_t,
-        ) = self._to_device(parts)  # fmt: skip
+            *moves,
+        ) = self._to_device(parts + self._moves(plan))  # fmt: skip
         return StepInputs(
             token_ids=tokens_t,
             positions=positions_t,
@@ -88,7 +91,7 @@ class BatchBuilder:
             paged=PagedSequences(
                 cu_seqlens=cu_t,
                 kv_length=kv_length_t,
-                block_table=table_t.view(-1, width),
+                block_table=table_t.view(len(all_rows), width),
                 kv_slot=kv_slot_t,
                 num_decodes=n,
             ),
@@ -106,6 +109,7 @@ class BatchBuilder:
             if chunks
             else None,
             logits_index=logits_t,
+            moves=CacheMoves(*moves) if moves else None,
         )
 
     def build_dummy(self) -> StepInputs:
@@ -123,6 +127,26 @@ class BatchBuilder:
                 count = len(chunk.logprob_targets)
                 index = np.concatenate([index, n + starts[i] + np.arange(count)])
         return index.astype(np.int64)
+
+    def _moves(self, plan: StepPlan) -> list[Ints]:
+        """The parts of CacheMoves in their order; none when the step moves nothing."""
+        # the logits of prompts that end come right after those of the decodes
+        ended = [chunk for chunk in plan.prefills if chunk.samples]
+        first = len(plan.decode_rows)
+        stored = [(first + i, c.logits_slot) for i, c in enumerate(ended) if c.logits_slot]
+        if not (plan.copies or plan.resumed or stored):
+            return []
+        copies = np.asarray(plan.copies, dtype=np.int64).reshape(-1, 3)
+        source, destination, count = copies.T
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        stored_rows, stored_slots = np.asarray(stored, dtype=np.int64).reshape(-1, 2).T
+        return [
+            np.repeat(source * self._block_size, count) + offset,
+            np.repeat(destination * self._block_size, count) + offset,
+            stored_rows,
+            stored_slots,
+            np.asarray([resumed.logits_slot for resumed in plan.resumed], dtype=np.int64),
+        ]
 
     def _to_device(self, parts: list[Ints]) -> tuple[torch.Tensor, ...]:
         sizes = [len(part) for part in parts]

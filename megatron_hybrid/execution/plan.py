@@ -27,23 +27,44 @@ class PrefillChunk(NamedTuple):
     # the prompt token after each of `tokens`, if the request wants prompt log-probabilities
     logprob_targets: npt.NDArray[np.int32] | None
     num_top_logprobs: int
+    logits_slot: int = 0  # where the logits of the chunk's last token are kept; 0: nowhere
 
     @property
     def length(self) -> int:
         return self.end - self.start
 
 
+class BlockCopy(NamedTuple):
+    """KV of the first tokens of a block, copied before the step writes any."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+class ResumedRow(NamedTuple):
+    """A request whose whole prompt was found in the cache: it computes nothing in this step and
+    samples from the logits that were kept in `logits_slot`."""
+
+    row: int
+    owner: Any  # as in PrefillChunk
+    logits_slot: int
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One step: the rows that decode and the chunks that prefill, in the order of the batch."""
+    """One step: the rows that decode, the chunks that prefill, and the rows that only sample, in
+    the order of the batch."""
 
     step: int
     decode_rows: npt.NDArray[np.int64]
     prefills: list[PrefillChunk] = field(default_factory=list)
+    resumed: list[ResumedRow] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return len(self.decode_rows) == 0 and not self.prefills
+        return len(self.decode_rows) == 0 and not self.prefills and not self.resumed
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -51,8 +72,9 @@ class StepPlan:
 
     @property
     def sampled_rows(self) -> npt.NDArray[np.int64]:
-        """Rows that get a token, decodes first."""
+        """Rows that get a token: decodes, prompts that end, resumed rows."""
         ended = [chunk.row for chunk in self.prefills if chunk.samples]
+        ended += [resumed.row for resumed in self.resumed]
         if not ended:
             return self.decode_rows
         return np.concatenate([self.decode_rows, np.asarray(ended, dtype=np.int64)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import sample
+from megatron_hybrid.kernels import paged_attention
 from megatron_hybrid.layers.inputs import LayerCaches
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -35,10 +37,32 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         try:
-            logits = self._model.forward(self._batch_builder.build(plan), self._caches)
-            return self._agree(sample(logits, plan, self._rows))
+            return self._agree(sample(self._logits(plan), plan, self._rows))
         except torch.AcceleratorError as error:
             raise DeviceLostError(f"The device failed: {error}") from error
+
+    def _logits(self, plan: StepPlan) -> Tensor:
+        """[sampled rows + prompt log-probability rows, vocabulary]: computed, and from the cache
+        for rows that are resumed."""
+        inputs, caches = self._batch_builder.build(plan), self._caches
+        moves = inputs.moves
+        if moves is None:
+            return self._model.forward(inputs, caches)
+        if plan.copies:
+            for cache in caches.kv.values():
+                paged_attention.copy_tokens(cache, moves.copy_source, moves.copy_destination)
+        # before the step stores its own
+        resumed = caches.end_logits.index_select(0, moves.resumed_slots)
+        if inputs.num_tokens == 0:
+            return resumed
+        logits = self._model.forward(inputs, caches)
+        if len(moves.stored_slots):
+            stored = logits.index_select(0, moves.stored_rows)
+            caches.end_logits.index_copy_(0, moves.stored_slots, stored)
+        if not plan.resumed:
+            return logits
+        computed = len(plan.sampled_rows) - len(plan.resumed)
+        return torch.cat((logits[:computed], resumed, logits[computed:]))
 
     def _agree(self, result: StepResult) -> StepResult:
         """Rank 0's tokens on every rank: the logits are equal, but only one may decide."""

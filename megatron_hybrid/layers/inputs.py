@@ -17,6 +17,18 @@ from megatron_hybrid.kernels.contract import (
 
 
 @dataclass(frozen=True, slots=True)
+class CacheMoves:
+    """What a step moves in the caches outside of the layers. All tensors int64, on the model's
+    device; a place is block * block_size + offset."""
+
+    copy_source: Tensor  # [copied tokens] places whose KV is copied before the step writes any
+    copy_destination: Tensor  # [copied tokens] places that it goes to
+    stored_rows: Tensor  # [stored] rows of the step's logits that are kept
+    stored_slots: Tensor  # [stored] their rows of LayerCaches.end_logits
+    resumed_slots: Tensor  # [resumed] rows of LayerCaches.end_logits that give a token
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's tokens and where their past is. All tensors on the model's device."""
 
@@ -27,6 +39,7 @@ class StepInputs:
     decode: DecodeSlots | None  # None when the step has no decodes
     prefill: PrefillSegments | None  # None when the step has no prefill
     logits_index: Tensor  # [rows] int64: tokens whose logits are wanted
+    moves: CacheMoves | None = None  # None when the step moves nothing
 
     @property
     def num_tokens(self) -> int:
@@ -67,10 +80,12 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """The caches of all layers, by layer index in the model's pattern."""
+    """The caches of all layers, by layer index in the model's pattern, and the logits kept for
+    prompts that end at a cached state."""
 
     kv: dict[int, KVCache]
     state: dict[int, RecurrentState]
+    end_logits: Tensor  # [slots, vocabulary] float32; a row goes with the state slot of that id
 
 
 def allocate_caches(
@@ -80,8 +95,13 @@ def allocate_caches(
     block_size: int,
     num_slots: int,
     device: torch.device,
+    end_logits_vocab: int = 0,
 ) -> LayerCaches:
-    """Zeroed caches; zeroing also touches every page, so that no step pays for page faults."""
+    """Zeroed caches; zeroing also touches every page, so that no step pays for page faults.
+
+    `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
+    0 keeps none.
+    """
     kv = {}
     for layer, kv_spec in kv_specs.items():
         shape = (num_blocks, block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
@@ -99,7 +119,8 @@ def allocate_caches(
                 (num_slots, *spec.ssm_shape), dtype=spec.ssm_dtype, device=device
             ).zero_(),
         )
-    return LayerCaches(kv=kv, state=state)
+    end_logits = torch.empty((num_slots, end_logits_vocab), dtype=torch.float32, device=device)
+    return LayerCaches(kv=kv, state=state, end_logits=end_logits.zero_())
 
 
 def _prod(shape: tuple[int, ...]) -> int:

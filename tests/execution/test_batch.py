@@ -6,17 +6,9 @@ import numpy as np
 import torch
 
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
+from megatron_hybrid.execution.plan import BlockCopy, ResumedRow, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-
-
-def chunk(row: int, start: int, end: int, **changes) -> PrefillChunk:  # type: ignore[no-untyped-def]
-    values = {
-        "row": row, "owner": None, "tokens": np.arange(start, end, dtype=np.int32) + 100,
-        "start": start, "end": end, "write_from": 0, "read_slot": 0, "write_slot": row + 1,
-        "checkpoints": (), "samples": True, "logprob_targets": None, "num_top_logprobs": 0,
-    }  # fmt: skip
-    return PrefillChunk(**(values | changes))
+from tests.execution.steps import chunk
 
 
 def test_a_mixed_step_is_packed_decodes_first():
@@ -51,6 +43,7 @@ def test_a_mixed_step_is_packed_decodes_first():
     assert prefill.checkpoint_position.tolist() == [8]
     assert prefill.checkpoint_slot.tolist() == [12]
     assert inputs.logits_index.tolist() == [0, 9]
+    assert inputs.moves is None
 
 
 def test_prompt_logprobs_ask_for_every_position_after_the_sampled_ones():
@@ -62,6 +55,34 @@ def test_prompt_logprobs_ask_for_every_position_after_the_sampled_ones():
     inputs = BatchBuilder(rows, 4, torch.device("cpu")).build(plan)
     assert inputs.decode is None
     assert inputs.logits_index.tolist() == [2, 4, 0, 1]
+
+
+def test_cache_moves_name_places_rows_and_slots():
+    rows = RowTable(8, 4)
+    plan = StepPlan(0, np.asarray([0, 1]))
+    plan.prefills = [
+        chunk(2, 0, 3, samples=False),
+        chunk(3, 0, 3),
+        chunk(4, 0, 3, logits_slot=7, logprob_targets=np.asarray([1, 2])),
+    ]
+    plan.resumed = [ResumedRow(5, None, 9), ResumedRow(6, None, 9)]
+    plan.copies = [BlockCopy(3, 5, 2), BlockCopy(3, 6, 3), BlockCopy(2, 1, 1)]
+    inputs = BatchBuilder(rows, 4, torch.device("cpu")).build(plan)
+    moves = inputs.moves
+    assert moves is not None
+    assert moves.copy_source.tolist() == [12, 13, 12, 13, 14, 8]
+    assert moves.copy_destination.tolist() == [20, 21, 24, 25, 26, 4]
+    # logits: decodes, ends of rows 3 and 4, then the prompt log-probabilities
+    assert moves.stored_rows.tolist() == [3] and moves.stored_slots.tolist() == [7]
+    assert moves.resumed_slots.tolist() == [9, 9]
+    assert inputs.logits_index.tolist() == [0, 1, 7, 10, 8, 9]
+
+
+def test_a_step_of_resumed_rows_has_no_tokens():
+    plan = StepPlan(0, np.asarray([], dtype=np.int64), resumed=[ResumedRow(1, None, 2)])
+    inputs = BatchBuilder(RowTable(2, 2), 4, torch.device("cpu")).build(plan)
+    assert inputs.num_tokens == 0 and inputs.decode is None and inputs.prefill is None
+    assert inputs.moves is not None and inputs.moves.resumed_slots.tolist() == [2]
 
 
 def test_the_dummy_step_touches_only_the_null_slot_and_the_dummy_block():

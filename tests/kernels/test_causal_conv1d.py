@@ -97,6 +97,41 @@ def test_a_checkpoint_shortly_after_the_start_keeps_older_columns(
     assert torch.equal(state[3], window_after(x, 6))  # only read
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("length", range(1, 34))
+def test_a_segment_may_start_and_end_anywhere(
+    weights: tuple[Tensor, Tensor], length: int, packed: bool
+) -> None:
+    """From the stored window at every position modulo a grid of 16, each with text of its own."""
+    starts = list(range(33))
+    texts = [tokens(s + length, seed=100 * length + s) for s in starts]
+    state = poisoned(2 * len(starts) + 1, CHANNELS, WIDTH - 1)
+    segments = []
+    for s, text in zip(starts, texts, strict=True):
+        read, write = 2 * s, 2 * s + 1
+        if s:
+            left = causal_conv1d.plan(prefill_segments([Segment(0, s, 0, read)]), WIDTH)
+            causal_conv1d.prefill(text[:s], *weights, state, left)
+        segments.append(Segment(s, length, read, write))
+    parts = [text[s:] for s, text in zip(starts, texts, strict=True)]
+    if packed:
+        plan = causal_conv1d.plan(prefill_segments(segments), WIDTH)
+        outputs = causal_conv1d.prefill(torch.cat(parts), *weights, state, plan).split(length)
+    else:
+        plans = [causal_conv1d.plan(prefill_segments([segment]), WIDTH) for segment in segments]
+        outputs = tuple(
+            causal_conv1d.prefill(part, *weights, state, plan)
+            for part, plan in zip(parts, plans, strict=True)
+        )
+    fresh = torch.zeros(CHANNELS, WIDTH - 1)
+    for s, text, segment, y in zip(starts, texts, segments, outputs, strict=True):
+        expected = naive(text, fresh, *weights)[s:]
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(state[segment.write], window_after(text, s + length))
+        if s:
+            assert torch.equal(state[segment.read], window_after(text, s))
+
+
 def test_a_sequence_may_read_the_slot_that_another_one_writes(
     weights: tuple[Tensor, Tensor],
 ) -> None:

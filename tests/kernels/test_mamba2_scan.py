@@ -167,6 +167,40 @@ def test_a_checkpoint_in_a_segment_that_starts_off_the_grid() -> None:
     close(state[3], naive(data)[1][32])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("length", range(1, 2 * CHUNK + 2))
+def test_a_segment_may_start_and_end_anywhere(length: int, packed: bool) -> None:
+    """From a stored state at every position modulo the grid, one segment a start, each with text of
+    its own; checkpoints at the grid positions inside."""
+    starts = list(range(2 * CHUNK + 1))
+    texts = [Data.draw(s + length, seed=100 * length + s) for s in starts]
+    state = poisoned(5 * len(starts) + 1, *SHAPE)
+    segments = []
+    for s, text in zip(starts, texts, strict=True):
+        if s:
+            run(text.rows(0, s), [Segment(0, s, 0, 5 * s + 1)], state)
+        inside = [p for p in range(CHUNK, s + length, CHUNK) if p > s]
+        checkpoints = [(p, 5 * s + 3 + i) for i, p in enumerate(inside)]
+        segments.append(Segment(s, length, 5 * s + 1 if s else 0, 5 * s + 2, checkpoints))
+    before = state.clone()
+    parts = [text.rows(s, s + length) for s, text in zip(starts, texts, strict=True)]
+    if packed:
+        varying = [torch.cat([getattr(p, n) for p in parts]) for n in ("x", "B", "C", "dt")]
+        batch = Data(*varying, parts[0].A, parts[0].D, parts[0].dt_bias)
+        outputs = run(batch, segments, state).split(length)
+    else:
+        outputs = tuple(run(p, [g], state) for p, g in zip(parts, segments, strict=True))
+    written = set()
+    for s, text, segment, y in zip(starts, texts, segments, outputs, strict=True):
+        expected, states = naive(text)
+        close(y, expected[s:])
+        for position, slot in [*segment.checkpoints, (s + length, segment.write)]:
+            close(state[slot], states[position])
+            written.add(slot)
+    kept = [slot for slot in range(len(state)) if slot not in written]
+    assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
+
+
 def test_states_are_read_before_any_is_written() -> None:
     data, state = Data.draw(20), poisoned(4, *SHAPE)
     old = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(4))

@@ -113,6 +113,15 @@ def test_decodes_and_prefills_of_all_lengths_mix() -> None:
     check([(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (6, 33), (1, 1), (130, 131), (2, 9), (8, 60)])
 
 
+@pytest.mark.parametrize("scattered", [True, False])
+def test_a_segment_may_start_and_end_anywhere(scattered: bool) -> None:
+    """At every place of a block, alone and beside all the others."""
+    lengths = [(n, start + n) for start in range(2 * BLOCK + 1) for n in range(1, 2 * BLOCK + 2)]
+    check(lengths, scattered=scattered)
+    for one in lengths:
+        check([one], scattered=scattered)
+
+
 def test_sequences_without_queries_are_skipped() -> None:
     check([(2, 5), (0, 3), (4, 4), (0, 0)])
 
@@ -124,6 +133,21 @@ def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
 
 def test_bfloat16_follows_float32() -> None:
     check([(1, 30), (7, 20), (9, 9)], dtype=torch.bfloat16, tolerance=3e-2)
+
+
+def test_copied_tokens_leave_the_rest_of_a_block_alone() -> None:
+    """Two readers of one source; what a source holds past the copied tokens may be anything."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (5, BLOCK, 2, HEAD_DIM)
+    cache = KVCache(torch.randn(shape, generator=generator), poisoned(*shape))
+    cache.value[1, :3] = torch.randn(3, 2, HEAD_DIM, generator=generator)
+    before = KVCache(cache.key.clone(), cache.value.clone())
+    # tokens 0 to 2 of block 1 to block 4, its token 0 to block 2
+    paged_attention.copy_tokens(cache, int64([4, 5, 6, 4]), int64([16, 17, 18, 8]))
+    for new, old in ((cache.key, before.key), (cache.value, before.value)):
+        expected = old.clone()
+        expected[4, :3], expected[2, 0] = old[1, :3], old[1, 0]
+        assert torch.equal(new.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_masked_writes_leave_shared_blocks_alone() -> None:

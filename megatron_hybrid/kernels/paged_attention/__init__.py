@@ -4,7 +4,8 @@ from megatron_hybrid.kernels.paged_attention.reference import (
     AttentionPlan,
     append,
     attend,
+    copy_tokens,
     plan,
 )
 
-__all__ = ["AttentionPlan", "append", "attend", "plan"]
+__all__ = ["AttentionPlan", "append", "attend", "copy_tokens", "plan"]

@@ -158,6 +158,13 @@ def append(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
     cache.value.flatten(0, 1).index_copy_(0, kv_slot, value)
 
 
+def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
+    """KV at the places source [tokens] to the places destination [tokens]; a place is counted like
+    PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
+    for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
+        rows.index_copy_(0, destination, rows.index_select(0, source))
+
+
 def attend(query: Tensor, cache: KVCache, scale: float, plan: AttentionPlan) -> Tensor:
     """query [tokens, heads, head_dim] -> [tokens, heads, head_dim]; the step's own keys and values
     are in the cache already."""

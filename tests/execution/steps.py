@@ -1,0 +1,88 @@
+"""Plans written by hand, and a runner that executes them and keeps its rows up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_hybrid.execution.plan import (
+    BlockCopy,
+    PrefillChunk,
+    ResumedRow,
+    StepPlan,
+    StepResult,
+)
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.models import HybridModel
+from megatron_hybrid.parallel import ParallelContext
+
+BLOCK = 16
+VOCAB = 160  # of the tiny models
+
+
+def chunk(row: int, start: int, end: int, **changes: Any) -> PrefillChunk:
+    """Tokens [start, end) of a row that reads the null slot and writes slot row + 1. `prompt`, if
+    given, is the text whose tokens these are."""
+    prompt = changes.pop("prompt", range(100, 100 + end))
+    values = {
+        "row": row, "owner": None, "tokens": np.asarray(prompt[start:end], dtype=np.int32),
+        "start": start, "end": end, "write_from": 0, "read_slot": 0, "write_slot": row + 1,
+        "checkpoints": (), "samples": True, "logprob_targets": None, "num_top_logprobs": 0,
+    }  # fmt: skip
+    return PrefillChunk(**(values | changes))
+
+
+class Steps:
+    """A model's runner with poisoned caches: what is read before it is written shows as NaN."""
+
+    def __init__(self, model: HybridModel, parallel: ParallelContext) -> None:
+        device = torch.device("cpu")
+        self.rows = RowTable(12, 4)
+        self.caches = allocate_caches(
+            model.kv_specs, model.state_specs, 32, BLOCK, 24, device, end_logits_vocab=VOCAB
+        )
+        for kv in self.caches.kv.values():
+            kv.key.fill_(torch.nan)
+            kv.value.fill_(torch.nan)
+        for state in self.caches.state.values():
+            state.conv.fill_(torch.nan)
+            state.ssm.fill_(torch.nan)
+        self.caches.end_logits.fill_(torch.nan)
+        self.runner = ModelRunner(model, self.caches, self.rows, BLOCK, device, parallel)
+
+    def row(self, row: int, blocks: list[int], *, slot: int = 0, position: int = 0) -> None:
+        """A greedy request that wants log-probabilities. `position` tokens are in its cache and
+        its state in `slot`, from which its first decode reads."""
+        rows = self.rows
+        rows.set_blocks(row, blocks)
+        rows.position[row], rows.generated[row], rows.logprobs[row] = position, 0, 20
+        rows.read_slot[row], rows.write_slot[row] = slot or row + 1, row + 1
+
+    def step(
+        self,
+        decodes: Sequence[int] = (),
+        prefills: Iterable[PrefillChunk] = (),
+        resumed: Iterable[tuple[int, int]] = (),  # (row, logits slot)
+        copies: Iterable[tuple[int, int, int]] = (),
+    ) -> StepResult:
+        plan = StepPlan(
+            step=0,
+            decode_rows=np.asarray(decodes, dtype=np.int64),
+            prefills=list(prefills),
+            resumed=[ResumedRow(row, None, slot) for row, slot in resumed],
+            copies=[BlockCopy(*copy) for copy in copies],
+        )
+        result = self.runner.execute(plan)
+        rows, sampled = self.rows, plan.sampled_rows
+        rows.position[plan.decode_rows] += 1
+        rows.read_slot[plan.decode_rows] = rows.write_slot[plan.decode_rows]
+        for part in plan.prefills:
+            rows.position[part.row] = part.end
+        rows.last_token[sampled] = result.tokens
+        rows.generated[sampled] += 1
+        return result
