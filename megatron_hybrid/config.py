@@ -69,7 +69,16 @@ class EngineConfig:
         "0.25 on a CPU, half of what is free on a GPU",
     )
     inference_dynamic_batching_prefix_caching_eviction_policy: str = _option(
-        "lru", "which cached block or state goes first", ("lru",)
+        "replay_cost",
+        "which cached state goes first. replay_cost: the one that is cheapest to compute again, "
+        "weighed by age; lru: the least recently used; ref_zero: nothing outlives its last user",
+        ("ref_zero", "lru", "replay_cost"),
+    )
+    inference_dynamic_batching_prefix_caching_exact_ends: bool = _option(
+        True, "also keep states at the exact end of prompts and answers, off the grid"
+    )
+    inference_dynamic_batching_prefix_caching_checkpoint_interval: int = _option(
+        1024, "tokens between states that are kept for want of a better place; 0: none"
     )
     prefill_checkpoint_mode: str = _option(
         "extract",
@@ -111,6 +120,11 @@ class EngineConfig:
             raise ConfigurationError(
                 f"--inference-logging-step-interval is {self.inference_logging_step_interval}; "
                 "it must be 0 (no log) or more."
+            )
+        interval = PREFIX + "prefix_caching_checkpoint_interval"
+        if getattr(self, interval) < 0:
+            raise ConfigurationError(
+                f"{_flag(interval)} is {getattr(self, interval)}; it must be 0 (none) or more."
             )
         requests = self.inference_dynamic_batching_max_requests
         if requests is not None and requests > self.inference_dynamic_batching_max_tokens:

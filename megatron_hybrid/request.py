@@ -11,6 +11,9 @@ from megatron_hybrid.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 128  # of one prompt
+MAX_PRIORITY = 1000
+MAX_CACHE_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class SamplingParams:
         the model's own end-of-sequence ids, which `ignore_eos` switches off.
     logprobs: log-probabilities of the sampled token and of this many most likely ones.
     prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
+    n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
+        n = 1. The prompt is computed once.
     """
 
     temperature: float = 1.0
@@ -38,6 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def validate(self) -> None:
         """Raise InvalidRequestError naming the first field that is out of range."""
@@ -45,6 +51,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _integer("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.seed is not None:
@@ -101,12 +108,14 @@ class RequestEvent:
     """What one step did for one request; the engine's only output.
 
     `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
-    which comes exactly once for every submitted request. `stop_token_id` is the id that ended
-    it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
-    `prompt_logprobs` comes with the first token: one entry per prompt token, None for the first.
+    which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
+    that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
+    `prompt_logprobs` comes with the first token of choice 0: one entry per prompt token, None for
+    the first. `counters` comes with the last event: see docs/prefix_cache.md.
     """
 
     request_id: str
+    index: int = 0  # which of the request's n answers
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -115,11 +124,15 @@ class RequestEvent:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    counters: dict[str, int] | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's whole result, as `LLM.generate` returns it."""
+    """A request's whole result, as `LLM.generate` returns it.
+
+    With n > 1 it is the first answer, and `choices` holds all of them, itself included.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -131,6 +144,26 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    counters: dict[str, int] | None = None  # what the cache did for it: see docs/prefix_cache.md
+    index: int = 0
+    choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
+
+
+def validate_priority(priority: object) -> None:
+    """Raise InvalidRequestError unless it is a priority: a smaller number runs first."""
+    _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) -> None:
+    """Raise InvalidRequestError unless these are positions in a prompt of that many tokens."""
+    if len(positions) > MAX_CACHE_CHECKPOINTS:
+        raise InvalidRequestError(
+            "cache_checkpoints",
+            f"cache_checkpoints has {len(positions)} positions; the limit is "
+            f"{MAX_CACHE_CHECKPOINTS}.",
+        )
+    for position in positions:
+        _integer("cache_checkpoints", position, 1, prompt_tokens)
 
 
 def validate_prompt(

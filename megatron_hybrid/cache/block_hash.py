@@ -1,12 +1,15 @@
-"""Keys of blocks: a chained digest of every token up to the block's end.
+"""Keys of prefixes: chained digests of every token so far.
 
 The key of block i is H(key of block i - 1, tokens of block i), so equal keys mean equal prefixes.
-The root stands for everything besides tokens that a cached value depends on: the weights' epoch
-and the caller's salt.
+A prefix that ends inside a block has a key too, H(key of the last full block, the tokens after it):
+fewer tokens go in than for a block, so it can't be taken for a block's. The root stands for
+everything besides tokens that a cached value depends on: the weights' epoch, the caller's salt and
+the adapter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
@@ -15,6 +18,7 @@ import numpy.typing as npt
 DIGEST_SIZE = 16  # bytes; 128 bits, compared in full by the dictionaries that hold the keys
 
 BlockKey = bytes
+Tokens = npt.NDArray[np.int32]
 
 
 def root_key(model_epoch: int, cache_salt: str = "", adapter: str = "") -> BlockKey:
@@ -27,7 +31,7 @@ def root_key(model_epoch: int, cache_salt: str = "", adapter: str = "") -> Block
     return digest.digest()
 
 
-def extend_keys(parent: BlockKey, tokens: npt.NDArray[np.int32], block_size: int) -> list[BlockKey]:
+def extend_keys(parent: BlockKey, tokens: Tokens, block_size: int) -> list[BlockKey]:
     """Keys of the full blocks of `tokens`, which continue the sequence that ends at `parent`."""
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     stride = 4 * block_size
@@ -36,3 +40,56 @@ def extend_keys(parent: BlockKey, tokens: npt.NDArray[np.int32], block_size: int
         parent = blake2b(parent + data[end - stride : end], digest_size=DIGEST_SIZE).digest()
         keys.append(parent)
     return keys
+
+
+class SequenceKeys:
+    """The keys of one sequence that may grow.
+
+    `tokens(start, end)` returns the sequence's tokens; it is asked for each token once, and again
+    for the few behind the last full block.
+    """
+
+    __slots__ = ("_partial", "_size", "blocks", "root", "tokens")
+
+    def __init__(
+        self,
+        root: BlockKey,
+        block_size: int,
+        tokens: Callable[[int, int], Tokens],
+        blocks: list[BlockKey] | None = None,
+    ) -> None:
+        self.root = root
+        self.tokens = tokens
+        self.blocks: list[BlockKey] = [] if blocks is None else blocks  # of full blocks so far
+        self._size = block_size
+        self._partial: dict[int, BlockKey] = {}  # by position inside a block
+
+    def copy_for(self, tokens: Callable[[int, int], Tokens]) -> SequenceKeys:
+        """The keys of another sequence that begins with the same tokens."""
+        return SequenceKeys(self.root, self._size, tokens, list(self.blocks))
+
+    def extend_to(self, position: int) -> None:
+        """Know the keys of all full blocks below `position`."""
+        size, known = self._size, len(self.blocks)
+        full = position // size
+        if full > known:
+            parent = self.blocks[-1] if known else self.root
+            self.blocks += extend_keys(parent, self.tokens(known * size, full * size), size)
+
+    def of_block(self, count: int) -> BlockKey:
+        """The key of the first `count` blocks, which are known; the root for none."""
+        return self.blocks[count - 1] if count else self.root
+
+    def at(self, position: int) -> BlockKey:
+        """The key of the first `position` tokens."""
+        count, rest = divmod(position, self._size)
+        if count > len(self.blocks):
+            self.extend_to(position)
+        if not rest:
+            return self.of_block(count)
+        key = self._partial.get(position)
+        if key is None:
+            data = self.tokens(position - rest, position).astype("<i4", copy=False).tobytes()
+            key = blake2b(self.of_block(count) + data, digest_size=DIGEST_SIZE).digest()
+            self._partial[position] = key
+        return key

@@ -20,9 +20,16 @@ class CacheGeometry:
     kernel_chunk: int  # tokens; 1 for a model without recurrent layers
     num_blocks: int  # KV blocks that can be allocated; 0 for a model without attention
     max_requests: int  # live slots
-    num_cached_slots: int  # what the budget for recurrent states pays for
+    # what the budget for recurrent states pays for; without such layers a slot holds only the
+    # logits at the end of a prompt
+    num_cached_slots: int
     bytes_per_block: int
     bytes_per_state: int  # one slot in all recurrent layers; 0 without such layers
+    bytes_per_logits: int = 0  # that go with each slot
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.bytes_per_state + self.bytes_per_logits
 
     @property
     def has_attention(self) -> bool:
@@ -40,7 +47,7 @@ class CacheGeometry:
     @property
     def num_slots(self) -> int:
         """Slots of the state pool, live and cached ones together."""
-        return self.max_requests + self.num_cached_slots if self.has_recurrent else 0
+        return self.num_cached_slots + (self.max_requests if self.has_recurrent else 0)
 
     @property
     def smallest_reusable_prefix(self) -> int:

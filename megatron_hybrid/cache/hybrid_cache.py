@@ -4,32 +4,42 @@ A request's life in the cache:
 
     match     what of its prompt is there (changes nothing)
     admit     pin and allocate all of it or nothing: a Lease
-    reserve_checkpoint, extend     slots and blocks for the coming step
+    reserve_checkpoints, extend    slots and blocks for the coming step
     state_was_read                 the step that reads the cached state was launched
     publish_blocks, publish_state  after the step: its results become visible to others
+    keep_end  the state at which it ends or has to stop becomes visible too
     release   give everything back; what was published stays cached
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron_hybrid.cache.block_hash import BlockKey, extend_keys, root_key
-from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement, PlannedCheckpoint
+from megatron_hybrid.cache import checkpoint_placement as placement
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys, root_key
+from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.checkpoint_placement import (
+    NO_HINTS,
+    CheckpointHints,
+    CheckpointPlacement,
+)
+from megatron_hybrid.cache.eviction import (
+    EvictionQueue,
+    LeastRecentlyUsed,
+    ReplayCost,
+    ScoringRule,
+)
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
-from megatron_hybrid.cache.prefix_index import PrefixIndex, PrefixMatch
-from megatron_hybrid.cache.state_pool import NULL_SLOT, Checkpoint, StatePool
+from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
+from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint, TailCopy
+from megatron_hybrid.cache.prefix_index import NOTHING, PrefixIndex, PrefixMatch
+from megatron_hybrid.cache.state_pool import NULL_SLOT, StatePool
+from megatron_hybrid.cache.tail_index import Tail
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
-Tokens = npt.NDArray[np.int32]
-
+STATES_GIVEN_UP_AT_ONCE = 8
 EVICTED_KEYS_REMEMBERED = 16384  # for telling "evicted" from "never there"
 
 
@@ -46,60 +56,51 @@ class Occupancy(NamedTuple):
     state_evictable: int
 
 
-class PromptKeys(NamedTuple):
-    """Keys of one prompt under one epoch."""
-
-    root: BlockKey
-    blocks: list[BlockKey]  # of its full blocks
-
-
-class StepCheckpoint(NamedTuple):
-    """A checkpoint that the coming step writes."""
-
-    position: int
-    kind: str
-    slot: int
-
-
-@dataclass(slots=True)
-class Lease:
-    """What one running request holds. Only HybridCache changes it."""
-
-    root: BlockKey
-    keys: list[BlockKey]  # of its full blocks so far
-    blocks: list[int]  # its block table
-    num_shared: int  # leading blocks that were found in the cache and must not be written
-    skip: int  # tokens that it did not have to compute
-    reserved: int  # blocks that it may still take by `extend`
-    read_slot: int  # where its state is read next
-    live_slot: int  # where its state is written next
-    checkpoints: list[PlannedCheckpoint]  # not captured yet, ascending
-    generation: int  # of the cache at admission; an older one publishes nothing
-    lost_tokens: dict[str, int] = field(default_factory=dict)  # matched, computed again; by cause
-    num_published: int = 0  # blocks, the shared ones included
-    pinned: bool = False  # read_slot is a cached slot
-
-
 class HybridCache:
-    """All cache state of one engine. `enabled=False` allocates, but finds and keeps nothing."""
+    """All cache state of one engine. `enabled=False` allocates, but finds and keeps nothing.
 
-    def __init__(self, geometry: CacheGeometry, *, enabled: bool = True) -> None:
+    policy: one of eviction.POLICIES. checkpoints, rule: in place of the engine's own, to compare
+    with what others do.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        enabled: bool = True,
+        policy: str = "replay_cost",
+        checkpoints: CheckpointPlacement | None = None,
+        rule: ScoringRule | None = None,
+    ) -> None:
         self.geometry = geometry
         # without room for a state, a hybrid request could never skip: keep nothing
         self.enabled = enabled and (not geometry.has_recurrent or geometry.num_cached_slots > 0)
-        self.placement = CheckpointPlacement(geometry)
-        self.kv = KVBlockAllocator(geometry.num_blocks, on_evict=self._drop_state)
-        self.states = StatePool(geometry.num_slots, on_evict=self._remember_evicted)
-        self.checkpoints_published: dict[str, int] = {}
-        self.checkpoints_read: dict[str, int] = {}
-        self.checkpoints_skipped = 0
-        self._index = PrefixIndex(
-            geometry, self.kv.kv_hash_to_block_id, self.states.mamba_hash_to_slot_id
+        self.placement = CheckpointPlacement(geometry) if checkpoints is None else checkpoints
+        self._keeps_idle = policy != "ref_zero"
+        self.kv = KVBlockAllocator(
+            geometry.num_blocks,
+            on_evict=self._kv_was_evicted,
+            needs_cover=geometry.has_recurrent,
+            uncover_some=self._give_up_a_path,
+            keeps_idle=self._keeps_idle,
         )
-        self._reserved = 0
+        if rule is None:
+            rule = ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed()
+        self.states = StatePool(
+            geometry.num_slots, on_evict=self._state_was_evicted, queue=EvictionQueue(rule)
+        )
+        self.checkpoints_published: Counter[str] = Counter()
+        self.checkpoints_read: Counter[str] = Counter()
+        self.checkpoints_skipped = 0
+        self._index = PrefixIndex(geometry, self.kv, self.states)
         self._generation = 0
         self._epoch = 0
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
+        self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
+
+    def begin_step(self, step: int) -> None:
+        """Ages are counted in the engine's steps."""
+        self.states.begin_step(step)
 
     # -------------------------------------------------------------- admission
 
@@ -108,75 +109,79 @@ class HybridCache:
         """Changes with the weights; part of every key."""
         return self._epoch
 
-    def keys_of(self, tokens: Tokens, cache_salt: str = "") -> PromptKeys:
-        """Keys of a prompt under the present epoch."""
-        root = root_key(self._epoch, cache_salt)
-        size = self.geometry.block_size
-        return PromptKeys(root, extend_keys(root, tokens, size) if self.enabled else [])
+    def root(self, cache_salt: str = "", adapter: str = "") -> BlockKey:
+        """What keys of a sequence start from under the present epoch."""
+        return root_key(self._epoch, cache_salt, adapter)
 
-    def match(self, keys: PromptKeys, prompt_tokens: int, *, may_skip: bool = True) -> PrefixMatch:
-        """What the cache holds of a prompt. Changes nothing."""
+    def match(self, keys: SequenceKeys, length: int, *, may_skip: bool = True) -> PrefixMatch:
+        """What the cache holds of a prompt of `length` tokens. Changes nothing."""
         if not self.enabled:
-            return PrefixMatch([], 0, 0, NULL_SLOT, may_skip)
-        return self._index.match(keys.blocks, prompt_tokens, may_skip=may_skip)
+            return NOTHING._replace(blocks=[], may_skip=may_skip)
+        return self._index.match(keys, length, may_skip=may_skip)
 
     def admit(
         self,
         match: PrefixMatch,
-        keys: PromptKeys,
-        prompt_tokens: int,
-        total_tokens: int,
+        keys: SequenceKeys,
+        length: int,
+        *,
+        headroom: int = 0,
+        hints: CheckpointHints = NO_HINTS,
     ) -> Lease:
         """Pin what matched and allocate the rest of the prompt; all of it or nothing.
 
-        `total_tokens`: the most tokens whose KV the request can ever need; blocks beyond the
-        prompt are only reserved. Raises KVBlocksExhausted or StatePoolExhausted, without any
-        effect, when the request has to wait.
+        `headroom`: blocks that have to stay free or evictable for others. Raises KVBlocksExhausted
+        or StatePoolExhausted, without any effect, when the request has to wait.
         """
         geometry = self.geometry
-        new_blocks = geometry.blocks_for(prompt_tokens) - len(match.blocks)
-        reserve = max(0, geometry.blocks_for(total_tokens) - geometry.blocks_for(prompt_tokens))
+        new_blocks = geometry.blocks_for(length) - len(match.blocks)
+        source = (match.tail_block,) if match.tail_block else ()
         if geometry.has_attention:
             # blocks that match but are idle can't be evicted for this request
-            idle = sum(self.kv.references(block) == 0 for block in match.blocks)
-            available = self.kv.num_available - idle - self._reserved
-            if new_blocks + reserve > available:
+            idle = self.kv.count_idle((*match.blocks, *source))
+            available = self.kv.num_available - idle - headroom
+            if new_blocks > available:
                 raise KVBlocksExhausted(
-                    f"The request needs {new_blocks + reserve} more KV blocks of "
-                    f"{geometry.block_size} tokens; {max(0, available)} are available."
+                    f"The request needs {new_blocks} more KV blocks of {geometry.block_size} "
+                    f"tokens; {max(0, available)} are available."
                 )
+        lost = self._lost_tokens(match, keys)  # before evictions for it blur the picture
+        reads_slot = match.state is not None and (geometry.has_recurrent or match.skip == length)
+        read_slot = match.state.slot if match.state is not None and reads_slot else NULL_SLOT
         live_slot = NULL_SLOT
+        if reads_slot:
+            self.states.pin(read_slot)
         if geometry.has_recurrent:
-            if match.state_slot != NULL_SLOT:
-                self.states.pin(match.state_slot)
             try:
                 live_slot = self.states.allocate()
             except StatePoolExhausted:
-                if match.state_slot != NULL_SLOT:
-                    self.states.unpin(match.state_slot, used=False)
+                if reads_slot:
+                    self.states.unpin(read_slot, used=False)
                 raise
-        lost = self._lost_tokens(match, keys.blocks)  # before evictions for it blur the picture
-        self.kv.acquire(match.blocks)
+        self.kv.acquire((*match.blocks, *source))
         own = self.kv.allocate(new_blocks)
-        self._reserved += reserve
+        fill = match.skip % geometry.block_size
         planned = []
-        if self.enabled and geometry.has_recurrent:
-            planned = self.placement.for_prompt(prompt_tokens, match.skip, match.matched_tokens)
-        return Lease(
-            root=keys.root,
-            keys=list(keys.blocks),
+        if self.enabled and geometry.num_slots:
+            planned = self.placement.for_prompt(length, match.skip, match.matched_tokens, hints)
+        lease = Lease(
+            keys=keys,
             blocks=match.blocks + own,
             num_shared=len(match.blocks),
             skip=match.skip,
-            reserved=reserve,
-            read_slot=match.state_slot,
+            read_slot=read_slot,
             live_slot=live_slot,
             checkpoints=planned,
             generation=self._generation,
+            copy=TailCopy(match.tail_block, own[0], fill) if source else None,
             lost_tokens=lost,
             num_published=len(match.blocks),
-            pinned=match.state_slot != NULL_SLOT,
+            pinned=reads_slot,
         )
+        if match.state is not None:
+            self._go_on_from(lease, match.state)
+            self._count_user(lease, match.state)
+        return lease
 
     def can_ever_fit(self, total_tokens: int) -> bool:
         """Whether a request of this many tokens fits into an empty cache."""
@@ -185,118 +190,183 @@ class HybridCache:
     # --------------------------------------------------------------- stepping
 
     def extend(self, lease: Lease) -> int:
-        """One more block at the end of the table, out of the lease's reservation."""
-        assert lease.reserved > 0, "the reservation does not cover another block"
+        """One more block at the end of the table. Raises KVBlocksExhausted without any effect."""
         (block,) = self.kv.allocate(1)
-        lease.reserved -= 1
-        self._reserved -= 1
         lease.blocks.append(block)
         return block
 
-    def reserve_checkpoints(self, lease: Lease, end: int) -> list[StepCheckpoint]:
-        """Slots for the checkpoints that a step up to position `end` passes.
+    def publishes(self, lease: Lease) -> bool:
+        """Whether what the request computes can be found by others."""
+        return self.enabled and lease.generation == self._generation
+
+    def is_cached(self, lease: Lease, position: int) -> bool:
+        """Whether the state after the first `position` tokens is cached already."""
+        state = self.states.get(lease.keys.at(position))
+        return state is not None
+
+    def reserve_checkpoints(self, lease: Lease, start: int, end: int) -> list[StepCheckpoint]:
+        """Slots for the checkpoints that a step from `start` to `end` passes.
 
         Positions that are cached already are dropped; those without a slot are skipped and
         counted. For a checkpoint at `end` itself the slot is the one that the request goes on
         with: its live slot becomes the checkpoint.
         """
         step: list[StepCheckpoint] = []
-        while lease.checkpoints and lease.checkpoints[0].position <= end:
-            position, kind = lease.checkpoints.pop(0)
-            if not self._publishes(lease) or self._state_key(lease, position) in (
-                self.states.mamba_hash_to_slot_id
-            ):
+        planned = lease.planned(start)
+        lease.checkpoints = [c for c in lease.checkpoints if c.position > end]
+        lease.forks = [c for c in lease.forks if c.position > end]
+        if not self.publishes(lease):
+            return step
+        for position, kind in planned:
+            if position > end:
+                break
+            has_logits = kind == placement.PROMPT_END
+            if not self.geometry.has_recurrent and not has_logits:
+                # KV needs no state to be found: who waits for it only has to know that it comes
+                step.append(StepCheckpoint(CachedState(b"", position, kind), NULL_SLOT))
                 continue
-            try:
-                slot = self.states.allocate(for_checkpoint=True)
-            except StatePoolExhausted:
-                self.checkpoints_skipped += 1
+            known = self.states.get(lease.keys.at(position))
+            if known is not None and (known.has_logits or not has_logits):
                 continue
-            step.append(StepCheckpoint(position, kind, slot))
+            state = CachedState(b"", position, kind, lease.deepest, has_logits)
+            if (checkpoint := self._reserve(state)) is not None:
+                step.append(checkpoint)
         return step
 
-    def next_checkpoint(self, lease: Lease) -> int | None:
-        """The next position that is to be captured and is not cached yet."""
-        for position, _ in lease.checkpoints:
-            if self._state_key(lease, position) not in self.states.mamba_hash_to_slot_id:
-                return position
-        return None
+    def reserve_decode_checkpoint(self, lease: Lease, position: int) -> StepCheckpoint | None:
+        """A slot for the state after the token that the coming step feeds, if it is to be kept.
+        The request's last such state makes room, unless somebody read it."""
+        if not self.publishes(lease) or not self.placement.decode_position(position):
+            return None
+        last = lease.decode_state
+        if last is not None and last.alive and not (last.hits or self.states.is_pinned(last.slot)):
+            self._forget(last)
+        return self._reserve(CachedState(b"", position, placement.DECODE, lease.deepest))
+
+    def logits_slot(self, lease: Lease, checkpoint: StepCheckpoint) -> int:
+        """Where the step has to keep the logits of a checkpoint at its end."""
+        return lease.live_slot if self.geometry.has_recurrent else checkpoint.slot
 
     def state_was_read(self, lease: Lease) -> None:
         """The step that reads the lease's state was launched: from now on it reads its own."""
         if lease.pinned:
-            checkpoint = self.states.checkpoint(lease.read_slot)
-            if checkpoint is not None:
-                kind = checkpoint.kind
-                self.checkpoints_read[kind] = self.checkpoints_read.get(kind, 0) + 1
-            self.states.unpin(lease.read_slot, used=True)
-            lease.pinned = False
+            state = self.states.state_in(lease.read_slot)
+            if state is not None and not lease.reads_own:
+                self.checkpoints_read[state.kind] += 1
+            self.states.unpin(lease.read_slot, used=not lease.reads_own)
+            lease.pinned = lease.reads_own = False
         lease.read_slot = lease.live_slot
 
-    def publish_blocks(
-        self, lease: Lease, computed: int, tokens: Callable[[int, int], Tokens]
-    ) -> bool:
+    def tail_was_copied(self, lease: Lease) -> None:
+        """The step that copies the tail of a matched prefix was launched."""
+        if lease.copy is not None:
+            self.kv.release((lease.copy.source,))
+            lease.copy = None
+
+    def publish_blocks(self, lease: Lease, computed: int) -> bool:
         """Make the full blocks below position `computed` visible to others.
 
-        `tokens(start, end)` returns the sequence's tokens; asked only for blocks without a key.
         Returns whether the block table changed: a block that is mapped already replaces its
         newer twin.
         """
         full = computed // self.geometry.block_size
-        if full <= lease.num_published or not self._publishes(lease):
+        if full <= lease.num_published or not self.publishes(lease):
             return False
-        size = self.geometry.block_size
-        if full > len(lease.keys):
-            known = len(lease.keys)
-            new = tokens(known * size, full * size)
-            lease.keys += extend_keys(lease.keys[-1] if known else lease.root, new, size)
+        lease.keys.extend_to(computed)
         changed = False
         if self.geometry.has_attention:
+            parent = lease.blocks[lease.num_published - 1] if lease.num_published else DUMMY_BLOCK
             for index in range(lease.num_published, full):
-                block = self.kv.publish(lease.blocks[index], lease.keys[index])
-                changed |= block != lease.blocks[index]
-                lease.blocks[index] = block
+                block = lease.blocks[index]
+                mapped = self.kv.publish(block, lease.keys.blocks[index], parent)
+                if mapped != block:
+                    changed = True
+                    lease.blocks[index] = mapped
+                parent = mapped
         lease.num_published = full
         return changed
 
-    def publish_state(self, lease: Lease, checkpoint: StepCheckpoint, *, at_end: bool) -> None:
-        """Make a captured state visible, after the blocks that it needs.
+    def publish_state(self, lease: Lease, checkpoint: StepCheckpoint, *, at_end: bool) -> bool:
+        """Make a captured state visible, after the blocks that it needs; whether it is cached now.
 
         `at_end`: the state was captured in the lease's live slot, which changes owner; the
         request reads it once more and goes on in the checkpoint's slot.
         """
-        if not self._publishes(lease):
-            self.states.release(checkpoint.slot)
-            return
-        entry = Checkpoint(
-            self._state_key(lease, checkpoint.position), checkpoint.position, checkpoint.kind
+        if not self.publishes(lease):
+            self.discard_checkpoint(checkpoint)
+            return False
+        if checkpoint.slot == NULL_SLOT:
+            return True
+        swaps = at_end and self.geometry.has_recurrent
+        state = self._publish(
+            lease, lease.live_slot if swaps else checkpoint.slot, checkpoint.state
         )
-        captured = lease.live_slot if at_end else checkpoint.slot
-        slot = self.states.publish(captured, entry)
-        if slot == captured:
-            kind = checkpoint.kind
-            self.checkpoints_published[kind] = self.checkpoints_published.get(kind, 0) + 1
-        if at_end:
-            self.states.pin(slot)
-            lease.read_slot, lease.pinned = slot, True
+        if swaps:
+            self.states.pin(state.slot)
+            lease.read_slot, lease.pinned, lease.reads_own = state.slot, True, True
             lease.live_slot = checkpoint.slot
+        if state is checkpoint.state and state.kind == placement.DECODE:
+            lease.decode_state = state
+        return True
+
+    def keep_end(self, lease: Lease, position: int, kind: str) -> None:
+        """Keep the state of a request that ends or stops at `position`, which was fed in full.
+
+        The live slot changes owner. Nothing is kept where the state stands in a cached slot
+        already.
+        """
+        if not self.publishes(lease) or not self.placement.keeps_end(position):
+            return
+        if not self.geometry.has_recurrent:
+            self._publish_tail(lease, position)
+        elif lease.read_slot == lease.live_slot:
+            slot, lease.live_slot = lease.live_slot, NULL_SLOT
+            self._publish(lease, slot, CachedState(b"", position, kind, lease.deepest))
 
     def discard_checkpoint(self, checkpoint: StepCheckpoint) -> None:
         """Give back the slot of a checkpoint whose step failed."""
-        self.states.release(checkpoint.slot)
+        if checkpoint.slot != NULL_SLOT:
+            self.states.release(checkpoint.slot)
+
+    def hold(self, lease: Lease, position: int) -> Hold | None:
+        """Keep the prefix of `position` tokens, which the lease has just published, from being
+        evicted; None if its state is gone."""
+        state = self.states.get(lease.keys.at(position))
+        if state is None and self.geometry.has_recurrent:
+            return None
+        if state is not None:
+            self.states.pin(state.slot)
+        blocks = lease.blocks[: position // self.geometry.block_size]
+        tail = self.kv.tails.get(lease.keys.at(position))
+        if tail is not None and tail.block:
+            blocks = [*blocks, tail.block]
+        self.kv.acquire(blocks)
+        return Hold(NULL_SLOT if state is None else state.slot, blocks)
+
+    def unhold(self, hold: Hold) -> None:
+        if hold.slot != NULL_SLOT:
+            self.states.unpin(hold.slot, used=False)
+        self.kv.release(hold.blocks)
 
     def release(self, lease: Lease) -> None:
         """Give back everything that the lease holds. What was published stays cached."""
+        self.tail_was_copied(lease)
         if lease.pinned:
             self.states.unpin(lease.read_slot, used=False)
             lease.pinned = False
         if lease.live_slot != NULL_SLOT:
             self.states.release(lease.live_slot)
             lease.live_slot = NULL_SLOT
+        self._move_on(lease, None)
         self.kv.release(lease.blocks)
         lease.blocks = []
-        self._reserved -= lease.reserved
-        lease.reserved = 0
+        for key in lease.used_keys:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                if (state := self.states.get(key)) is not None:
+                    self._forget(state)
+        lease.used_keys = []
 
     # ------------------------------------------------------------------ whole
 
@@ -325,35 +395,126 @@ class HybridCache:
             state_evictable=states.num_evictable,
         )
 
-    def check_integrity(self, leases: Iterable[Lease] | None = None) -> None:
-        """Assert every invariant; between steps, with all running requests' leases, the
-        references too."""
+    def check_integrity(
+        self, leases: Iterable[Lease] | None = None, holds: Iterable[Hold] = ()
+    ) -> None:
+        """Assert every invariant; between steps, with all running requests' leases and all holds,
+        the references too."""
         if leases is None:
             self.kv.check_integrity()
             self.states.check_integrity()
         else:
-            leases = list(leases)
-            self.kv.check_integrity([lease.blocks for lease in leases])
+            leases, holds = list(leases), list(holds)
+            tables = [lease.blocks for lease in leases]
+            tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
+            self.kv.check_integrity(tables + [hold.blocks for hold in holds])
+            pinned = [lease.read_slot for lease in leases if lease.pinned]
             self.states.check_integrity(
                 owned=[lease.live_slot for lease in leases if lease.live_slot != NULL_SLOT],
-                pinned=[lease.read_slot for lease in leases if lease.pinned],
+                pinned=pinned + [hold.slot for hold in holds if hold.slot != NULL_SLOT],
             )
-            assert self._reserved == sum(lease.reserved for lease in leases)
-        assert 0 <= self._reserved <= self.kv.num_available
+        cached = self.states.cached()
         if self.geometry.has_attention:
-            missing = self.states.mamba_hash_to_slot_id.keys() - self.kv.kv_hash_to_block_id.keys()
-            assert not missing, "a state is cached whose KV is not"
+            places = {state.key: self._block_of(state.key) for state in cached}
+            assert DUMMY_BLOCK not in places.values(), "a state is cached whose KV is not"
+            if self.geometry.has_recurrent:
+                self.kv.check_cover(places.values())
+        if self.geometry.has_recurrent:
+            keys = {state.key for state in cached}
+            assert all(key in keys for key, _ in self.kv.tails.items()), "a tail has no state"
+        assert self._keeps_idle or self.kv.num_cached == 0
 
     # ---------------------------------------------------------------- details
 
-    def _publishes(self, lease: Lease) -> bool:
-        return self.enabled and lease.generation == self._generation
+    def _reserve(self, state: CachedState) -> StepCheckpoint | None:
+        evicts = state.kind not in self.placement.speculative_kinds
+        try:
+            return StepCheckpoint(state, self.states.allocate(for_checkpoint=True, evicts=evicts))
+        except StatePoolExhausted:
+            self.checkpoints_skipped += 1
+            return None
 
-    def _state_key(self, lease: Lease, position: int) -> BlockKey:
-        return lease.keys[position // self.geometry.block_size - 1]
+    def _publish(self, lease: Lease, slot: int, state: CachedState) -> CachedState:
+        """Cache an owned slot's state with the KV behind the last full block; returns what is
+        cached under its key, which may have been there before."""
+        state.key = lease.keys.at(state.position)
+        state.parent, state.fork = lease.deepest, lease.fork
+        state.turn, state.pause = lease.turn, lease.pause
+        self._publish_tail(lease, state.position)
+        state.runners = 1  # this one, which is counted below
+        cached = self.states.publish(slot, state)
+        if cached is state:
+            state.runners = 0
+            self.checkpoints_published[state.kind] += 1
+            if self.geometry.has_recurrent:
+                self.kv.cover(self._block_of(state.key))
+        self._move_on(lease, cached)
+        self._count_user(lease, cached)
+        return cached
 
-    def _drop_state(self, key: BlockKey) -> None:
-        if self.states.drop(key):
+    def _go_on_from(self, lease: Lease, state: CachedState) -> None:
+        """A request goes on from a cached state."""
+        lease.turn, lease.fork = state.turn, state.fork
+        if state.kind in placement.SHARED_KINDS:
+            lease.fork = state
+        elif state.kind == placement.ANSWER_END:
+            lease.turn += 1
+            lease.pause = self.states.now - state.used_at
+        self._move_on(lease, state)
+
+    def _move_on(self, lease: Lease, state: CachedState | None) -> None:
+        """The last state that a request has read or left is this one from now on."""
+        last = lease.deepest
+        lease.deepest = state
+        if state is not None:
+            state.runners += 1
+            if state.kind in placement.SHARED_KINDS:
+                lease.fork = state
+            self.states.rescore(state)
+        if last is not None:
+            last.runners -= 1
+            self.states.rescore(last)
+
+    def _publish_tail(self, lease: Lease, position: int) -> None:
+        """Make the KV behind the last full block below `position` visible."""
+        count, fill = divmod(position, self.geometry.block_size)
+        if not fill or (key := lease.keys.at(position)) in self.kv.tails:
+            return
+        parent_key = lease.keys.of_block(count)
+        if self.geometry.has_attention:
+            block = lease.blocks[count]
+            parent = lease.blocks[count - 1] if count else DUMMY_BLOCK
+            self.kv.publish_tail(block, key, Tail(parent_key, fill, block), parent)
+        else:
+            self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
+
+    def _block_of(self, key: BlockKey) -> int:
+        """The block that holds the last KV of a cached prefix."""
+        tail = self.kv.tails.get(key)
+        return self.kv.kv_hash_to_block_id.get(key, DUMMY_BLOCK) if tail is None else tail.block
+
+    def _forget(self, state: CachedState) -> None:
+        """Drop a cached state, and the tail that nobody can use without it."""
+        self.states.drop(state.key)
+        self._state_is_gone(state)
+
+    def _state_was_evicted(self, state: CachedState) -> None:
+        self._state_is_gone(state)
+        self._remember_evicted(state.key)
+
+    def _give_up_a_path(self) -> None:
+        """Evict states until KV has none behind it. Few have to go: those that others cover."""
+        for _ in range(STATES_GIVEN_UP_AT_ONCE):
+            if not self.states.evict() or self.kv.num_uncovered:
+                return
+
+    def _state_is_gone(self, state: CachedState) -> None:
+        if self.geometry.has_recurrent:
+            self.kv.uncover(self._block_of(state.key))
+            self.kv.drop_tail(state.key)
+
+    def _kv_was_evicted(self, key: BlockKey) -> None:
+        if self.states.drop(key) is not None:
             self._remember_evicted(key)
 
     def _remember_evicted(self, key: BlockKey) -> None:
@@ -362,7 +523,12 @@ class HybridCache:
         if len(self._evicted) > EVICTED_KEYS_REMEMBERED:
             self._evicted.popitem(last=False)
 
-    def _lost_tokens(self, match: PrefixMatch, keys: list[BlockKey]) -> dict[str, int]:
+    def _count_user(self, lease: Lease, state: CachedState) -> None:
+        if not self._keeps_idle:
+            self._users[state.key] += 1
+            lease.used_keys.append(state.key)
+
+    def _lost_tokens(self, match: PrefixMatch, keys: SequenceKeys) -> dict[str, int]:
         """Tokens whose KV was found but that are computed again, by cause."""
         lost = match.matched_tokens - match.skip
         if lost == 0 or not self.geometry.has_attention:
@@ -371,6 +537,6 @@ class HybridCache:
             return {"prompt_logprobs": lost}
         size = self.geometry.block_size
         grid = min(lost, match.matched_tokens - self.geometry.floor_grid(match.matched_tokens))
-        between = keys[match.skip // size : match.matched_tokens // size]
+        between = keys.blocks[match.skip // size : match.matched_tokens // size]
         cause = "state_evicted" if any(key in self._evicted for key in between) else "state_missing"
         return {c: n for c, n in (("grid", grid), (cause, lost - grid)) if n}

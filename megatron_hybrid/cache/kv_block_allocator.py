@@ -6,9 +6,15 @@
      +----------------------------+                            v        |
      +---------------------evict-------------------  cached (mapped, no references)
 
-Eviction takes the least recently used leaf, in O(1). Cached blocks stand in one queue; releasing a
-table puts its blocks at the end, the last one first. A child is therefore always ahead of its
-parent, whoever else used the parent later, and the head of the queue is always a leaf.
+A block is mapped while it has a key of its own (it is full) or holds tails (its first tokens are
+the end of a cached prefix, or several).
+
+Eviction takes the least recently used leaf, in O(1). Cached blocks stand in two queues; releasing
+a table puts its blocks at the end, the last one first. A child is therefore always ahead of its
+parent, whoever else used the parent later, and the head of a queue is always a leaf.
+
+In a hybrid model KV is useful only up to a cached state at or behind it. A block is `covered`
+while there is one; uncovered blocks wait in a queue of their own, which goes first.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.tail_index import Tail, TailIndex
 from megatron_hybrid.errors import KVBlocksExhausted
 
 DUMMY_BLOCK = 0  # takes masked writes and idle steps; never allocated, hashed, counted or freed
@@ -25,21 +32,39 @@ DUMMY_BLOCK = 0  # takes masked writes and idle steps; never allocated, hashed, 
 class KVBlockAllocator:
     """Blocks 1 to num_blocks. Every ancestor of a mapped block is mapped too.
 
-    `on_evict(key)` is called when a block loses its key to make room.
+    on_evict: called with each key that a block loses to make room.
+    needs_cover: whether KV without a state behind it is useless (a hybrid model).
+    uncover_some: may give up states when all idle KV is covered, so that the policy for states
+        decides about KV too.
+    keeps_idle: whether a block outlives its last reference (not under `ref_zero`).
     """
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[BlockKey], None] = lambda key: None
+        self,
+        num_blocks: int,
+        on_evict: Callable[[BlockKey], None] = lambda key: None,
+        *,
+        needs_cover: bool = False,
+        uncover_some: Callable[[], None] = lambda: None,
+        keeps_idle: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.kv_hash_to_block_id: dict[BlockKey, int] = {}
+        self.tails = TailIndex()
         self.evictions = 0
         self._on_evict = on_evict
+        self._needs_cover = needs_cover
+        self._uncover_some = uncover_some
+        self._keeps_idle = keeps_idle
         self._free = list(range(num_blocks, 0, -1))  # a stack; low numbers first
         self._references = [0] * (num_blocks + 1)
         self._key: list[BlockKey | None] = [None] * (num_blocks + 1)
+        self._tails_of: dict[int, list[BlockKey]] = {}
+        self._parent = [0] * (num_blocks + 1)  # of mapped blocks
+        self._cover = [0] * (num_blocks + 1)  # states at the block, and covered children
         # mapped blocks without references, the next one to be evicted first
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._uncovered: OrderedDict[int, None] = OrderedDict()
 
     # ------------------------------------------------------------------ sizes
 
@@ -50,19 +75,31 @@ class KVBlockAllocator:
     @property
     def num_cached(self) -> int:
         """Mapped blocks that nobody references; all of them can be evicted."""
-        return len(self._cached)
+        return len(self._cached) + len(self._uncovered)
+
+    @property
+    def num_uncovered(self) -> int:
+        """Cached blocks that are of no use."""
+        return len(self._uncovered)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can deliver, by eviction where needed."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._uncovered)
 
     @property
     def num_mapped(self) -> int:
-        return len(self.kv_hash_to_block_id)
+        """Blocks that can be found by others, full ones and those with tails alone."""
+        partial = sum(self._key[block] is None for block in self._tails_of)
+        return len(self.kv_hash_to_block_id) + partial
 
     def references(self, block: int) -> int:
         return self._references[block]
+
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these mapped blocks nobody references."""
+        references = self._references
+        return [references[block] for block in blocks].count(0)
 
     # ------------------------------------------------------------------ verbs
 
@@ -74,97 +111,209 @@ class KVBlockAllocator:
         if count > self.num_available:
             raise KVBlocksExhausted(
                 f"{count} KV blocks are wanted; {len(self._free)} are free and "
-                f"{len(self._cached)} can be evicted."
+                f"{self.num_cached} can be evicted."
             )
-        blocks = []
-        for _ in range(count):
-            if not self._free:
-                self.evict()
-            block = self._free.pop()
+        while len(self._free) < count:
+            self.evict()
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each of these mapped blocks."""
+        references = self._references
         for block in blocks:
-            if self._references[block] == 0:
-                del self._cached[block]
-            self._references[block] += 1
+            if references[block] == 0:
+                if block in self._cached:
+                    del self._cached[block]
+                else:
+                    del self._uncovered[block]
+            references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference to each. `blocks` is a sequence's table, in its order.
 
         A mapped block without references stays cached; a private one is free.
         """
+        references, keys = self._references, self._key
         for block in reversed(blocks):  # children get ahead of their parents
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._key[block] is None:
+            references[block] -= 1
+            if references[block] == 0:
+                if keys[block] is None and block not in self._tails_of:
                     self._free.append(block)
+                elif not self._keeps_idle:
+                    self._drop(block)
+                elif self._needs_cover and self._cover[block] == 0:
+                    self._uncovered[block] = None
                 else:
                     self._cached[block] = None
 
-    def publish(self, block: int, key: BlockKey) -> int:
+    def publish(self, block: int, key: BlockKey, parent: int = DUMMY_BLOCK) -> int:
         """Map `key` to `block`, whose KV is complete, and return the block that holds the key.
 
-        When the key is mapped already, the caller's reference moves to that block and its own is
-        freed. A sequence's blocks are published in their order.
+        `parent`: the block before it, 0 for the first. When the key is mapped already, the
+        caller's reference moves to that block, with the tails, and its own is freed. A sequence's
+        blocks are published in their order.
         """
         mapped = self.kv_hash_to_block_id.get(key)
-        if mapped is not None:
-            if mapped != block:
-                self.acquire((mapped,))
-                self.release((block,))
-            return mapped
-        self.kv_hash_to_block_id[key] = block
-        self._key[block] = key
-        return block
+        if mapped is None:
+            self.kv_hash_to_block_id[key] = block
+            self._key[block] = key
+            self._parent[block] = parent
+            return block
+        if mapped != block:
+            self.acquire((mapped,))
+            for tail in self._tails_of.pop(block, ()):
+                self.tails.move(tail, mapped)
+                self._tails_of.setdefault(mapped, []).append(tail)
+            if cover := self._cover[block]:  # the tails' states
+                self.cover(mapped)
+                self._cover[mapped] += cover - 1
+                self._cover[block] = 0
+                self.uncover(self._parent[block])
+            self.release((block,))
+        return mapped
+
+    def publish_tail(self, block: int, key: BlockKey, tail: Tail, parent: int) -> None:
+        """Make the first `tail.fill` tokens of a referenced block findable under a new key."""
+        self.tails.add(key, tail)
+        self._tails_of.setdefault(block, []).append(key)
+        self._parent[block] = parent
+
+    def drop_tail(self, key: BlockKey) -> None:
+        """Forget a tail, if there is one; its block is free once nothing else needs it."""
+        tail = self.tails.remove(key)
+        if tail is None or tail.block == DUMMY_BLOCK:
+            return
+        block = tail.block
+        others = self._tails_of[block]
+        if len(others) > 1:
+            others.remove(key)
+            return
+        del self._tails_of[block]
+        if self._key[block] is None and self._references[block] == 0:
+            self._cached.pop(block, None)
+            self._uncovered.pop(block, None)
+            self._free.append(block)
+
+    def cover(self, block: int) -> None:
+        """A state now stands at this mapped block: the KV up to here is useful."""
+        cover, parents = self._cover, self._parent
+        while block:
+            cover[block] += 1
+            if cover[block] > 1:
+                return
+            if block in self._uncovered:
+                del self._uncovered[block]
+                self._cached[block] = None
+            block = parents[block]
+
+    def uncover(self, block: int) -> None:
+        """A state at this mapped block is gone. KV that it covered alone is evicted next."""
+        cover = self._cover
+        while block:
+            cover[block] -= 1
+            if cover[block] > 0:
+                return
+            if block in self._cached:
+                del self._cached[block]
+                self._uncovered[block] = None
+            block = self._parent[block]
 
     def evict(self) -> int | None:
         """Free the least recently used leaf; None when nothing is cached."""
-        if not self._cached:
+        if self._needs_cover and not self._uncovered:
+            self._uncover_some()
+        queue = self._uncovered or self._cached
+        if not queue:
             return None
-        block, _ = self._cached.popitem(last=False)
-        key = self._key[block]
-        assert key is not None
-        self._unmap(block)
-        self._free.append(block)
+        block, _ = queue.popitem(last=False)
+        self._drop(block)
         self.evictions += 1
-        self._on_evict(key)
         return block
 
     def clear(self) -> None:
         """Unmap everything. Blocks in use stay with their users and are freed when released."""
-        for block in list(self.kv_hash_to_block_id.values()):
-            self._unmap(block)
-        self._free.extend(self._cached)
+        for block in [*self.kv_hash_to_block_id.values(), *self._tails_of]:
+            self._key[block] = None
+            self._cover[block] = self._parent[block] = 0
+        self.kv_hash_to_block_id.clear()
+        self._tails_of.clear()
+        self.tails.clear()
+        self._free += [*self._uncovered, *self._cached]
         self._cached.clear()
+        self._uncovered.clear()
 
-    def _unmap(self, block: int) -> None:
+    # ---------------------------------------------------------------- details
+
+    def _drop(self, block: int) -> None:
+        """Unmap an idle block, which is in no queue any more, and free it."""
+        lost = self._tails_of.pop(block, [])
+        for tail in lost:
+            self.tails.remove(tail)
         key = self._key[block]
         self._key[block] = None
-        # only if it points here: another block may hold the same content by now
-        if key is not None and self.kv_hash_to_block_id.get(key) == block:
-            del self.kv_hash_to_block_id[key]
+        if key is not None:
+            # only if it points here: another block may hold the same content by now
+            if self.kv_hash_to_block_id.get(key) == block:
+                del self.kv_hash_to_block_id[key]
+            lost.append(key)
+        if self._cover[block]:
+            self._cover[block] = 0
+            self.uncover(self._parent[block])
+        self._parent[block] = 0
+        self._free.append(block)
+        for key in lost:
+            self._on_evict(key)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `tables`: the blocks that each user holds, with multiplicity."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert DUMMY_BLOCK not in free and DUMMY_BLOCK not in self._cached
+        idle_mapped = self._cached.keys() | self._uncovered.keys()
+        assert len(idle_mapped) == self.num_cached, "a block is in both queues"
+        assert DUMMY_BLOCK not in free and DUMMY_BLOCK not in idle_mapped
         assert self._references[DUMMY_BLOCK] == 0 and self._key[DUMMY_BLOCK] is None
         for block in range(1, self.num_blocks + 1):
             assert self._references[block] >= 0
-            idle, mapped = self._references[block] == 0, self._key[block] is not None
+            idle = self._references[block] == 0
+            mapped = self._key[block] is not None or block in self._tails_of
             assert (block in free) == (idle and not mapped), f"block {block}"
-            assert (block in self._cached) == (idle and mapped), f"block {block}"
+            assert (block in idle_mapped) == (idle and mapped), f"block {block}"
+            assert not (block in self._uncovered and self._cover[block]), f"block {block}"
+            if self._needs_cover:
+                assert not (block in self._cached and not self._cover[block]), f"block {block}"
+            if mapped and (parent := self._parent[block]):
+                assert self._key[parent] is not None, f"block {block} is an orphan"
+                assert self._references[parent] >= 0 and parent not in free
+            assert mapped or self._cover[block] == 0, f"block {block}"
         for key, block in self.kv_hash_to_block_id.items():
             assert self._key[block] == key
         assert len(self.kv_hash_to_block_id) == sum(key is not None for key in self._key)
+        self._check_tails()
         if tables is not None:
             held = [0] * (self.num_blocks + 1)
             for table in tables:
                 for block in table:
                     held[block] += 1
             assert held == self._references, "references differ from what is held"
+
+    def _check_tails(self) -> None:
+        of_blocks = {(key, tail.block) for key, tail in self.tails.items() if tail.block}
+        assert of_blocks == {(key, b) for b, keys in self._tails_of.items() for key in keys}
+        for _, tail in self.tails.items():
+            if tail.block and self._parent[tail.block]:
+                assert self._key[self._parent[tail.block]] == tail.parent
+
+    def check_cover(self, blocks_with_states: Iterable[int]) -> None:
+        """Assert that exactly the blocks up to these are covered."""
+        expected = [0] * (self.num_blocks + 1)
+        for start in blocks_with_states:
+            block = start
+            while block:
+                expected[block] += 1
+                if expected[block] > 1:
+                    break
+                block = self._parent[block]
+        assert expected == self._cover, "cover counts differ from where the states are"

@@ -10,9 +10,9 @@ A slot changes owner, never place: publishing and reading a state cost no copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.free_slots import FreeSlots
 from megatron_hybrid.errors import StatePoolExhausted
@@ -20,36 +20,31 @@ from megatron_hybrid.errors import StatePoolExhausted
 NULL_SLOT = 0  # reads as zeros, writes to it are dropped; never allocated, counted or freed
 
 
-class Checkpoint(NamedTuple):
-    """A cached recurrent state."""
-
-    key: BlockKey  # of the last block that the state has seen
-    position: int  # tokens that the state has seen
-    kind: str  # why it was placed there: see checkpoint_placement
-
-
 class StatePool:
-    """Slots 1 to num_slots. `on_evict(key)` is called when a state is dropped to make room."""
+    """Slots 1 to num_slots. `on_evict(state)` is called when a state is dropped to make room."""
 
     def __init__(
         self,
         num_slots: int,
-        on_evict: Callable[[BlockKey], None] = lambda key: None,
+        on_evict: Callable[[CachedState], None] = lambda state: None,
         queue: EvictionQueue | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.mamba_hash_to_slot_id: dict[BlockKey, int] = {}
         self.evictions = 0
+        self.uses = 0  # publications and hits: the pool's clock
         self._on_evict = on_evict
-        self._evictable: EvictionQueue = LeastRecentlyUsed() if queue is None else queue
+        self._evictable = EvictionQueue(LeastRecentlyUsed()) if queue is None else queue
         # Live slots are taken from the low end, checkpoints' from the high one: the states of a
         # batch then tend to lie side by side, where kernels can update them in place.
         self._free = FreeSlots(num_slots)
-        self._checkpoint: list[Checkpoint | None] = [None] * (num_slots + 1)
+        self._state: list[CachedState | None] = [None] * (num_slots + 1)
         self._pins = [0] * (num_slots + 1)
-        self._last_use = [0] * (num_slots + 1)
         self._owned = [False] * (num_slots + 1)
-        self._clock = 0
+
+    @property
+    def now(self) -> int:
+        return self._evictable.now
 
     @property
     def num_cached(self) -> int:
@@ -63,30 +58,43 @@ class StatePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def checkpoint(self, slot: int) -> Checkpoint | None:
+    def get(self, key: BlockKey) -> CachedState | None:
+        """The cached state of a prefix."""
+        slot = self.mamba_hash_to_slot_id.get(key)
+        return None if slot is None else self._state[slot]
+
+    def state_in(self, slot: int) -> CachedState | None:
         """What is cached in `slot`, if anything is."""
-        return self._checkpoint[slot]
+        return self._state[slot]
 
     # ------------------------------------------------------------------ verbs
 
-    def allocate(self, *, for_checkpoint: bool = False) -> int:
-        """An owned slot: a free one, else the one whose cached state is evicted first.
+    def begin_step(self, step: int) -> None:
+        """What is used from now on is used in this step."""
+        self._evictable.now = step
 
-        Raises StatePoolExhausted, without any effect, when every slot is in use.
+    def allocate(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
+        """An owned slot: a free one, else, if it `evicts`, that of the state that goes first.
+
+        Raises StatePoolExhausted, without any effect, when there is none.
         """
-        if not self._free:
-            slot = self._evictable.pop()
-            if slot is None:
-                raise StatePoolExhausted(f"All {self.num_slots} state slots are in use.")
-            checkpoint = self._checkpoint[slot]
-            assert checkpoint is not None
-            self._forget(slot)
-            self.evictions += 1
-            self._on_evict(checkpoint.key)
-        else:
-            slot = self._free.take_highest() if for_checkpoint else self._free.take_lowest()
+        if not self._free and not (evicts and self.evict()):
+            raise StatePoolExhausted(f"All {self.num_slots} state slots are in use.")
+        slot = self._free.take_highest() if for_checkpoint else self._free.take_lowest()
         self._owned[slot] = True
         return slot
+
+    def evict(self) -> bool:
+        """Free the slot of the state that goes first; whether there was one."""
+        victim = self._evictable.pop()
+        if victim is None:
+            return False
+        self._evictable.rule.was_lost(victim, self._evictable.now)
+        self._forget(victim)
+        self._free.add(victim.slot)
+        self.evictions += 1
+        self._on_evict(victim)
+        return True
 
     def release(self, slot: int) -> None:
         """Free an owned slot."""
@@ -94,22 +102,31 @@ class StatePool:
         self._owned[slot] = False
         self._free.add(slot)
 
-    def publish(self, slot: int, checkpoint: Checkpoint) -> int:
-        """Cache what an owned slot holds; returns the slot that holds the key.
+    def publish(self, slot: int, state: CachedState) -> CachedState:
+        """Cache what an owned slot holds; returns the cached state of the key.
 
-        When the key is cached already, that slot is returned and the caller's is freed.
+        When the key is cached already, the caller's slot is freed, unless it holds logits that the
+        older one lacks: then the slots change places.
         """
-        mapped = self.mamba_hash_to_slot_id.get(checkpoint.key)
-        if mapped is not None:
-            self.release(slot)
-            return mapped
         assert self._owned[slot], f"slot {slot} is not owned"
+        known = self.get(state.key)
+        if known is not None:
+            if state.has_logits and not known.has_logits:
+                self._move(known, slot)
+                known.has_logits = True
+            else:
+                self.release(slot)
+            return known
         self._owned[slot] = False
-        self.mamba_hash_to_slot_id[checkpoint.key] = slot
-        self._checkpoint[slot] = checkpoint
-        self._touch(slot)
-        self._evictable.add(slot, self._last_use[slot])
-        return slot
+        self.mamba_hash_to_slot_id[state.key] = slot
+        self._state[slot] = state
+        state.slot = slot
+        state.join()
+        self._use(state)
+        self._evictable.rule.was_left(state)
+        self._evictable.add(state)
+        self.rescore(state.ancestor())
+        return state
 
     def pin(self, slot: int) -> None:
         """Keep a cached slot until it is unpinned: somebody is about to read it."""
@@ -121,57 +138,90 @@ class StatePool:
         """Take a pin back. `used`: the state was read, which makes it recent."""
         self._pins[slot] -= 1
         assert self._pins[slot] >= 0, f"slot {slot} is not pinned"
-        if used:
-            self._touch(slot)
+        state = self._state[slot]
+        if state is not None and used:
+            self._evictable.rule.was_read(state, self._evictable.now)
+            self._use(state)
         if self._pins[slot] == 0:
-            if self._checkpoint[slot] is not None:
-                self._evictable.add(slot, self._last_use[slot])
+            if state is not None:
+                self._evictable.add(state)
             else:  # dropped while it was pinned
                 self._free.add(slot)
 
-    def drop(self, key: BlockKey) -> bool:
-        """Forget the state of `key`, if there is one: the KV that it needs is gone."""
-        slot = self.mamba_hash_to_slot_id.get(key)
-        if slot is None:
-            return False
-        self._evictable.discard(slot)
-        self._forget(slot)
-        if self._pins[slot] == 0:
-            self._free.add(slot)
-        return True
+    def rescore(self, state: CachedState | None) -> None:
+        """Whether a state covers anything may have changed."""
+        if state is not None:
+            self._evictable.rescore(state)
+
+    def is_pinned(self, slot: int) -> bool:
+        return self._pins[slot] > 0
+
+    def drop(self, key: BlockKey) -> CachedState | None:
+        """Forget the state of `key`, if there is one, and return it."""
+        state = self.get(key)
+        if state is None:
+            return None
+        self._evictable.discard(state.slot)
+        self._evictable.rule.was_lost(state, self._evictable.now)
+        self._forget(state)
+        if self._pins[state.slot] == 0:
+            self._free.add(state.slot)
+        return state
 
     def clear(self) -> None:
         """Forget every cached state. Pinned slots are freed when their last pin goes."""
         for key in list(self.mamba_hash_to_slot_id):
             self.drop(key)
 
+    def cached(self) -> list[CachedState]:
+        return [state for state in self._state if state is not None]
+
     # ---------------------------------------------------------------- details
 
-    def _touch(self, slot: int) -> None:
-        self._clock += 1
-        self._last_use[slot] = self._clock
+    def _use(self, state: CachedState) -> None:
+        self.uses += 1
+        state.last_use = self.uses
+        state.used_at = self._evictable.now
 
-    def _forget(self, slot: int) -> None:
-        checkpoint = self._checkpoint[slot]
-        assert checkpoint is not None
-        self._checkpoint[slot] = None
-        del self.mamba_hash_to_slot_id[checkpoint.key]
+    def _forget(self, state: CachedState) -> None:
+        self._state[state.slot] = None
+        del self.mamba_hash_to_slot_id[state.key]
+        self.rescore(state.leave())
+
+    def _move(self, state: CachedState, slot: int) -> None:
+        """Let a cached state be what an owned slot holds, from now on."""
+        old = state.slot
+        self._evictable.discard(old)
+        self._state[old] = None
+        if self._pins[old] == 0:
+            self._free.add(old)
+        self._owned[slot] = False
+        self._state[slot] = state
+        self.mamba_hash_to_slot_id[state.key] = state.slot = slot
+        self._evictable.add(state)
 
     def check_integrity(
         self, owned: Iterable[int] | None = None, pinned: Iterable[int] | None = None
     ) -> None:
         """Assert every invariant. `owned`, `pinned`: what the users hold, with multiplicity."""
         assert NULL_SLOT not in self._free and not self._owned[NULL_SLOT]
-        assert self._checkpoint[NULL_SLOT] is None and self._pins[NULL_SLOT] == 0
+        assert self._state[NULL_SLOT] is None and self._pins[NULL_SLOT] == 0
+        children: dict[int, int] = {}
         for slot in range(1, self.num_slots + 1):
-            cached = self._checkpoint[slot] is not None
+            state = self._state[slot]
+            cached = state is not None
             held = cached or self._pins[slot] > 0
             assert (slot in self._free) + self._owned[slot] + held == 1, f"slot {slot}"
             assert (slot in self._evictable) == (cached and self._pins[slot] == 0)
-        for key, slot in self.mamba_hash_to_slot_id.items():
-            checkpoint = self._checkpoint[slot]
-            assert checkpoint is not None and checkpoint.key == key
-        assert len(self.mamba_hash_to_slot_id) == sum(c is not None for c in self._checkpoint)
+            if state is not None:
+                assert state.alive and state.slot == slot
+                assert self.mamba_hash_to_slot_id.get(state.key) == slot
+                if (ancestor := state.ancestor()) is not None:
+                    assert ancestor.position < state.position
+                    children[ancestor.slot] = children.get(ancestor.slot, 0) + 1
+        for state in self.cached():
+            assert state.children == children.get(state.slot, 0), "children are miscounted"
+        assert len(self.mamba_hash_to_slot_id) == len(self.cached())
         if owned is not None:
             expected = sorted(owned)
             actual = [s for s in range(self.num_slots + 1) if self._owned[s]]

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid import reference_model
+from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
+from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -62,7 +64,7 @@ def build_engine(
         geometry,
         max_tokens=config.inference_dynamic_batching_max_tokens,
         max_seq_length=max_seq_length,
-        prefix_caching=config.inference_dynamic_batching_prefix_caching,
+        cache=_cache(config, geometry),
     )
     caches = allocate_caches(
         model.kv_specs,
@@ -71,6 +73,7 @@ def build_engine(
         block_size=geometry.block_size,
         num_slots=geometry.num_slots + 1,  # the null slot
         device=device,
+        end_logits_vocab=model_config.vocab_size if geometry.bytes_per_logits else 0,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -89,6 +92,19 @@ def build_engine(
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
         or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
+    )
+
+
+def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
+    return HybridCache(
+        geometry,
+        enabled=config.inference_dynamic_batching_prefix_caching,
+        policy=config.inference_dynamic_batching_prefix_caching_eviction_policy,
+        checkpoints=CheckpointPlacement(
+            geometry,
+            exact_ends=config.inference_dynamic_batching_prefix_caching_exact_ends,
+            interval=config.inference_dynamic_batching_prefix_caching_checkpoint_interval,
+        ),
     )
 
 
@@ -155,7 +171,12 @@ def _geometry(
     config: EngineConfig, model: HybridModel, device: torch.device, parallel: ParallelContext
 ) -> CacheGeometry:
     return derive_geometry(
-        config, model.kv_specs.values(), model.state_specs.values(), device, parallel.minimum
+        config,
+        model.kv_specs.values(),
+        model.state_specs.values(),
+        model.config.vocab_size,
+        device,
+        parallel.minimum,
     )
 
 
@@ -170,6 +191,6 @@ def _useless_budget(given: float | None, geometry: CacheGeometry) -> str:
     budget = "chosen by the engine" if given is None else f"{given:g}"
     return (
         f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "
-        f"so no prefix could be skipped: one state takes {geometry.bytes_per_state / GIB:.6f} GB. "
+        f"so no prefix could be skipped: one state takes {geometry.bytes_per_slot / GIB:.6f} GB. "
         "Give at least that, or 0 to cache no states."
     )

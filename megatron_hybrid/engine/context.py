@@ -3,15 +3,16 @@ budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.hybrid_cache import HybridCache, Lease
+from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
+from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint
 from megatron_hybrid.cache.prefix_index import PrefixMatch
 from megatron_hybrid.engine.tracked_request import NO_ROW, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
@@ -28,15 +29,16 @@ class DynamicInferenceContext:
         *,
         max_tokens: int,
         max_seq_length: int,
-        prefix_caching: bool = True,
+        cache: HybridCache | None = None,
     ) -> None:
         self.geometry = geometry
         self.max_tokens = max_tokens  # computed in one step
         self.max_seq_length = max_seq_length
-        self.cache = HybridCache(geometry, enabled=prefix_caching)
+        self.cache = HybridCache(geometry) if cache is None else cache
         max_blocks = -(-max_seq_length // geometry.block_size)
         self.rows = RowTable(geometry.max_requests, max_blocks)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
+        self._admissions = 0
 
     # ---------------------------------------------------- Megatron's names
 
@@ -55,41 +57,88 @@ class DynamicInferenceContext:
     # ------------------------------------------------------------- requests
 
     def match(self, request: TrackedRequest) -> PrefixMatch:
-        """What the cache holds of a waiting request's prompt; keys are computed once."""
-        if request.keys is None or request.keys_epoch != self.cache.epoch:
-            request.keys = self.cache.keys_of(request.prompt, request.cache_salt)
-            request.keys_epoch = self.cache.epoch
-        return self.cache.match(request.keys, request.prompt_tokens, may_skip=request.may_skip)
+        """What the cache holds of a waiting request's tokens; keys are computed once."""
+        return self.cache.match(
+            self.keys_of(request), request.num_tokens, may_skip=request.may_skip
+        )
 
-    def admit(self, request: TrackedRequest, match: PrefixMatch) -> bool:
-        """Give a waiting request its row and lease; False, without any effect, if it must wait."""
+    def keys_of(self, request: TrackedRequest) -> SequenceKeys:
+        """A waiting request's keys under the present epoch."""
+        if request.keys is None or request.keys_epoch != self.cache.epoch:
+            root = self.cache.root(request.cache_salt, request.adapter)
+            request.keys = SequenceKeys(root, self.geometry.block_size, request.tokens)
+            request.keys_epoch = self.cache.epoch
+        if self.cache.enabled:
+            request.keys.extend_to(request.num_tokens)
+        return request.keys
+
+    def share_keys(self, requests: Sequence[TrackedRequest]) -> None:
+        """Compute the keys of several answers to one prompt once."""
+        keys = self.keys_of(requests[0])
+        for request in requests[1:]:
+            request.keys = keys.copy_for(request.tokens)
+            request.keys_epoch = requests[0].keys_epoch
+
+    def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
+        """Give a waiting request its row and lease; False, without any effect, if it must wait.
+
+        `headroom`: KV blocks that have to stay free or evictable for others.
+        """
         if not self.rows.num_free:
             return False
         assert request.keys is not None
+        length = request.num_tokens
         try:
             lease = self.cache.admit(
-                match, request.keys, request.prompt_tokens, request.total_tokens
+                match, request.keys, length, headroom=headroom, hints=request.hints
             )
         except (KVBlocksExhausted, StatePoolExhausted):
             return False
+        if request.output:
+            lease.checkpoints = []  # it goes on from where it was; its prompt has been placed
         request.lease = lease
-        request.position = request.cached_tokens = lease.skip
+        request.position, request.prefill_tokens = lease.skip, length
         request.row = self.rows.take()
         request.status = RequestStatus.RUNNING
+        self._admissions += 1
+        request.admission = self._admissions
         self.requests[request.row] = request
         self._fill_row(request, lease)
         return True
 
-    def extend_block_tables(self, decode_rows: npt.NDArray[np.int64]) -> None:
-        """A block for every decoding row whose next token starts one."""
+    def rows_that_need_a_block(self) -> list[TrackedRequest]:
+        """Decoding requests whose next token starts a block, the most important ones first."""
         if not self.geometry.has_attention:
-            return
+            return []
         rows, size = self.rows, self.geometry.block_size
-        for row in decode_rows[rows.position[decode_rows] % size == 0].tolist():
-            lease = self._lease(row)
-            index = int(rows.position[row]) // size
-            if index == len(lease.blocks):
-                rows.block_table[row, index] = self.cache.extend(lease)
+        starting = np.flatnonzero(rows.decoding & (rows.position % size == 0))
+        found = []
+        for row in starting.tolist():
+            request = self._request(row)
+            if int(rows.position[row]) // size == len(self._lease(row).blocks):
+                found.append(request)
+        return sorted(found, key=lambda r: (r.priority, r.admission))
+
+    def extend_block_table(self, request: TrackedRequest) -> bool:
+        """One more block for a decoding request; False if there is none."""
+        lease = request.lease
+        assert lease is not None
+        try:
+            block = self.cache.extend(lease)
+        except KVBlocksExhausted:
+            return False
+        self.rows.block_table[request.row, len(lease.blocks) - 1] = block
+        return True
+
+    def rows_on_the_grid_next(
+        self, decode_rows: npt.NDArray[np.int64]
+    ) -> list[tuple[TrackedRequest, int]]:
+        """Decoding requests whose next token ends at a grid position, with that position."""
+        if not self.cache.enabled or not self.geometry.has_recurrent:
+            return []
+        ends = self.rows.position[decode_rows] + 1
+        crossing = decode_rows[ends % self.geometry.grid == 0]
+        return [(self._request(row), int(self.rows.position[row]) + 1) for row in crossing.tolist()]
 
     def publish_decoded_blocks(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """Make the blocks that the last decode completed visible."""
@@ -97,15 +146,20 @@ class DynamicInferenceContext:
             return
         rows, size = self.rows, self.geometry.block_size
         for row in decode_rows[rows.position[decode_rows] % size == 0].tolist():
-            request = self.requests[row]
-            assert request is not None
-            self.publish_blocks(request, int(rows.position[row]))
+            self.publish_blocks(self._request(row), int(rows.position[row]))
 
     def publish_blocks(self, request: TrackedRequest, computed: int) -> None:
         """Make the request's full blocks below position `computed` visible."""
         assert request.lease is not None
-        if self.cache.publish_blocks(request.lease, computed, request.tokens):
+        if self.cache.publish_blocks(request.lease, computed):
             self.rows.set_blocks(request.row, request.lease.blocks)
+
+    def publish_decoded_state(self, request: TrackedRequest, checkpoint: StepCheckpoint) -> None:
+        """Make the state that a decoding request has just left visible."""
+        assert request.lease is not None
+        self.cache.publish_state(request.lease, checkpoint, at_end=True)
+        self.rows.read_slot[request.row] = request.lease.read_slot
+        self.rows.write_slot[request.row] = request.lease.live_slot
 
     def states_were_read(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """The launched decodes read their states: from now on each reads its own slot."""
@@ -120,10 +174,20 @@ class DynamicInferenceContext:
         """The request's prompt is computed: from now on its row table entry drives it."""
         lease, rows, row = request.lease, self.rows, request.row
         assert lease is not None
-        rows.position[row] = request.prompt_tokens
+        rows.position[row] = request.prefill_tokens
         rows.read_slot[row] = lease.read_slot
         rows.write_slot[row] = lease.live_slot
         rows.decoding[row] = True
+
+    def computed_tokens(self, request: TrackedRequest) -> int:
+        """How many tokens of a running request have been computed or skipped."""
+        decoding = bool(self.rows.decoding[request.row])
+        return int(self.rows.position[request.row]) if decoding else request.position
+
+    def keep_end(self, request: TrackedRequest, kind: str) -> None:
+        """Keep the state at which a running request ends or has to stop."""
+        assert request.lease is not None
+        self.cache.keep_end(request.lease, self.computed_tokens(request), kind)
 
     def release(self, request: TrackedRequest) -> None:
         """Take back a running request's row and lease. What it published stays cached."""
@@ -144,12 +208,12 @@ class DynamicInferenceContext:
         if not preserve_prefix_cache:
             self.cache.reset()
 
-    def check_integrity(self) -> None:
-        """Assert every invariant; call between steps."""
+    def check_integrity(self, holds: Iterable[Hold] = ()) -> None:
+        """Assert every invariant; call between steps. `holds`: those that the scheduler has."""
         running = list(self.running())
         leases = [request.lease for request in running if request.lease is not None]
         assert len(leases) == len(running) == self.geometry.max_requests - self.rows.num_free
-        self.cache.check_integrity(leases)
+        self.cache.check_integrity(leases, holds)
         for request in running:
             lease = request.lease
             assert lease is not None and self.requests[request.row] is request
@@ -169,7 +233,12 @@ class DynamicInferenceContext:
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    def _lease(self, row: int) -> Lease:
+    def _request(self, row: int) -> TrackedRequest:
         request = self.requests[row]
-        assert request is not None and request.lease is not None
-        return request.lease
+        assert request is not None
+        return request
+
+    def _lease(self, row: int) -> Lease:
+        lease = self._request(row).lease
+        assert lease is not None
+        return lease

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.statistics import Statistics
@@ -15,7 +16,13 @@ from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.plan import Runner
 from megatron_hybrid.execution.random_streams import stream_seed
-from megatron_hybrid.request import RequestEvent, SamplingParams, validate_prompt
+from megatron_hybrid.request import (
+    RequestEvent,
+    SamplingParams,
+    validate_cache_checkpoints,
+    validate_priority,
+    validate_prompt,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +50,7 @@ class DynamicInferenceEngine:
         self.vocab_size = vocab_size
         self.max_seq_length = context.max_seq_length
         self.eos_token_ids = eos_token_ids
-        self.statistics = Statistics()
+        self.statistics = Statistics(context.cache)
         self.scheduler = Scheduler(
             context,
             self.statistics,
@@ -92,10 +99,22 @@ class DynamicInferenceEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        adapter: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
+        message_ends: Sequence[int] = (),
     ) -> None:
-        """Queue a request. Raises InvalidRequestError, without effect, if it can't be served."""
+        """Queue a request. Raises InvalidRequestError, without effect, if it can't be served.
+
+        cache_salt, adapter: only prompts with the same ones share anything. priority: a smaller
+        number runs first; who waits long gets ahead all the same. cache_checkpoints: positions in
+        the prompt at which its state is wanted later. message_ends: where the messages of a chat
+        end, ascending, the system message's first; a hint for where to keep states.
+        """
         params.validate()
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
+        validate_priority(priority)
+        validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
         if self.scheduler.knows(request_id):
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
         length = len(prompt_token_ids)
@@ -116,28 +135,39 @@ class DynamicInferenceEngine:
         stop_ids = params.stop_token_ids
         if not params.ignore_eos:
             stop_ids += tuple(t for t in self.eos_token_ids if t not in stop_ids)
-        request = TrackedRequest(
-            request_id=request_id,
-            prompt=np.asarray(prompt_token_ids, dtype=np.int32),
-            params=params,
-            seed=self._next_seed(params),
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            cache_salt=cache_salt,
-        )
-        if not self.context.cache.can_ever_fit(request.total_tokens):
+        prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        seed = self._next_seed(params)
+        answers = [
+            TrackedRequest(
+                request_id=request_id,
+                prompt=prompt,
+                params=params,
+                seed=stream_seed(seed, index) if index else seed,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                index=index,
+                cache_salt=cache_salt,
+                adapter=adapter,
+                priority=priority,
+                hints=CheckpointHints(tuple(cache_checkpoints), tuple(message_ends)),
+            )
+            for index in range(params.n)
+        ]
+        total = answers[0].total_tokens
+        if not self.context.cache.can_ever_fit(total):
             geometry = self.context.geometry
             raise InvalidRequestError(
                 "max_tokens" if geometry.blocks_for(length) <= geometry.num_blocks else "prompt",
-                f"The request may need KV for {request.total_tokens} tokens; the cache holds "
+                f"The request may need KV for {total} tokens; the cache holds "
                 f"{geometry.num_blocks * geometry.block_size} "
                 "(--inference-dynamic-batching-buffer-size-gb).",
             )
-        self.scheduler.submit(request)
+        self.scheduler.submit(answers)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its last event comes with the next step. Unknown ids are ignored."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its answers; the last event comes with the next step. Unknown
+        ids are ignored."""
+        self.scheduler.abort(request_id, index)
 
     # ------------------------------------------------------------------ whole
 
@@ -146,7 +176,7 @@ class DynamicInferenceEngine:
         return {
             "requests_running": self.scheduler.num_running,
             "requests_waiting": self.scheduler.num_waiting,
-            **self.statistics.as_dict(self.context.cache),
+            **self.statistics.as_dict(),
         }
 
     def reset(self, preserve_prefix_cache: bool = False) -> None:
@@ -159,7 +189,7 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
-        self.context.check_integrity()
+        self.context.check_integrity(self.scheduler.holds)
 
     def _next_seed(self, params: SamplingParams) -> int:
         self._submitted += 1
@@ -168,5 +198,5 @@ class DynamicInferenceEngine:
         return stream_seed(self._seed, self._submitted)
 
     def _log(self) -> None:
-        if self._log_interval and self.statistics.steps % self._log_interval == 0:
-            logger.info("%s", self.statistics.log_line(self.context.cache))
+        if self._log_interval and self.statistics.totals["steps"] % self._log_interval == 0:
+            logger.info("%s", self.statistics.log_line())

@@ -9,15 +9,25 @@ Decisions are pure functions of the stream of submissions and steps: no clocks, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron_hybrid.cache.hybrid_cache import StepCheckpoint
+from megatron_hybrid.cache import checkpoint_placement as placement
+from megatron_hybrid.cache.lease import Hold, StepCheckpoint
+from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.statistics import Statistics, StepStatistics
+from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import PrefillChunk, StepPlan, StepResult
+from megatron_hybrid.engine.twins import Twins
+from megatron_hybrid.engine.waiting_queue import WaitingQueue
+from megatron_hybrid.execution.plan import (
+    BlockCopy,
+    PrefillChunk,
+    ResumedRow,
+    StepPlan,
+    StepResult,
+)
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 
 
@@ -33,30 +43,40 @@ class Scheduler:
         break_at_checkpoints: bool = False,
     ) -> None:
         self._context = context
+        self._cache = context.cache
         self._statistics = statistics
+        self._totals = statistics.totals
         self._chunked_prefill = chunked_prefill
         self._break_at_checkpoints = break_at_checkpoints
-        self._waiting: OrderedDict[str, TrackedRequest] = OrderedDict()
-        self._running: dict[str, TrackedRequest] = {}
+        self._waiting = WaitingQueue()
+        self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
+        self._twins = Twins(context.cache)
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
         self._events: list[RequestEvent] = []  # not handed out yet
+        self._choices: dict[str, int] = {}  # request id -> answers that have not ended
         self._step = 0
 
     # --------------------------------------------------------------- requests
 
-    def submit(self, request: TrackedRequest) -> None:
-        """Put a request at the end of the queue."""
-        self._waiting[request.request_id] = request
+    def submit(self, answers: Sequence[TrackedRequest]) -> None:
+        """Queue a request: as many answers as it asks for, to one prompt."""
+        self._choices[answers[0].request_id] = len(answers)
+        if len(answers) > 1:
+            self._context.share_keys(answers)
+        for request in answers:
+            self._waiting.add(request, self._step)
 
-    def abort(self, request_id: str) -> None:
-        """End a request, wherever it is. Unknown ids are ignored: it may just have finished."""
-        request = self._waiting.pop(request_id, None) or self._running.get(request_id)
-        if request is not None:
-            self._events.append(self._finish(request, FinishReason.ABORT))
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its answers, wherever it is. Unknown ids are ignored: it may
+        just have finished."""
+        known = [*self._waiting, *self._running.values()] if request_id in self._choices else ()
+        for request in known:
+            if request.request_id == request_id and index in (None, request.index):
+                self._events.append(self._finish(request, FinishReason.ABORT))
 
     def knows(self, request_id: str) -> bool:
-        return request_id in self._waiting or request_id in self._running
+        return request_id in self._choices
 
     @property
     def num_running(self) -> int:
@@ -69,7 +89,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything or return any event."""
-        return bool(self._waiting or self._running or self._events)
+        return bool(len(self._waiting) or self._running or self._events)
+
+    @property
+    def holds(self) -> Iterable[Hold]:
+        """What is kept in the cache for requests that wait."""
+        return self._twins.holds
 
     def take_events(self) -> list[RequestEvent]:
         """Events that came up since they were last taken, in their order."""
@@ -80,62 +105,131 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens. Skipped tokens cost nothing."""
-        context = self._context
-        decode_rows = np.flatnonzero(context.rows.decoding)
-        context.extend_block_tables(decode_rows)
+        statistics = self._statistics
+        statistics.begin_step(self._step)
+        self._cache.begin_step(self._step)
+        self._extend_block_tables()
+        decode_rows = np.flatnonzero(self._context.rows.decoding)
+        self._reserve_decode_checkpoints(decode_rows)
         plan = StepPlan(step=self._step, decode_rows=decode_rows)
         self._step += 1
-        self._statistics.last_step = StepStatistics(step=plan.step, decode_tokens=len(decode_rows))
-        budget = context.max_tokens - len(decode_rows)
+        budget = self._context.max_tokens - len(decode_rows)
+        self._look_ahead()
         for request in self._prefilling:
             if budget == 0:
                 break
             budget -= self._plan_chunk(plan, request, budget)
-        while self._waiting and budget > 0:
-            request = next(iter(self._waiting.values()))
-            if not self._admit(request, budget):
-                break
-            budget -= self._plan_chunk(plan, request, budget)
-        last = self._statistics.last_step
-        last.prefill_tokens = plan.num_prefill_tokens
-        last.running, last.waiting = len(self._running), len(self._waiting)
+        if len(self._waiting) and budget > 0:
+            self._admit_waiting(plan, budget)
+            if plan.is_empty and len(self._waiting) and self._twins.release_holds():
+                self._admit_waiting(plan, budget)
+        statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
 
-    def _admit(self, request: TrackedRequest, budget: int) -> bool:
-        match = self._context.match(request)
-        if not self._chunked_prefill and request.prompt_tokens - match.skip > budget:
+    def _extend_block_tables(self) -> None:
+        """A block for every decoding request whose next token starts one. Where there is none
+        left, the least important request has to make room."""
+        for request in self._context.rows_that_need_a_block():
+            while request.status is RequestStatus.RUNNING:
+                if self._context.extend_block_table(request):
+                    break
+                if not self._twins.release_holds():
+                    self._preempt(max(self._running.values(), key=_importance))
+
+    def _preempt(self, request: TrackedRequest) -> None:
+        """Take everything back from a running request; it goes on later from what is cached."""
+        self._context.keep_end(request, placement.PREEMPTED)
+        self._stop_running(request)
+        request.status = RequestStatus.WAITING
+        request.prompt_logprobs = None  # not handed out yet: they are computed again
+        self._waiting.put_back(request)
+        self._totals["preemptions"] += 1
+        request.counters["preemptions"] += 1
+
+    def _reserve_decode_checkpoints(self, decode_rows: np.ndarray) -> None:
+        for request, position in self._context.rows_on_the_grid_next(decode_rows):
+            assert request.lease is not None
+            checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
+            if checkpoint is not None:
+                self._checkpoints[request.row] = [checkpoint]
+
+    def _look_ahead(self) -> None:
+        """Let running prefills see who waits for what they compute."""
+        waiting = len(self._waiting)
+        if self._cache.enabled and waiting and (self._prefilling or waiting > 1):
+            self._waiting.index(self._context.keys_of)
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        """Admit who can be: in the queue's order, past those that wait for a twin."""
+        context, twins = self._context, self._twins
+        twins.collect_promises(self._prefilling, self._checkpoints)
+        kept_rows = 0  # for those that wait for a twin
+        for request in self._waiting.first(context.rows.num_free):
+            if budget == 0 or context.rows.num_free <= kept_rows:
+                break
+            match = context.match(request)
+            if twins.must_wait(request, match.skip):
+                self._totals["twin_deferrals"] += 1
+                kept_rows += 1
+                continue
+            admitted = self._admit(request, match, budget)
+            twins.was_tried(request)
+            if not admitted:
+                break
+            budget -= self._plan_admitted(plan, request, budget)
+            twins.promise(request, self._checkpoints.get(request.row))
+
+    def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> bool:
+        if not self._chunked_prefill and request.num_tokens - match.skip > budget:
             return False
-        if not self._context.admit(request, match):
-            return False
-        del self._waiting[request.request_id]
-        self._running[request.request_id] = request
-        self._prefilling.append(request)
-        assert request.lease is not None
-        statistics = self._statistics
-        statistics.requests_admitted += 1
-        statistics.prompt_tokens += request.prompt_tokens
-        statistics.skipped_tokens += match.skip
-        statistics.matched_tokens += match.matched_tokens
-        statistics.lost_tokens.update(request.lease.lost_tokens)
-        statistics.last_step.admitted += 1
-        statistics.last_step.skipped_tokens += match.skip
+        headroom = len(self._running)  # so that admitting and preempting don't chase each other
+        if not self._context.admit(request, match, headroom):
+            if self._running:
+                return False
+            # alone, and yet what it matched leaves no room for the rest: then nothing matches
+            match = NOTHING._replace(blocks=[], may_skip=request.may_skip)
+            if not self._context.admit(request, match, 0):
+                return False
+        self._waiting.remove(request)
+        self._running[request.key] = request
+        self._count_admission(request, match)
         return True
+
+    def _plan_admitted(self, plan: StepPlan, request: TrackedRequest, budget: int) -> int:
+        lease = request.lease
+        assert lease is not None
+        if lease.copy is not None:
+            plan.copies.append(BlockCopy(*lease.copy))
+        if request.position == request.prefill_tokens:
+            plan.resumed.append(ResumedRow(request.row, request, lease.read_slot))
+            return 0
+        self._prefilling.append(request)
+        return self._plan_chunk(plan, request, budget)
 
     def _plan_chunk(self, plan: StepPlan, request: TrackedRequest, budget: int) -> int:
         """Add the request's next chunk of at most `budget` tokens; returns its length."""
-        lease = request.lease
+        lease, cache = request.lease, self._cache
         assert lease is not None
+        if cache.publishes(lease):
+            size = self._context.geometry.block_size
+            shared = self._waiting.shared_with(request, size)
+            lease.forks = cache.placement.for_waiters(
+                shared, request.position, request.prefill_tokens
+            )
         start, end = request.position, self._chunk_end(request, budget)
-        checkpoints = self._context.cache.reserve_checkpoints(lease, end)
+        checkpoints = cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[request.row] = checkpoints
+        logits_slot = 0
+        if checkpoints and checkpoints[-1].state.has_logits:
+            logits_slot = cache.logits_slot(lease, checkpoints[-1])
         targets = None
-        if request.params.prompt_logprobs is not None:
+        if request.wants_prompt_logprobs:
             targets = request.prompt[start + 1 : end + 1]
         plan.prefills.append(
             PrefillChunk(
                 row=request.row,
                 owner=request,
-                tokens=request.prompt[start:end],
+                tokens=request.tokens(start, end),
                 start=start,
                 end=end,
                 write_from=lease.num_shared * self._context.geometry.block_size,
@@ -143,21 +237,26 @@ class Scheduler:
                 write_slot=lease.live_slot,
                 # one at the chunk's end needs no capturing: the write slot holds it
                 checkpoints=tuple((c.position, c.slot) for c in checkpoints if c.position < end),
-                samples=end == request.prompt_tokens,
+                samples=end == request.prefill_tokens,
                 logprob_targets=targets,
                 num_top_logprobs=request.params.prompt_logprobs or 0,
+                logits_slot=logits_slot,
             )
         )
         return end - start
 
     def _chunk_end(self, request: TrackedRequest, budget: int) -> int:
-        start, length = request.position, request.prompt_tokens
+        lease, cache = request.lease, self._cache
+        assert lease is not None
+        start, length = request.position, request.prefill_tokens
         end = min(length, start + budget)
-        if self._break_at_checkpoints:
-            assert request.lease is not None
-            checkpoint = self._context.cache.next_checkpoint(request.lease)
-            if checkpoint is not None:
-                end = min(end, checkpoint)
+        if cache.publishes(lease):
+            for position, _ in lease.planned(start):
+                if position > end:
+                    break
+                forced = self._break_at_checkpoints or cache.placement.needs_break(position)
+                if forced and not cache.is_cached(lease, position):
+                    return position
         if end < length:
             # the next chunk should start on the grid, unless that would mean no progress
             aligned = self._context.geometry.floor_grid(end)
@@ -174,19 +273,30 @@ class Scheduler:
         context.publish_decoded_blocks(plan.decode_rows)
         for chunk in plan.prefills:
             self._commit_chunk(chunk, result)
-        self._statistics.steps += 1
-        self._statistics.computed_tokens += plan.num_prefill_tokens
+        for resumed in plan.resumed:
+            self._commit_resumed(resumed)
+        for row, (checkpoint,) in self._checkpoints.items():  # those of decodes are left
+            request = context.requests[row]
+            assert request is not None
+            context.publish_decoded_state(request, checkpoint)
+        self._checkpoints.clear()
+        self._totals["steps"] += 1
+        self._totals["decode_tokens"] += len(plan.decode_rows)
         return self._hand_out(plan.sampled_rows, result)
 
     def _commit_chunk(self, chunk: PrefillChunk, result: StepResult) -> None:
         request: TrackedRequest = chunk.owner
-        context, cache, lease = self._context, self._context.cache, request.lease
+        context, cache, lease = self._context, self._cache, request.lease
         assert lease is not None
+        self._count_computed(request, chunk.start, chunk.end)
         request.position = chunk.end
+        cache.tail_was_copied(lease)
         cache.state_was_read(lease)
         context.publish_blocks(request, chunk.end)
         for checkpoint in self._checkpoints.pop(chunk.row):
-            cache.publish_state(lease, checkpoint, at_end=checkpoint.position == chunk.end)
+            position = checkpoint.position
+            if cache.publish_state(lease, checkpoint, at_end=position == chunk.end):
+                self._twins.was_published(lease, position)
         if chunk.logprob_targets is not None:
             if request.prompt_logprobs is None:
                 request.prompt_logprobs = [None]
@@ -195,6 +305,14 @@ class Scheduler:
             self._prefilling.remove(request)
             context.start_decoding(request)
 
+    def _commit_resumed(self, resumed: ResumedRow) -> None:
+        request: TrackedRequest = resumed.owner
+        assert request.lease is not None
+        self._cache.tail_was_copied(request.lease)
+        if not self._context.geometry.has_recurrent:  # else its first decode reads the state
+            self._cache.state_was_read(request.lease)
+        self._context.start_decoding(request)
+
     def _hand_out(self, sampled: np.ndarray, result: StepResult) -> list[RequestEvent]:
         rows, requests = self._context.rows, self._context.requests
         tokens = result.tokens
@@ -202,7 +320,7 @@ class Scheduler:
         rows.generated[sampled] += 1
         stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1)
         ended = stopped | (rows.generated[sampled] >= rows.max_tokens[sampled])
-        self._statistics.generated_tokens += len(tokens)
+        self._totals["generated_tokens"] += len(tokens)
         events = []
         for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
             request = requests[row]
@@ -230,7 +348,7 @@ class Scheduler:
         message = f"The step failed: {type(error).__name__}: {error}"
         rows = plan.decode_rows.tolist() + [chunk.row for chunk in plan.prefills]
         events = []
-        for row in rows:
+        for row in rows + [resumed.row for resumed in plan.resumed]:
             request = self._context.requests[row]
             assert request is not None
             event = self._finish(request, FinishReason.ERROR)
@@ -243,22 +361,78 @@ class Scheduler:
     ) -> RequestEvent:
         """End a waiting or running request and give back what it holds."""
         if request.status is RequestStatus.RUNNING:
-            for checkpoint in self._checkpoints.pop(request.row, ()):
-                self._context.cache.discard_checkpoint(checkpoint)
-            if request in self._prefilling:
-                self._prefilling.remove(request)
-            del self._running[request.request_id]
-            self._context.release(request)
+            # a step that failed may have spoiled the state; a prompt cut short is of no use
+            if reason is not FinishReason.ERROR and request not in self._prefilling:
+                self._context.keep_end(request, placement.ANSWER_END)
+            self._stop_running(request)
+        else:
+            self._waiting.remove(request)
+            self._twins.was_tried(request)
         request.status = RequestStatus.FINISHED
+        request.keys = None  # refers back to the request: without it, no cycle is left
+        self._choices[request.request_id] -= 1
+        if not self._choices[request.request_id]:
+            del self._choices[request.request_id]
         self._statistics.requests_finished[reason.value] += 1
         event = self._event(request) if event is None else event
         event.finish_reason = reason
+        event.counters = dict(request.counters)
         return event
+
+    def _stop_running(self, request: TrackedRequest) -> None:
+        for checkpoint in self._checkpoints.pop(request.row, ()):
+            self._cache.discard_checkpoint(checkpoint)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        del self._running[request.key]
+        self._context.release(request)
 
     @staticmethod
     def _event(request: TrackedRequest) -> RequestEvent:
         return RequestEvent(
             request.request_id,
+            index=request.index,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=request.cached_tokens,
         )
+
+    # --------------------------------------------------------------- counting
+
+    def _count_admission(self, request: TrackedRequest, match: PrefixMatch) -> None:
+        lease, own = request.lease, request.counters
+        assert lease is not None
+        if not own["prompt_tokens"]:
+            own["prompt_tokens"] = request.prompt_tokens
+            own["matched_tokens"] = match.matched_tokens
+            self._totals["requests_admitted"] += 1
+            self._totals["prompt_tokens"] += request.prompt_tokens
+            self._totals["matched_tokens"] += match.matched_tokens
+            self._statistics.lost_tokens.update(lease.lost_tokens)
+            own.update({f"lost_{cause}": n for cause, n in lease.lost_tokens.items()})
+            if request.deferrals:
+                saved = lease.skip - request.skip_at_first_deferral
+                self._totals["twins_waited"] += 1
+                self._totals["twin_tokens_saved"] += saved
+                own["twin_deferrals"] = request.deferrals
+                own["twin_tokens_saved"] = saved
+        # what it had computed or skipped before it was preempted is not counted twice
+        first_time = max(0, min(lease.skip, request.prompt_tokens) - request.seen)
+        self._count(request, "skipped_tokens", first_time)
+        self._count(request, "reskipped_tokens", lease.skip - first_time)
+        request.seen = max(request.seen, lease.skip)
+
+    def _count_computed(self, request: TrackedRequest, start: int, end: int) -> None:
+        first_time = max(0, min(end, request.prompt_tokens) - max(start, request.seen))
+        self._count(request, "computed_tokens", first_time)
+        self._count(request, "recomputed_tokens", end - start - first_time)
+        request.seen = max(request.seen, end)
+
+    def _count(self, request: TrackedRequest, name: str, tokens: int) -> None:
+        if tokens:
+            self._totals[name] += tokens
+            request.counters[name] += tokens
+
+
+def _importance(request: TrackedRequest) -> tuple[int, int]:
+    """The largest is preempted first: the lowest priority, then the last one admitted."""
+    return request.priority, request.admission

@@ -18,12 +18,14 @@ CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touche
 CPU_STATE_BYTES = GIB // 4
 GPU_SHARE = 0.85  # of what is free after the weights; the rest is for activations
 MAX_REQUESTS = 256
+LOGITS_ITEM_BYTES = 4  # kept in float32
 
 
 def derive_geometry(
     config: EngineConfig,
     kv_specs: Iterable[KVSpec],
     state_specs: Iterable[StateSpec],
+    vocab_size: int,
     device: torch.device,
     minimum: Callable[[int], int] = lambda value: value,
 ) -> CacheGeometry:
@@ -35,16 +37,23 @@ def derive_geometry(
     block_size = config.inference_dynamic_batching_block_size
     bytes_per_block = block_size * sum(spec.bytes_per_token() for spec in kv_specs)
     bytes_per_state = sum(spec.bytes_per_slot() for spec in state_specs)
+    caches = config.inference_dynamic_batching_prefix_caching
+    keeps_logits = caches and config.inference_dynamic_batching_prefix_caching_exact_ends
+    bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
+    bytes_per_slot = bytes_per_state + bytes_per_logits
     buffer, states = _budgets(config, bytes_per_state, device)
-    max_requests = minimum(_max_requests(config, buffer, bytes_per_state))
+    max_requests = minimum(_max_requests(config, buffer, bytes_per_state and bytes_per_slot))
     cached = 0
-    if bytes_per_state and config.inference_dynamic_batching_prefix_caching:
-        cached = slots_for_budget(states / GIB, bytes_per_state)
+    if bytes_per_state and caches:
+        cached = slots_for_budget(states / GIB, bytes_per_slot)
+    elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
+        cached = min(max_requests, slots_for_budget(states / GIB, bytes_per_logits))
+    live_bytes = max_requests * bytes_per_slot if bytes_per_state else 0
     num_blocks = 0
     if bytes_per_block:
-        num_blocks = (buffer - max_requests * bytes_per_state) // bytes_per_block - 1  # the dummy
+        num_blocks = (buffer - live_bytes) // bytes_per_block - 1  # the dummy
         if num_blocks < 1:
-            needed = max_requests * bytes_per_state + 2 * bytes_per_block
+            needed = live_bytes + 2 * bytes_per_block
             raise ConfigurationError(
                 f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}, which leaves "
                 f"no KV block beside the live states of {max_requests} requests "
@@ -59,6 +68,7 @@ def derive_geometry(
         num_cached_slots=minimum(cached),
         bytes_per_block=bytes_per_block,
         bytes_per_state=bytes_per_state,
+        bytes_per_logits=bytes_per_logits,
     )
 
 
@@ -83,17 +93,18 @@ def _budgets(config: EngineConfig, bytes_per_state: int, device: torch.device) -
     return buffer, states
 
 
-def _max_requests(config: EngineConfig, buffer: int, bytes_per_state: int) -> int:
+def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int) -> int:
+    """`bytes_per_slot`: 0 for a model without states."""
     given = config.inference_dynamic_batching_max_requests
     if given is not None:
         return given
     limit = min(MAX_REQUESTS, config.inference_dynamic_batching_max_tokens)
-    if bytes_per_state:  # live states may take half of the buffer
-        limit = min(limit, buffer // 2 // bytes_per_state)
+    if bytes_per_slot:  # live states may take half of the buffer
+        limit = min(limit, buffer // 2 // bytes_per_slot)
     if limit < 1:
         raise ConfigurationError(
             f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}; the state of one "
-            f"request alone takes {bytes_per_state / GIB:.4f} GB, and half of the buffer is for "
+            f"request alone takes {bytes_per_slot / GIB:.4f} GB, and half of the buffer is for "
             "states."
         )
     return limit
@@ -109,7 +120,7 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
     )
     if geometry.has_recurrent:
         text += (
-            f", {geometry.bytes_per_state} bytes per state, "
+            f", {geometry.bytes_per_slot} bytes per state, "
             f"{geometry.max_requests} live and {geometry.num_cached_slots} cached state slots"
         )
     if not context.cache.enabled:

@@ -3,78 +3,111 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 
+Figures = dict[str, Any]  # names to numbers, or to further figures
 
-@dataclass(slots=True)
-class StepStatistics:
-    """One step's figures."""
+TOTALS = (
+    "steps",
+    "requests_admitted",  # each request once
+    "prompt_tokens",  # of admitted requests
+    "computed_tokens",  # prompt tokens, each once: computed + skipped = prompt tokens
+    "skipped_tokens",  # prompt tokens that came from the cache
+    "recomputed_tokens",  # computed again by preempted requests
+    "reskipped_tokens",  # skipped by preempted requests that had computed them before
+    "matched_tokens",  # prompt tokens whose KV was in the cache
+    "decode_tokens",
+    "generated_tokens",
+    "preemptions",
+    "twins_waited",  # requests
+    "twin_deferrals",  # requests times steps
+    "twin_tokens_saved",
+)
 
-    step: int = 0
-    decode_tokens: int = 0
-    prefill_tokens: int = 0  # computed
-    skipped_tokens: int = 0  # of requests admitted in this step
-    admitted: int = 0
-    running: int = 0
-    waiting: int = 0
 
-
-@dataclass(slots=True)
 class Statistics:
-    """Cumulative figures; computed + skipped = prompt tokens, once all prefills are done."""
+    """Cumulative figures of the scheduler, and the last step's share of them."""
 
-    steps: int = 0
-    requests_admitted: int = 0
-    requests_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
-    prompt_tokens: int = 0  # of admitted requests
-    computed_tokens: int = 0  # prompt tokens computed
-    skipped_tokens: int = 0  # prompt tokens that came from the cache
-    matched_tokens: int = 0  # prompt tokens whose KV was in the cache
-    generated_tokens: int = 0
-    lost_tokens: Counter[str] = field(default_factory=Counter)  # matched, computed again; by cause
-    last_step: StepStatistics = field(default_factory=StepStatistics)
+    def __init__(self, cache: HybridCache) -> None:
+        self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
+        self.requests_finished: Counter[str] = Counter()  # by finish reason
+        self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
+        self.step = 0
+        self.running = 0
+        self.waiting = 0
+        self._cache = cache
+        self._before = self._figures()
 
-    def as_dict(self, cache: HybridCache) -> dict[str, Any]:
+    def begin_step(self, step: int) -> None:
+        """What is counted from now on belongs to this step."""
+        self.step = step
+        self._before = self._figures()
+
+    def as_dict(self) -> Figures:
         """Everything a user may want to know, as plain numbers."""
-        last = self.last_step
+        figures = self._figures()
         return {
-            "steps": self.steps,
-            "requests_admitted": self.requests_admitted,
+            **figures,
+            **self._cache.occupancy()._asdict(),
+            "last_step": {"step": self.step, **_difference(figures, self._before)},
+        }
+
+    def log_line(self) -> str:
+        """The periodic log, in Megatron's words."""
+        totals, use = self.totals, self._cache.occupancy()
+        computed, skipped = totals["computed_tokens"], totals["skipped_tokens"]
+        share = 100.0 * skipped / (computed + skipped) if computed + skipped else 0.0
+        line = (
+            f"step {totals['steps']}: {self.running} running, {self.waiting} waiting | "
+            f"prefill (cumul): computed {computed}, skipped {skipped} ({share:.1f}% skipped) | "
+            f"prefix cache util: KV {use.kv_cached}/{use.kv_blocks} blocks cached "
+            f"({use.kv_evictable} evictable), mamba {use.state_cached}/{use.state_slots} slots"
+        )
+        more = {
+            "lost": self.lost_tokens,
+            "checkpoints published": self._cache.checkpoints_published,
+            "checkpoints read": self._cache.checkpoints_read,
+        }
+        for name, counts in more.items():
+            if counts:
+                line += f" | {name}: " + ", ".join(f"{k} {n}" for k, n in sorted(counts.items()))
+        others = {
+            "checkpoints skipped": self._cache.checkpoints_skipped,
+            "evicted blocks": self._cache.kv.evictions,
+            "evicted states": self._cache.states.evictions,
+            "twins waited": totals["twins_waited"],
+            "tokens saved by twins": totals["twin_tokens_saved"],
+            "preemptions": totals["preemptions"],
+            "recomputed": totals["recomputed_tokens"],
+            "reskipped": totals["reskipped_tokens"],
+        }
+        return line + "".join(f" | {name} {n}" for name, n in others.items() if n)
+
+    def _figures(self) -> Figures:
+        cache = self._cache
+        return {
+            **self.totals,
             "requests_finished": dict(self.requests_finished),
-            "prompt_tokens": self.prompt_tokens,
-            "computed_tokens": self.computed_tokens,
-            "skipped_tokens": self.skipped_tokens,
-            "matched_tokens": self.matched_tokens,
-            "generated_tokens": self.generated_tokens,
             "lost_tokens": dict(self.lost_tokens),
             "checkpoints_published": dict(cache.checkpoints_published),
             "checkpoints_read": dict(cache.checkpoints_read),
             "checkpoints_skipped": cache.checkpoints_skipped,
             "kv_evictions": cache.kv.evictions,
             "state_evictions": cache.states.evictions,
-            **cache.occupancy()._asdict(),
-            "last_step": {
-                "step": last.step,
-                "decode_tokens": last.decode_tokens,
-                "prefill_tokens": last.prefill_tokens,
-                "skipped_tokens": last.skipped_tokens,
-                "admitted": last.admitted,
-            },
         }
 
-    def log_line(self, cache: HybridCache) -> str:
-        """The periodic log, in Megatron's words."""
-        prompt = self.computed_tokens + self.skipped_tokens
-        share = 100.0 * self.skipped_tokens / prompt if prompt else 0.0
-        use = cache.occupancy()
-        last = self.last_step
-        return (
-            f"step {self.steps}: {last.running} running, {last.waiting} waiting | "
-            f"prefill (cumul): computed {self.computed_tokens}, skipped {self.skipped_tokens} "
-            f"({share:.1f}% skipped) | "
-            f"prefix cache util: KV {use.kv_cached}/{use.kv_blocks} blocks cached "
-            f"({use.kv_evictable} evictable), mamba {use.state_cached}/{use.state_slots} slots"
-        )
+
+def _difference(now: Figures, before: Figures) -> Figures:
+    """What was added, without the counts by name that nothing was added to."""
+    added: Figures = {}
+    for name, value in now.items():
+        if isinstance(value, dict):
+            earlier = before[name]
+            added[name] = {
+                k: n - earlier.get(k, 0) for k, n in value.items() if n != earlier.get(k)
+            }
+        else:
+            added[name] = value - before[name]
+    return added

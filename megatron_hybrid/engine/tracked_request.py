@@ -1,13 +1,16 @@
-"""TrackedRequest: one request inside the engine, from submission to its last event."""
+"""TrackedRequest: one answer to a request inside the engine, from submission to its last event."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.cache.hybrid_cache import Lease, PromptKeys
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
+from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 
 NO_ROW = -1
@@ -15,8 +18,11 @@ NO_ROW = -1
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """Waiting: neither lease nor row. Running: both. Prompts are computed up to `position`;
-    after that the row table knows more."""
+    """Waiting: neither lease nor row. Running: both. It is computed up to `position` while its
+    prompt is; after that the row table knows more.
+
+    A preempted request waits again, with the tokens that it has generated behind its prompt.
+    """
 
     request_id: str
     prompt: npt.NDArray[np.int32]
@@ -24,20 +30,40 @@ class TrackedRequest:
     seed: int  # unsigned, 64 bits
     max_tokens: int
     stop_ids: tuple[int, ...]
+    index: int = 0  # which of the request's answers
     cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0  # a smaller number runs first
+    hints: CheckpointHints = NO_HINTS
     status: RequestStatus = RequestStatus.WAITING
+    rank: tuple[int, int] = (0, 0)  # in the waiting queue
+    admission: int = 0  # counts admissions: the last one is preempted first
     output: list[int] = field(default_factory=list)
-    position: int = 0  # prompt tokens computed or skipped
-    cached_tokens: int = 0  # prompt tokens whose computation was skipped
+    position: int = 0  # tokens computed or skipped, while its prompt is being computed
+    prefill_tokens: int = 0  # to compute before it can decode: its tokens at admission
+    seen: int = 0  # the most tokens that it ever had computed or skipped
     row: int = NO_ROW
     lease: Lease | None = None
-    keys: PromptKeys | None = None
+    keys: SequenceKeys | None = None
     keys_epoch: int = -1
+    awaits: BlockKey | None = None  # the prefix that a running twin is about to leave
+    deferrals: int = 0
+    skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    counters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.index
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer so far."""
+        return len(self.prompt) + len(self.output)
 
     @property
     def total_tokens(self) -> int:
@@ -45,9 +71,19 @@ class TrackedRequest:
         return len(self.prompt) + self.max_tokens - 1
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose computation was skipped."""
+        return self.counters["skipped_tokens"]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They come with the first token of the first answer."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and not self.output
+
+    @property
     def may_skip(self) -> bool:
         """Log-probabilities of the prompt need every one of its tokens computed."""
-        return self.params.prompt_logprobs is None
+        return not self.wants_prompt_logprobs
 
     def tokens(self, start: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens [start, end) of prompt and answer."""

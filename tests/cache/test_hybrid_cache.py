@@ -1,49 +1,80 @@
-"""HybridCache: matching, transactional admission, publishing."""
+"""HybridCache: transactional admission, publishing, exact ends, holds, resets."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
-from megatron_hybrid.cache.block_hash import extend_keys, root_key
-from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
-from megatron_hybrid.cache.eviction import LeastRecentlyUsed
+from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.cache.checkpoint_placement import (
+    ANSWER_END,
+    DECODE,
+    PROMPT_END,
+    CheckpointHints,
+    CheckpointPlacement,
+)
 from megatron_hybrid.cache.geometry import CacheGeometry, slots_for_budget
-from megatron_hybrid.cache.hybrid_cache import HybridCache, Lease, PromptKeys
+from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.lease import Hold, Lease
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
 B = 4
+Tokens = np.ndarray
 
 
-def make_cache(num_blocks: int = 16, max_requests: int = 2, cached_slots: int = 4) -> HybridCache:
-    return HybridCache(CacheGeometry(B, B, num_blocks, max_requests, cached_slots, 1, 1))
+def make_cache(
+    num_blocks: int = 16,
+    max_requests: int = 2,
+    cached_slots: int = 4,
+    *,
+    exact_ends: bool = False,
+    policy: str = "replay_cost",
+    attention: bool = True,
+    recurrent: bool = True,
+) -> HybridCache:
+    geometry = CacheGeometry(
+        B, B, num_blocks * attention, max_requests, cached_slots, int(attention), int(recurrent)
+    )
+    placement = CheckpointPlacement(geometry, exact_ends=exact_ends, interval=0)
+    return HybridCache(geometry, policy=policy, checkpoints=placement)
 
 
-def tokens(count: int, start: int = 0) -> np.ndarray:
+def tokens(count: int, start: int = 0) -> Tokens:
     return np.arange(start, start + count, dtype=np.int32)
 
 
-def admit(cache: HybridCache, prompt: np.ndarray, extra: int = 0, **options) -> Lease:  # type: ignore[no-untyped-def]
-    keys = cache.keys_of(prompt)
-    match = cache.match(keys, len(prompt), **options)
-    return cache.admit(match, keys, len(prompt), len(prompt) + extra)
+def keys_of(cache: HybridCache, sequence: Tokens, salt: str = "") -> SequenceKeys:
+    keys = SequenceKeys(cache.root(salt), B, lambda start, end: sequence[start:end])
+    if cache.enabled:
+        keys.extend_to(len(sequence))
+    return keys
 
 
-def prefill(cache: HybridCache, lease: Lease, prompt: np.ndarray) -> None:
-    """What the scheduler does around one step that computes the whole prompt."""
-    checkpoints = cache.reserve_checkpoints(lease, len(prompt))
+def admit(cache: HybridCache, prompt: Tokens, *, may_skip: bool = True, **options) -> Lease:  # type: ignore[no-untyped-def]
+    keys = keys_of(cache, prompt)
+    match = cache.match(keys, len(prompt), may_skip=may_skip)
+    return cache.admit(match, keys, len(prompt), **options)
+
+
+def prefill(cache: HybridCache, lease: Lease, prompt: Tokens, end: int | None = None) -> None:
+    """What the scheduler does around one step that computes the prompt up to `end`."""
+    end = len(prompt) if end is None else end
+    checkpoints = cache.reserve_checkpoints(lease, lease.skip, end)
+    cache.tail_was_copied(lease)
     cache.state_was_read(lease)
-    cache.publish_blocks(lease, len(prompt), lambda start, end: prompt[start:end])
+    cache.publish_blocks(lease, end)
     for checkpoint in checkpoints:
-        cache.publish_state(lease, checkpoint, at_end=checkpoint.position == len(prompt))
+        cache.publish_state(lease, checkpoint, at_end=checkpoint.position == end)
 
 
-def run(cache: HybridCache, prompt: np.ndarray) -> int:
+def run(cache: HybridCache, prompt: Tokens) -> int:
     lease = admit(cache, prompt)
     skip = lease.skip
-    prefill(cache, lease, prompt)
+    if skip < len(prompt):
+        prefill(cache, lease, prompt)
     cache.release(lease)
     cache.check_integrity([])
     return skip
@@ -51,36 +82,30 @@ def run(cache: HybridCache, prompt: np.ndarray) -> int:
 
 def snapshot(cache: HybridCache) -> dict[str, object]:
     """Everything that eviction, matching and counting depend on."""
-    pools = {"kv": vars(cache.kv), "states": vars(cache.states), "cache": vars(cache)}
+    pools = {
+        "kv": vars(cache.kv), "tails": vars(cache.kv.tails), "states": vars(cache.states),
+        "cache": vars(cache), "queue": vars(cache.states._evictable),
+    }  # fmt: skip
     plain = (int, list, dict)
     return {
-        f"{pool}.{name}": copy.deepcopy(value)
+        f"{pool}.{name}": copy.deepcopy(value, _same_states(cache))
         for pool, values in pools.items()
         for name, value in values.items()
         if isinstance(value, plain)
+    } | {
+        state.key.hex(): (state.position, state.hits, state.last_use, state.children, state.slot)
+        for state in cache.states.cached()
     }
 
 
-def test_keys_depend_on_every_earlier_token_the_salt_and_the_epoch():
-    first = extend_keys(root_key(0), tokens(3 * B), B)
-    assert len(set(first)) == 3 and len(first[0]) == 16
-    changed = tokens(3 * B)
-    changed[0] = 99
-    assert not set(extend_keys(root_key(0), changed, B)) & set(first)
-    roots = {root_key(0), root_key(1), root_key(0, "a"), root_key(0, "", "a"), root_key(0, "b")}
-    assert len(roots) == 5
-    # a chain that goes on equals one that is computed at once; a partial block has no key
-    assert first[:1] + extend_keys(first[0], tokens(2 * B + 3, B), B) == first
+def _same_states(cache: HybridCache) -> dict[int, object]:
+    """For deepcopy: states are compared by identity, so they are not copied."""
+    queued: Iterable[object] = (state for _, _, state in cache.states._evictable._heap)
+    return {id(state): state for state in [*cache.states.cached(), *queued]}
 
 
-def test_placement_names_divergence_and_the_last_aligned_positions():
-    placement = CheckpointPlacement(CacheGeometry(4, 16, 9, 1, 1, 1, 1))
-    assert placement.for_prompt(60, skip=0, matched_tokens=0) == [(48, "last_aligned")]
-    assert placement.for_prompt(64, 0, 0) == [(48, "last_aligned"), (64, "last_aligned")]
-    assert placement.for_prompt(60, 0, 40) == [(32, "divergence"), (48, "last_aligned")]
-    assert placement.for_prompt(60, 32, 44) == [(48, "last_aligned")]
-    assert placement.for_prompt(60, 48, 48) == []
-    assert placement.for_prompt(7, 0, 0) == []
+def evictable_order(cache: HybridCache) -> list[tuple[object, object]]:
+    return sorted((slot, entry[0]) for slot, entry in cache.states._evictable._entry.items())
 
 
 def test_a_prompt_is_matched_up_to_the_last_block_that_leaves_a_token_to_compute():
@@ -91,35 +116,153 @@ def test_a_prompt_is_matched_up_to_the_last_block_that_leaves_a_token_to_compute
     assert run(cache, tokens(3)) == 0
 
 
-def test_a_request_that_wants_all_logits_shares_blocks_but_skips_nothing():
-    cache = make_cache()
-    run(cache, tokens(12))
-    lease = admit(cache, tokens(13), may_skip=False)
-    assert (lease.skip, lease.read_slot, lease.num_shared) == (0, 0, 3)
-    assert lease.lost_tokens == {"prompt_logprobs": 12}
+def test_with_exact_ends_the_same_prompt_is_matched_in_full_and_a_longer_one_up_to_its_end():
+    cache = make_cache(num_blocks=40, cached_slots=20, exact_ends=True)
+    for length in (1, 3, 4, 7, 8, 11):
+        prompt = tokens(length, 100 * length)
+        assert run(cache, prompt) == 0
+        assert run(cache, prompt) == length
+        assert run(cache, tokens(length + 1, 100 * length)) == length
+        if length > 1:
+            # without the logits a state at the very end can't be used: one token is missing
+            on_grid = (length - 2) // B * B
+            assert run(cache, tokens(length - 1, 100 * length)) == on_grid
+
+
+def test_the_tail_is_copied_into_a_block_of_the_readers_own():
+    cache = make_cache(exact_ends=True)
+    run(cache, tokens(6))
+    lease = admit(cache, tokens(9))
+    assert lease.skip == 6 and lease.num_shared == 1
+    assert lease.copy is not None
+    source, destination, count = lease.copy
+    assert (destination, count) == (lease.blocks[1], 2)
+    assert source != destination and source not in lease.blocks
+    cache.check_integrity([lease])
+    assert cache.kv.references(source) == 1
+    cache.tail_was_copied(lease)
+    assert cache.kv.references(source) == 0 and lease.copy is None
+    cache.check_integrity([lease])
     cache.release(lease)
     cache.check_integrity([])
 
 
+def test_a_lease_that_ends_before_its_copy_gives_the_source_back():
+    cache = make_cache(exact_ends=True)
+    run(cache, tokens(6))
+    lease = admit(cache, tokens(9))
+    cache.release(lease)
+    cache.check_integrity([])
+
+
+def test_a_tail_and_its_full_block_share_one_reference_count():
+    """The producer goes on in the block that holds the tail; once full, it is shared as it is."""
+    cache = make_cache(exact_ends=True)
+    prompt = tokens(20)
+    lease = admit(cache, prompt[:6])
+    prefill(cache, lease, prompt[:6])
+    lease.keys.tokens = lambda start, end: prompt[start:end]  # it generated two tokens more
+    assert not cache.publish_blocks(lease, 8)
+    tail_block = lease.blocks[1]
+    assert cache.kv.kv_hash_to_block_id[lease.keys.at(8)] == tail_block
+    reader = admit(cache, prompt[:9])
+    # KV up to 8 is found, so the state at 6 needs no copy; 6 and 7 are computed without writing
+    assert (reader.skip, reader.num_shared, reader.copy) == (6, 2, None)
+    assert reader.blocks[1] == tail_block and cache.kv.references(tail_block) == 2
+    cache.check_integrity([lease, reader])
+
+
+def test_evicting_the_block_under_a_tail_drops_tail_and_state():
+    cache = make_cache(num_blocks=4, exact_ends=True)
+    run(cache, tokens(6))
+    assert len(cache.kv.tails) == 1 and cache.states.num_cached == 2
+    assert run(cache, tokens(16, 100)) == 0
+    assert run(cache, tokens(6)) == 0
+
+
+def test_evicting_the_state_of_a_tail_frees_the_block_that_holds_only_that():
+    cache = make_cache(exact_ends=True)
+    run(cache, tokens(3))
+    assert cache.kv.num_free == 15
+    (state,) = cache.states.cached()
+    cache._forget(state)
+    assert cache.kv.num_free == 16 and not len(cache.kv.tails)
+    cache.check_integrity([])
+
+
+def test_kv_behind_the_last_state_goes_before_everything_else():
+    cache = make_cache(num_blocks=8, cached_slots=2)
+    first = admit(cache, tokens(9))  # leaves a state at 8
+    prefill(cache, first, tokens(9))
+    cache.release(first)
+    second = admit(cache, tokens(16, 100))
+    cache.publish_blocks(second, 16)  # four blocks, no state: as if its slots had run out
+    cache.release(second)
+    cache.check_integrity([])
+    cache.kv.allocate(6)  # two are free
+    assert set(cache.kv.kv_hash_to_block_id) == set(first.keys.blocks)
+
+
+def test_a_request_that_wants_all_logits_shares_blocks_but_skips_nothing():
+    for exact_ends in (True, False):
+        cache = make_cache(exact_ends=exact_ends)
+        run(cache, tokens(12))
+        lease = admit(cache, tokens(13), may_skip=False)
+        assert (lease.skip, lease.read_slot, lease.num_shared) == (0, 0, 3)
+        assert lease.lost_tokens == {"prompt_logprobs": 12}
+        cache.release(lease)
+        lease = admit(cache, tokens(12), may_skip=False)
+        assert (lease.skip, lease.num_shared, lease.copy) == (0, 2, None)
+        cache.release(lease)
+        cache.check_integrity([])
+
+
 def test_a_failed_admission_for_want_of_blocks_has_no_effect_at_all():
-    cache = make_cache(num_blocks=6)
-    run(cache, tokens(12))
-    before = snapshot(cache)
-    with pytest.raises(KVBlocksExhausted, match="more KV blocks"):
-        admit(cache, tokens(28))
-    assert snapshot(cache) == before
+    for exact_ends in (True, False):
+        cache = make_cache(num_blocks=6, exact_ends=exact_ends)
+        run(cache, tokens(11))
+        before = snapshot(cache)
+        with pytest.raises(KVBlocksExhausted, match="more KV blocks"):
+            admit(cache, tokens(28))
+        with pytest.raises(KVBlocksExhausted, match="more KV blocks"):
+            admit(cache, tokens(12), headroom=6)
+        assert snapshot(cache) == before
 
 
 def test_blocks_that_matched_are_not_counted_as_room():
     cache = make_cache(num_blocks=6)
     run(cache, tokens(16))  # four cached, two free
-    keys = cache.keys_of(tokens(17))
-    match = cache.match(keys, 17)
+    keys = keys_of(cache, tokens(25))
+    match = cache.match(keys, 25)
     assert len(match.blocks) == 4
     with pytest.raises(KVBlocksExhausted):
-        cache.admit(match, keys, 17, 25)  # three more: two are free and the four are taken
-    lease = cache.admit(match, keys, 17, 24)
+        cache.admit(match, keys, 25)  # three more: two are free and the four are taken
+    keys = keys_of(cache, tokens(24))
+    lease = cache.admit(cache.match(keys, 24), keys, 24)
     cache.check_integrity([lease])
+
+
+def test_the_block_that_is_to_be_copied_is_not_counted_as_room():
+    cache = make_cache(num_blocks=3, exact_ends=True)
+    run(cache, tokens(6))  # a block, and one with a tail
+    lease = admit(cache, tokens(8))
+    assert lease.copy is not None
+    cache.check_integrity([lease])
+    cache.release(lease)
+    with pytest.raises(KVBlocksExhausted):
+        admit(cache, tokens(12))  # the free one, and none besides
+
+
+def test_headroom_stays_free_or_evictable():
+    cache = make_cache(num_blocks=6)
+    lease = admit(cache, tokens(5))  # two blocks
+    with pytest.raises(KVBlocksExhausted):
+        admit(cache, tokens(13, 100), headroom=1)
+    other = admit(cache, tokens(12, 100), headroom=1)
+    assert cache.extend(lease)
+    with pytest.raises(KVBlocksExhausted):
+        cache.extend(lease)
+    cache.check_integrity([lease, other])
 
 
 def test_a_failed_admission_for_want_of_a_slot_has_no_effect_at_all():
@@ -127,36 +270,149 @@ def test_a_failed_admission_for_want_of_a_slot_has_no_effect_at_all():
     run(cache, tokens(9))
     assert cache.states.num_cached == 1
     held = [cache.states.allocate(), cache.states.allocate()]
-    before = snapshot(cache)
+    order, (state,) = evictable_order(cache), cache.states.cached()
+    before = state.hits, state.last_use, cache.states.uses
+    kv = copy.deepcopy((cache.kv._references, list(cache.kv._cached), cache.kv._free))
     with pytest.raises(StatePoolExhausted):
         admit(cache, tokens(9))  # the only state is the one that it would read
-    assert snapshot(cache) == before
+    assert evictable_order(cache) == order
+    assert (state.hits, state.last_use, cache.states.uses) == before
+    assert (cache.kv._references, list(cache.kv._cached), cache.kv._free) == kv
+    cache.check_integrity()
     cache.states.release(held[0])
     lease = admit(cache, tokens(9))
     assert lease.skip == 8 and lease.live_slot == held[0]
 
 
-def test_reserved_blocks_are_not_given_to_others():
-    cache = make_cache(num_blocks=6)
-    lease = admit(cache, tokens(5), extra=11)  # two now, two more later
-    with pytest.raises(KVBlocksExhausted):
-        admit(cache, tokens(9, 100))
-    other = admit(cache, tokens(8, 100))
-    assert cache.extend(lease) and cache.extend(lease)
-    cache.check_integrity([lease, other])
-
-
 def test_a_state_at_the_prompts_end_changes_owner_without_a_copy():
-    cache = make_cache()
-    prompt = tokens(8)
-    lease = admit(cache, prompt)
-    live = lease.live_slot
-    prefill(cache, lease, prompt)
-    assert lease.read_slot == live and lease.live_slot != live and lease.pinned
-    assert cache.states.mamba_hash_to_slot_id[lease.keys[1]] == live
-    cache.check_integrity([lease])
+    for exact_ends in (True, False):
+        cache = make_cache(exact_ends=exact_ends)
+        prompt = tokens(8)
+        lease = admit(cache, prompt)
+        live = lease.live_slot
+        prefill(cache, lease, prompt)
+        assert lease.read_slot == live and lease.live_slot != live and lease.pinned
+        assert cache.states.mamba_hash_to_slot_id[lease.keys.at(8)] == live
+        cache.check_integrity([lease])
+        assert cache.states.is_pinned(live)
+        cache.state_was_read(lease)
+        assert lease.read_slot == lease.live_slot and not lease.pinned
+        (state,) = [s for s in cache.states.cached() if s.position == 8]
+        # what a request reads of its own is not a hit
+        assert state.hits == 0 and not cache.checkpoints_read
+
+
+def test_the_state_at_an_answers_end_is_kept_from_the_live_slot():
+    cache = make_cache(exact_ends=True)
+    text = tokens(30)
+    lease = admit(cache, text[:6])
+    prefill(cache, lease, text[:6])
     cache.state_was_read(lease)
-    assert lease.read_slot == lease.live_slot and not lease.pinned
+    lease.keys.tokens = lambda start, end: text[start:end]
+    cache.extend(lease)
+    cache.publish_blocks(lease, 11)
+    live = lease.live_slot
+    cache.keep_end(lease, 11, ANSWER_END)
+    assert lease.live_slot == 0
+    cache.release(lease)
+    cache.check_integrity([])
+    assert cache.states.mamba_hash_to_slot_id[keys_of(cache, text).at(11)] == live
+    next_turn = admit(cache, text[:15])
+    assert next_turn.skip == 11 and cache.checkpoints_published[ANSWER_END] == 1
+
+
+def test_without_exact_ends_an_answers_end_is_kept_on_the_grid_alone():
+    for fed, expected in ((11, 4), (12, 12)):
+        cache = make_cache()
+        text = tokens(30)
+        lease = admit(cache, text[:6])
+        prefill(cache, lease, text[:6])
+        lease.keys.tokens = lambda start, end: text[start:end]  # noqa: B023
+        cache.extend(lease)
+        cache.publish_blocks(lease, fed)
+        cache.keep_end(lease, fed, ANSWER_END)
+        cache.release(lease)
+        cache.check_integrity([])
+        assert admit(cache, text[:15]).skip == expected
+
+
+def test_a_state_that_stands_in_a_cached_slot_already_is_not_kept_twice():
+    cache = make_cache(exact_ends=True)
+    prompt = tokens(6)
+    lease = admit(cache, prompt)
+    prefill(cache, lease, prompt)  # its state is cached; it has not been read since
+    cache.keep_end(lease, 6, ANSWER_END)
+    cache.check_integrity([lease])
+    cache.release(lease)
+    cache.check_integrity([])
+    assert cache.checkpoints_published == {"last_aligned": 1, PROMPT_END: 1}
+
+
+def test_the_newest_decode_checkpoint_takes_the_place_of_the_last_one_unless_that_was_read():
+    cache = make_cache(exact_ends=True, cached_slots=6)
+    text = tokens(40)
+    lease = admit(cache, text[:6])
+    prefill(cache, lease, text[:6])
+    lease.keys.tokens = lambda start, end: text[start:end]
+
+    leases = [lease]
+
+    def decode_to(position: int) -> None:
+        cache.state_was_read(lease)  # by the step before
+        assert cache.reserve_decode_checkpoint(lease, position - 1) is None
+        checkpoint = cache.reserve_decode_checkpoint(lease, position)
+        assert checkpoint is not None
+        cache.publish_blocks(lease, position)
+        assert cache.publish_state(lease, checkpoint, at_end=True)
+        cache.check_integrity(leases)
+
+    def kept() -> list[int]:
+        return sorted(s.position for s in cache.states.cached() if s.kind == DECODE)
+
+    decode_to(8)
+    cache.extend(lease)
+    decode_to(12)
+    assert kept() == [12]
+    reader = admit(cache, text[:13])
+    assert reader.skip == 12
+    leases.append(reader)
+    cache.extend(lease)
+    decode_to(16)
+    assert kept() == [12, 16]  # 12 is about to be read
+    cache.state_was_read(reader)
+    cache.extend(lease)
+    decode_to(20)
+    assert kept() == [12, 20]
+    cache.release(reader)
+    cache.release(lease)
+    cache.check_integrity([])
+
+
+def test_logits_are_added_to_a_state_that_has_none():
+    cache = make_cache(num_blocks=20, exact_ends=True)
+    text = tokens(20)
+    lease = admit(cache, text[:6])
+    prefill(cache, lease, text[:6])
+    cache.state_was_read(lease)
+    lease.keys.tokens = lambda start, end: text[start:end]
+    cache.publish_blocks(lease, 8)
+    cache.keep_end(lease, 8, ANSWER_END)  # without logits
+    cache.release(lease)
+    before = cache.states.num_cached
+    prompt = text[:8]
+    assert run(cache, prompt) == 6
+    assert cache.states.num_cached == before
+    assert run(cache, prompt) == 8
+
+
+def test_a_decode_checkpoint_is_not_left_off_the_grid_or_after_a_reset():
+    cache = make_cache(exact_ends=True)
+    lease = admit(cache, tokens(6))
+    assert cache.reserve_decode_checkpoint(lease, 7) is None
+    cache.reset()
+    assert cache.reserve_decode_checkpoint(lease, 8) is None
+    cache.release(lease)
+    cache.check_integrity([])
 
 
 def test_evicting_a_block_drops_the_state_that_stands_on_it():
@@ -178,30 +434,59 @@ def test_checkpoints_without_a_slot_are_skipped_and_counted():
     assert others
 
 
-def test_requests_that_began_before_a_reset_publish_nothing():
-    cache = make_cache()
-    prompt = tokens(9)
-    lease = admit(cache, prompt)
-    checkpoints = cache.reserve_checkpoints(lease, 8)
-    waiting = admit(cache, tokens(9, 100))  # none of its checkpoints is reserved yet
-    cache.reset()
-    assert len(checkpoints) == 1 and cache.reserve_checkpoints(waiting, 9) == []
-    cache.release(waiting)
-    cache.publish_blocks(lease, 9, lambda start, end: prompt[start:end])
-    for checkpoint in checkpoints:
-        cache.publish_state(lease, checkpoint, at_end=False)
-    assert cache.kv.num_mapped == cache.states.num_cached == 0
-    cache.check_integrity([lease])
+def test_a_checkpoint_that_is_cached_already_is_not_captured_again():
+    cache = make_cache(exact_ends=True)
+    first, second = admit(cache, tokens(9)), admit(cache, tokens(9))
+    prefill(cache, first, tokens(9))
+    assert cache.reserve_checkpoints(second, 0, 9) == []
+    assert cache.is_cached(second, 8) and not cache.is_cached(second, 4)
+    cache.release(second)
+    cache.check_integrity([first])
+
+
+def test_each_step_reserves_what_it_passes_and_nothing_else():
+    cache = make_cache(num_blocks=20, cached_slots=10, exact_ends=True)
+    hints = CheckpointHints(checkpoints=(6, 9, 13))
+    lease = admit(cache, tokens(30), hints=hints)
+    expected = [[6], [9], [13], [], [28, 30]]
+    for (start, end), positions in zip(
+        [(0, 6), (6, 12), (12, 14), (14, 20), (20, 30)], expected, strict=True
+    ):
+        step = cache.reserve_checkpoints(lease, start, end)
+        assert [checkpoint.position for checkpoint in step] == positions
+        for checkpoint in step:
+            cache.discard_checkpoint(checkpoint)
+    assert lease.checkpoints == []
     cache.release(lease)
-    assert run(cache, prompt) == 0
+    cache.check_integrity([])
+
+
+def test_requests_that_began_before_a_reset_publish_nothing():
+    for exact_ends in (True, False):
+        cache = make_cache(exact_ends=exact_ends)
+        prompt = tokens(9)
+        lease = admit(cache, prompt)
+        checkpoints = cache.reserve_checkpoints(lease, 0, 8)
+        waiting = admit(cache, tokens(9, 100))  # none of its checkpoints is reserved yet
+        cache.reset()
+        assert len(checkpoints) == 1 and cache.reserve_checkpoints(waiting, 0, 9) == []
+        cache.release(waiting)
+        cache.publish_blocks(lease, 9)
+        for checkpoint in checkpoints:
+            cache.publish_state(lease, checkpoint, at_end=False)
+        cache.keep_end(lease, 9, ANSWER_END)
+        assert cache.kv.num_mapped == cache.states.num_cached == len(cache.kv.tails) == 0
+        cache.check_integrity([lease])
+        cache.release(lease)
+        assert run(cache, prompt) == 0
 
 
 def test_new_weights_hide_what_the_old_ones_computed():
     cache = make_cache()
-    keys = cache.keys_of(tokens(9))
+    before = keys_of(cache, tokens(9)).blocks
     run(cache, tokens(9))
     cache.set_epoch(1)
-    assert cache.keys_of(tokens(9)) != keys
+    assert cache.epoch == 1 and not set(keys_of(cache, tokens(9)).blocks) & set(before)
     assert run(cache, tokens(9)) == 0
     assert run(cache, tokens(9)) == 8
 
@@ -210,9 +495,9 @@ def test_a_state_that_two_requests_captured_counts_once():
     cache = make_cache()
     prompt = tokens(9)
     first, second = admit(cache, prompt), admit(cache, prompt)
-    prefill_together = [(lease, cache.reserve_checkpoints(lease, 9)) for lease in (first, second)]
-    for lease, checkpoints in prefill_together:
-        cache.publish_blocks(lease, 9, lambda start, end: prompt[start:end])
+    together = [(lease, cache.reserve_checkpoints(lease, 0, 9)) for lease in (first, second)]
+    for lease, checkpoints in together:
+        cache.publish_blocks(lease, 9)
         for checkpoint in checkpoints:
             cache.publish_state(lease, checkpoint, at_end=False)
     assert cache.checkpoints_published == {"last_aligned": 1}
@@ -220,16 +505,96 @@ def test_a_state_that_two_requests_captured_counts_once():
     cache.check_integrity([first, second])
 
 
+def test_what_is_held_is_not_evicted_and_given_back_unused():
+    for recurrent in (True, False):
+        cache = make_cache(num_blocks=4, exact_ends=True, recurrent=recurrent)
+        prompt = tokens(6)
+        lease = admit(cache, prompt)
+        prefill(cache, lease, prompt)
+        hold = cache.hold(lease, 6)
+        assert isinstance(hold, Hold) and len(hold.blocks) == 2
+        cache.release(lease)
+        cache.check_integrity([], [hold])
+        assert cache.kv.num_available == 2
+        other = cache.kv.allocate(2)
+        assert cache.match(keys_of(cache, prompt), 6).skip == 6
+        cache.kv.release(other)
+        hits = [state.hits for state in cache.states.cached()]
+        cache.unhold(hold)
+        assert [state.hits for state in cache.states.cached()] == hits
+        cache.check_integrity([])
+        assert cache.kv.num_available == 4
+
+
+def test_nothing_is_held_where_the_state_is_gone():
+    cache = make_cache(exact_ends=True)
+    lease = admit(cache, tokens(6))
+    prefill(cache, lease, tokens(6))
+    cache.state_was_read(lease)
+    assert cache.hold(lease, 5) is None
+    cache.release(lease)
+    cache.check_integrity([])
+
+
+def test_under_ref_zero_nothing_outlives_its_last_user():
+    cache = make_cache(exact_ends=True, policy="ref_zero")
+    prompt = tokens(9)
+    first = admit(cache, prompt)
+    prefill(cache, first, prompt)
+    second = admit(cache, prompt)
+    assert second.skip == 9
+    cache.state_was_read(first)
+    cache.release(first)
+    cache.check_integrity([second])
+    assert cache.match(keys_of(cache, prompt), 9).skip == 9
+    cache.release(second)
+    cache.check_integrity([])
+    assert cache.kv.num_free == 16 and cache.states.num_free == 6
+
+
+def test_a_model_without_attention_keeps_tails_without_blocks():
+    cache = make_cache(exact_ends=True, attention=False)
+    assert run(cache, tokens(6)) == 0
+    assert run(cache, tokens(6)) == 6
+    assert run(cache, tokens(9)) == 6
+    assert len(cache.kv.tails) == 2
+    cache.reset()
+    cache.check_integrity([])
+    assert run(cache, tokens(6)) == 0
+
+
+def test_a_model_without_recurrent_layers_keeps_kv_anywhere_and_logits_in_slots():
+    cache = make_cache(exact_ends=True, recurrent=False, cached_slots=2)
+    assert run(cache, tokens(6)) == 0
+    assert run(cache, tokens(6)) == 6
+    lease = admit(cache, tokens(9))
+    assert lease.skip == 6 and lease.copy is not None and not lease.pinned
+    cache.release(lease)
+    (state,) = cache.states.cached()
+    cache._forget(state)
+    cache.check_integrity([])
+    assert admit(cache, tokens(7)).skip == 6  # its KV needs no state
+
+
 def test_nothing_is_kept_when_the_budget_holds_no_state():
     cache = make_cache(cached_slots=0)
-    assert not cache.enabled and cache.keys_of(tokens(9)) == PromptKeys(root_key(0), [])
+    assert not cache.enabled and run(cache, tokens(9)) == run(cache, tokens(9)) == 0
+    assert cache.kv.num_mapped == 0
     assert slots_for_budget(0.5, 2**28) == 2
     assert slots_for_budget(0.5, 2**30) == slots_for_budget(0, 8) == slots_for_budget(-1, 8) == 0
 
 
-def test_the_eviction_queue_keeps_its_heap_linear_in_its_items():
-    queue = LeastRecentlyUsed()
-    for use in range(10_000):
-        queue.add(use % 10, use)
-    assert len(queue) == 10 and len(queue._heap) < 200
-    assert [queue.pop() for _ in range(11)] == [*range(10), None]
+@pytest.mark.parametrize("evicted", [True, False])
+def test_lost_tokens_are_told_apart_by_their_cause(evicted: bool):
+    cache = make_cache(cached_slots=2)
+    run(cache, tokens(13))  # leaves a state at 12
+    (state,) = cache.states.cached()
+    if evicted:
+        while cache.states.get(state.key) is not None:
+            cache.states.allocate()
+        for slot in [s for s in range(1, 5) if cache.states._owned[s]]:
+            cache.states.release(slot)
+    else:
+        cache._forget(state)
+    lease = admit(cache, tokens(13))
+    assert lease.lost_tokens == {"state_evicted" if evicted else "state_missing": 12}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
+from megatron_hybrid.cache.tail_index import Tail
 from megatron_hybrid.errors import KVBlocksExhausted
 
 
@@ -17,7 +20,7 @@ def publish_path(allocator: KVBlockAllocator, names: str) -> list[int]:
         mapped = allocator.kv_hash_to_block_id.get(key)
         if mapped is None:
             (block,) = allocator.allocate(1)
-            mapped = allocator.publish(block, key)
+            mapped = allocator.publish(block, key, blocks[-1] if blocks else 0)
         else:
             allocator.acquire([mapped])
         blocks.append(mapped)
@@ -153,9 +156,190 @@ def test_evictions_follow_a_brute_force_simulation(seed):
         allocator.acquire(held)
         new = allocator.allocate(len(missing))
         for name, block in zip(missing, new, strict=True):
-            allocator.publish(block, name.encode())
+            parent = allocator.kv_hash_to_block_id.get(name[:-1].encode(), 0)
+            allocator.publish(block, name.encode(), parent)
         allocator.release(held + new)
         for i in range(1, len(path) + 1):
             last_use[path[:i]] = now
         assert keys(allocator) == survivors | set(missing)
         allocator.check_integrity([])
+
+
+def test_a_block_with_a_tail_alone_is_free_when_the_tail_goes():
+    allocator = KVBlockAllocator(4)
+    (a,) = publish_path(allocator, "a")
+    (block,) = allocator.allocate(1)
+    for fill in (1, 2):
+        allocator.publish_tail(block, b"a" + b"." * fill, Tail(b"a", fill, block), a)
+    assert allocator.num_mapped == 2
+    allocator.drop_tail(b"a.")
+    allocator.release([a, block])
+    assert (allocator.num_free, allocator.num_cached) == (2, 2)
+    allocator.check_integrity([])
+    allocator.drop_tail(b"a..")
+    allocator.drop_tail(b"a..")
+    assert (allocator.num_free, allocator.num_cached) == (3, 1)
+    allocator.check_integrity([])
+
+
+def test_a_tails_block_is_evicted_before_the_block_that_it_continues():
+    evicted: list[bytes] = []
+    allocator = KVBlockAllocator(3, on_evict=evicted.append)
+    a, ab = publish_path(allocator, "ab")
+    (block,) = allocator.allocate(1)
+    allocator.publish_tail(block, b"ab.", Tail(b"ab", 1, block), ab)
+    allocator.publish_tail(block, b"ab..", Tail(b"ab", 2, block), ab)
+    allocator.release([a, ab, block])
+    allocator.allocate(1)
+    assert sorted(evicted) == [b"ab.", b"ab.."] and not len(allocator.tails)
+    allocator.allocate(2)
+    assert evicted[2:] == [b"ab", b"a"]
+
+
+def test_a_newcomers_tails_move_to_the_block_that_is_mapped_already():
+    allocator = KVBlockAllocator(4, needs_cover=True)
+    (first,) = publish_path(allocator, "a")
+    (twin,) = allocator.allocate(1)
+    allocator.publish_tail(twin, b".", Tail(b"", 1, twin), 0)
+    allocator.cover(twin)
+    assert allocator.publish(twin, b"a") == first
+    tail = allocator.tails.get(b".")
+    assert tail is not None and tail.block == first
+    allocator.check_cover([first])
+    allocator.release([first, first])
+    allocator.check_integrity([])
+    assert allocator.num_free == 3
+    allocator.drop_tail(b".")
+    assert allocator.num_free == 3 and keys(allocator) == {"a"}
+
+
+def test_without_idle_blocks_everything_goes_with_its_last_user():
+    evicted: list[bytes] = []
+    allocator = KVBlockAllocator(4, on_evict=evicted.append, keeps_idle=False)
+    first, second = publish_path(allocator, "ab"), publish_path(allocator, "abc")
+    allocator.publish_tail(second[2], b"ab.", Tail(b"ab", 1, second[2]), second[1])
+    allocator.release(second)
+    assert keys(allocator) == {"a", "ab"} and not len(allocator.tails)
+    allocator.release(first)
+    assert allocator.num_free == 4 and sorted(evicted) == [b"a", b"ab", b"ab.", b"abc"]
+    allocator.check_integrity([])
+
+
+class NaiveBlocks:
+    """What the allocator should hold: paths of letters, one a block, looked at from end to end."""
+
+    def __init__(self) -> None:
+        self.mapped: set[str] = set()
+        self.references: Counter[str] = Counter()
+        self.states: Counter[str] = Counter()  # of paths, their tails' included
+        self.stamp: dict[str, int] = {}  # when an idle block got to the end of its queue
+        self.now = 0
+
+    def is_covered(self, path: str) -> bool:
+        return any(n and other.startswith(path) for other, n in self.states.items())
+
+    def touch(self, path: str) -> None:
+        self.now += 1
+        self.stamp[path] = self.now
+
+    def release(self, path: str) -> None:
+        for end in range(len(path), 0, -1):
+            self.references[path[:end]] -= 1
+            if not self.references[path[:end]]:
+                self.touch(path[:end])
+
+    def change_states(self, path: str, change: int) -> None:
+        before = [self.is_covered(path[:end]) for end in range(1, len(path) + 1)]
+        self.states[path] += change
+        for end in range(len(path), 0, -1):
+            part = path[:end]
+            if before[end - 1] != self.is_covered(part) and not self.references[part]:
+                self.touch(part)
+
+    def next_evicted(self) -> str:
+        idle = [path for path in self.mapped if not self.references[path]]
+        return min(idle, key=lambda path: (self.is_covered(path), self.stamp[path]))
+
+    def evict(self) -> str:
+        path = self.next_evicted()
+        self.mapped.remove(path)
+        while self.states[path]:
+            self.change_states(path, -1)
+        return path
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sharing_covering_and_evicting_agree_with_a_plain_model(seed):
+    rng = np.random.default_rng(seed)
+    size, naive = 14, NaiveBlocks()
+    evicted: list[bytes] = []
+    allocator = KVBlockAllocator(size, on_evict=evicted.append, needs_cover=True)
+    held: list[tuple[str, list[int]]] = []
+    tails: dict[bytes, str] = {}  # tail -> the path of the block that holds it
+
+    def evict_for(count: int) -> None:
+        while size - len(naive.mapped) < count:
+            path = naive.evict()
+            assert naive.references[path] == 0
+            assert not any(p != path and p.startswith(path) for p in naive.mapped), "no leaf"
+            for tail in [t for t, owner in tails.items() if owner == path]:
+                del tails[tail]
+
+    for turn in range(1200):
+        action = rng.random()
+        if action < 0.45:
+            path = "".join(rng.choice(list("abc"), size=int(rng.integers(1, 6))))
+            parts = [path[: i + 1] for i in range(len(path))]
+            missing = [part for part in parts if part not in naive.mapped]
+            found = [allocator.kv_hash_to_block_id[p.encode()] for p in parts if p in naive.mapped]
+            idle = [p for p in naive.mapped if not naive.references[p]]
+            room = size - len(naive.mapped) + len([p for p in idle if p not in parts])
+            if len(missing) > room:
+                continue
+            for part in parts:
+                naive.references[part] += 1
+            allocator.acquire(found)
+            evict_for(len(missing))
+            blocks = found + allocator.allocate(len(missing))
+            naive.mapped |= set(missing)
+            for i in range(len(found), len(parts)):
+                parent = blocks[i - 1] if i else 0
+                assert allocator.publish(blocks[i], parts[i].encode(), parent) == blocks[i]
+            held.append((path, blocks))
+        elif action < 0.65 and held:
+            path, blocks = held.pop(int(rng.integers(len(held))))
+            allocator.release(blocks)
+            naive.release(path)
+        elif action < 0.8 and held:  # a state, at a block's end or inside it
+            path, blocks = held[int(rng.integers(len(held)))]
+            if rng.random() < 0.5:
+                tail = f"{path}.{turn}".encode()
+                parent = path[:-1].encode()
+                allocator.publish_tail(
+                    blocks[-1], tail, Tail(parent, turn, blocks[-1]), ([0] + blocks)[-2]
+                )
+                tails[tail] = path
+            allocator.cover(blocks[-1])
+            naive.change_states(path, 1)
+        elif action < 0.95:
+            with_states = sorted(path for path, n in naive.states.items() if n)
+            if with_states:
+                path = str(rng.choice(with_states))
+                block = allocator.kv_hash_to_block_id[path.encode()]
+                mine = [tail for tail, owner in tails.items() if owner == path]
+                allocator.uncover(block)
+                naive.change_states(path, -1)
+                if mine and naive.states[path] < len(mine):
+                    allocator.drop_tail(mine[0])
+                    del tails[mine[0]]
+        elif any(not naive.references[path] for path in naive.mapped):
+            before = len(naive.mapped)
+            evict_for(size - before + 1)
+            allocator.evict()
+        assert keys(allocator) == naive.mapped
+        assert {key for key, _ in allocator.tails.items()} == set(tails)
+        allocator.check_integrity([blocks for _, blocks in held])
+        allocator.check_cover(
+            allocator.kv_hash_to_block_id[path.encode()] for path in naive.states.elements()
+        )
+    assert evicted and allocator.evictions > 50

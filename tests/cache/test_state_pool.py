@@ -6,13 +6,30 @@ import random
 
 import pytest
 
+from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.free_slots import FreeSlots
-from megatron_hybrid.cache.state_pool import Checkpoint, StatePool
+from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.errors import StatePoolExhausted
 
 
-def cached(pool: StatePool, name: str) -> int:
-    return pool.publish(pool.allocate(), Checkpoint(name.encode(), 4, "last_aligned"))
+def make_pool(num_slots: int, evicted: list[str] | None = None) -> StatePool:
+    """A pool that evicts by age; `evicted` gets the names."""
+    return StatePool(
+        num_slots,
+        on_evict=lambda state: None if evicted is None else evicted.append(state.key.decode()),
+        queue=EvictionQueue(LeastRecentlyUsed()),
+    )
+
+
+def new_state(
+    name: str, kind: str = "last_aligned", has_logits: bool = False, position: int = 4
+) -> CachedState:
+    return CachedState(name.encode(), position, kind, has_logits=has_logits)
+
+
+def cached(pool: StatePool, name: str, **options) -> int:  # type: ignore[no-untyped-def]
+    return pool.publish(pool.allocate(), new_state(name, **options)).slot
 
 
 def names(pool: StatePool) -> set[str]:
@@ -20,7 +37,7 @@ def names(pool: StatePool) -> set[str]:
 
 
 def test_exhaustion_is_an_error_without_effect():
-    pool = StatePool(2)
+    pool = make_pool(2)
     first, second = pool.allocate(), pool.allocate()
     assert {first, second} == {1, 2}
     with pytest.raises(StatePoolExhausted, match="All 2 state slots"):
@@ -31,23 +48,23 @@ def test_exhaustion_is_an_error_without_effect():
 
 
 def test_the_null_slot_is_never_handed_out():
-    pool = StatePool(3)
+    pool = make_pool(3)
     assert 0 not in [pool.allocate() for _ in range(3)]
 
 
 def test_the_least_recently_read_state_is_evicted_first():
-    evicted: list[bytes] = []
-    pool = StatePool(3, on_evict=evicted.append)
+    evicted: list[str] = []
+    pool = make_pool(3, evicted)
     a, _, _ = cached(pool, "a"), cached(pool, "b"), cached(pool, "c")
     pool.pin(a)
     pool.unpin(a, used=True)
     pool.allocate()
     pool.allocate()
-    assert evicted == [b"b", b"c"] and names(pool) == {"a"}
+    assert evicted == ["b", "c"] and names(pool) == {"a"} and pool.evictions == 2
 
 
 def test_a_pin_that_is_taken_back_unused_leaves_the_order_alone():
-    pool = StatePool(2)
+    pool = make_pool(2)
     a, _ = cached(pool, "a"), cached(pool, "b")
     pool.pin(a)
     pool.unpin(a, used=False)
@@ -56,7 +73,7 @@ def test_a_pin_that_is_taken_back_unused_leaves_the_order_alone():
 
 
 def test_a_pinned_state_is_not_evicted():
-    pool = StatePool(2)
+    pool = make_pool(2)
     a, _ = cached(pool, "a"), cached(pool, "b")
     pool.pin(a)
     pool.allocate()
@@ -66,7 +83,7 @@ def test_a_pinned_state_is_not_evicted():
 
 
 def test_a_state_dropped_while_pinned_is_free_after_the_last_pin():
-    pool = StatePool(1)
+    pool = make_pool(1)
     a = cached(pool, "a")
     pool.pin(a)
     pool.pin(a)
@@ -79,15 +96,55 @@ def test_a_state_dropped_while_pinned_is_free_after_the_last_pin():
 
 
 def test_a_duplicate_state_frees_its_own_slot():
-    pool = StatePool(3)
+    pool = make_pool(3)
     a = cached(pool, "a")
     assert cached(pool, "a") == a
     assert pool.num_free == 2 and pool.num_cached == 1
     pool.check_integrity(owned=[], pinned=[])
 
 
+def test_a_duplicate_with_logits_takes_the_place_of_one_without():
+    pool = make_pool(3)
+    old = cached(pool, "a")
+    state = pool.get(b"a")
+    new = cached(pool, "a", has_logits=True)
+    assert new != old and pool.get(b"a") is state
+    assert state is not None and state.has_logits and state.slot == new
+    assert pool.num_free == 2
+    pool.check_integrity(owned=[], pinned=[])
+    assert cached(pool, "a") == new, "a third one adds nothing"
+    assert cached(pool, "a", has_logits=True) == new
+    pool.check_integrity(owned=[], pinned=[])
+
+
+def test_a_slot_that_is_being_read_outlives_the_move_of_its_state():
+    pool = make_pool(4)
+    old = cached(pool, "a")
+    pool.pin(old)
+    new = cached(pool, "a", has_logits=True)
+    pool.check_integrity(owned=[], pinned=[old])
+    assert pool.num_free == 2 and pool.state_in(old) is None
+    pool.pin(new)
+    pool.unpin(old, used=True)
+    assert pool.num_free == 3
+    pool.unpin(new, used=True)
+    pool.check_integrity(owned=[], pinned=[])
+
+
+def test_what_may_not_evict_takes_free_slots_alone():
+    pool = make_pool(2)
+    cached(pool, "a")
+    assert pool.allocate(for_checkpoint=True, evicts=False)
+    with pytest.raises(StatePoolExhausted):
+        pool.allocate(for_checkpoint=True, evicts=False)
+    assert names(pool) == {"a"} and pool.evictions == 0
+    pool.check_integrity()
+    pool.allocate(for_checkpoint=True)
+    assert names(pool) == set() and pool.evictions == 1
+
+
 def test_clearing_keeps_owned_slots():
-    pool = StatePool(3)
+    pool = make_pool(3)
     live = pool.allocate()
     cached(pool, "a")
     pool.clear()
@@ -95,13 +152,87 @@ def test_clearing_keeps_owned_slots():
     pool.check_integrity(owned=[live], pinned=[])
 
 
+def test_a_state_that_loses_its_ancestor_is_worth_more_from_then_on():
+    pool = make_pool(4)
+    root = pool.publish(pool.allocate(), new_state("a", position=8))
+    leaf = CachedState(b"b", 20, "fork", root)
+    pool.publish(pool.allocate(), leaf)
+    assert (leaf.replay_tokens, root.children) == (12, 1)
+    pool.drop(b"a")
+    assert leaf.replay_tokens == 20
+    pool.check_integrity(owned=[], pinned=[])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_calls_agrees_with_a_plain_model(seed: int):
+    """The model: names by age; who is pinned; who owns how many slots."""
+    rng = random.Random(seed)
+    evicted: list[str] = []
+    size = rng.randrange(1, 9)
+    pool = make_pool(size, evicted)
+    age: dict[str, int] = {}  # of cached states: the time of their last use
+    owned: list[int] = []
+    pins: list[tuple[int, str]] = []
+
+    for now in range(1, 1500):
+        action = rng.random()
+        pinned = {slot for slot, _ in pins}
+        if action < 0.4:
+            idle = [n for n in age if pool.mamba_hash_to_slot_id[n.encode()] not in pinned]
+            busy = len(owned) + len(pinned)
+            free = size - busy - len(idle)
+            wanted = {"for_checkpoint": rng.random() < 0.5, "evicts": rng.random() < 0.7}
+            if not free and not (idle and wanted["evicts"]):
+                with pytest.raises(StatePoolExhausted):
+                    pool.allocate(**wanted)
+            else:
+                owned.append(pool.allocate(**wanted))
+                if not free:
+                    victim = min(idle, key=lambda name: age[name])
+                    assert evicted[-1] == victim
+                    del age[victim]
+        elif action < 0.65 and owned:
+            slot = owned.pop(rng.randrange(len(owned)))
+            name = f"s{rng.randrange(12)}"
+            known = name in age
+            state = new_state(name, rng.choice(["fork", "interval"]), rng.random() < 0.5)
+            assert pool.publish(slot, state) is pool.get(name.encode())
+            if not known:
+                age[name] = now
+        elif action < 0.75 and owned:
+            pool.release(owned.pop(rng.randrange(len(owned))))
+        elif action < 0.85 and age:
+            name = rng.choice(sorted(age))
+            slot = pool.mamba_hash_to_slot_id[name.encode()]
+            pool.pin(slot)
+            pins.append((slot, name))
+        elif action < 0.95 and pins:
+            slot, _ = pins.pop(rng.randrange(len(pins)))
+            used, state_there = rng.random() < 0.7, pool.state_in(slot)
+            pool.unpin(slot, used=used)
+            if used and state_there is not None:
+                age[state_there.key.decode()] = now
+        elif action < 0.98 and age:
+            name = rng.choice(sorted(age))
+            assert pool.drop(name.encode()) is not None
+            del age[name]
+        elif action > 0.999:
+            pool.clear()
+            age.clear()
+        assert names(pool) == set(age)
+        pool.check_integrity(owned=owned, pinned=[slot for slot, _ in pins])
+        busy = len(owned) + len({slot for slot, _ in pins})
+        assert pool.num_free + pool.num_evictable == size - busy
+
+
 def test_live_slots_are_low_and_checkpoints_high_whatever_happened_before():
-    pool = StatePool(8)
+    pool = make_pool(8)
     held = [pool.allocate() for _ in range(4)] + [pool.allocate(for_checkpoint=True)]
     assert held == [1, 2, 3, 4, 8]
     for slot in (3, 1, 8):
         pool.release(slot)
-    assert [pool.allocate(), pool.allocate(for_checkpoint=True), pool.allocate()] == [1, 8, 3]
+    again = [pool.allocate(), pool.allocate(for_checkpoint=True), pool.allocate()]
+    assert again == [1, 8, 3]
 
 
 def test_free_slots_are_the_lowest_and_highest_of_a_set():

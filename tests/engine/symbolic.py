@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import StepPlan, StepResult
@@ -45,6 +47,7 @@ class SymbolicRunner:
         self._context = context
         self._kv: dict[int, int] = {}
         self._states: dict[int, int] = {0: EMPTY}
+        self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
         self.fail_next = False
         self.plans: list[StepPlan] = []
         self.wrong: AssertionError | None = None
@@ -66,6 +69,8 @@ class SymbolicRunner:
         writes: list[tuple[int, int]] = []  # of states: all reads come first
         tokens: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        kept_logits = dict(self._logits)  # what is read was stored by an earlier step
+        self._copy_blocks(plan)
         for row in plan.decode_rows.tolist():
             request = context.requests[row]
             assert request is not None
@@ -91,10 +96,20 @@ class SymbolicRunner:
             )
             if chunk.samples:
                 tokens.append(token)
+                if chunk.logits_slot:
+                    self._logits[chunk.logits_slot] = prefix_hashes(history.tolist())[-1]
+            else:
+                assert not chunk.logits_slot, "there are no logits to keep"
             if chunk.logprob_targets is not None:
                 prompt_logprobs[chunk.row] = [
                     TokenLogprob(int(t), -1.0) for t in chunk.logprob_targets
                 ]
+        for resumed in plan.resumed:
+            history = resumed.owner.tokens(0, resumed.owner.num_tokens)
+            expected = prefix_hashes(history.tolist())[-1]
+            assert kept_logits.get(resumed.logits_slot) == expected, "wrong logits"
+            self._check_kv(resumed.row, history)
+            tokens.append(expected % VOCAB)
         slots = [slot for slot, _ in writes]
         assert 0 not in slots or not context.geometry.has_recurrent, "the null slot is written"
         assert len(set(slots)) == len(slots) or not context.geometry.has_recurrent
@@ -121,6 +136,7 @@ class SymbolicRunner:
                 if position >= max(start, write_from):
                     # what others can find is never written again
                     assert not self._is_mapped(int(table[position // size]))
+                    assert not self._in_tail(int(table[position // size]), position)
                     self._kv[place] = hashes[position + 1]
                 assert self._kv.get(place) == hashes[position + 1], f"wrong KV at {position}"
         if geometry.has_recurrent:
@@ -131,8 +147,31 @@ class SymbolicRunner:
                 writes.append((slot, hashes[position]))
         return hashes[end] % VOCAB
 
+    def _check_kv(self, row: int, history: np.ndarray) -> None:
+        if self._context.geometry.has_attention:
+            size, table = self._context.geometry.block_size, self._context.rows.block_table[row]
+            for position, expected in enumerate(prefix_hashes(history.tolist())[1:]):
+                place = int(table[position // size]) * size + position % size
+                assert self._kv.get(place) == expected, f"wrong KV at {position}"
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        size = self._context.geometry.block_size
+        before = dict(self._kv)
+        destinations = [copy.destination for copy in plan.copies]
+        assert len(set(destinations)) == len(destinations)
+        assert not set(destinations) & {copy.source for copy in plan.copies}
+        for copy in plan.copies:
+            assert 0 < copy.num_tokens < size and copy.source and copy.destination
+            for i in range(copy.num_tokens):
+                self._kv[copy.destination * size + i] = before[copy.source * size + i]
+
     def _is_mapped(self, block: int) -> bool:
         return block in self._context.kv_hash_to_block_id.values()
+
+    def _in_tail(self, block: int, position: int) -> bool:
+        tails = self._context.cache.kv.tails.items()
+        size = self._context.geometry.block_size
+        return any(tail.block == block and position % size < tail.fill for _, tail in tails)
 
 
 class CheckedEngine(DynamicInferenceEngine):
@@ -159,21 +198,25 @@ def make_engine(
     prefix_caching: bool = True,
     mode: str = "extract",
     eos: tuple[int, ...] = (),
+    exact_ends: bool = False,
+    interval: int = 0,
+    policy: str = "replay_cost",
 ) -> DynamicInferenceEngine:
     geometry = CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk if recurrent else 1,
         num_blocks=num_blocks if attention else 0,
         max_requests=max_requests,
-        num_cached_slots=cached_slots if recurrent else 0,
+        num_cached_slots=cached_slots,
         bytes_per_block=1 if attention else 0,
         bytes_per_state=1 if recurrent else 0,
     )
+    placement = CheckpointPlacement(geometry, exact_ends=exact_ends, interval=interval)
     context = DynamicInferenceContext(
         geometry,
         max_tokens=max_tokens,
         max_seq_length=max_seq_length,
-        prefix_caching=prefix_caching,
+        cache=HybridCache(geometry, enabled=prefix_caching, policy=policy, checkpoints=placement),
     )
     return CheckedEngine(
         context,

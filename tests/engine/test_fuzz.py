@@ -1,100 +1,251 @@
-"""Long random runs over small pools: more sharing, eviction and waiting than hypothesis makes."""
+"""Long random runs over small pools: more sharing, eviction and preemption than hypothesis makes."""
 
 from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from tests.engine.symbolic import SymbolicRunner, expected_answer, make_engine, random_tokens
 
+ROOT = Path(__file__).parents[2]
+Answer = tuple[str, int]  # request id and index
+SCOPES = [("", ""), ("s", ""), ("", "a")]  # salt and adapter
+
+
+class Crowd:
+    """One engine, and everything that was asked of it and came out of it."""
+
+    def __init__(
+        self, seed: int, steps: int = 300, long_answers: float = 0.3, **fixed: object
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.long_answers = long_answers  # share of requests that ask for one
+        self.preempted_by_hand = 0
+        rng = self.rng
+        options: dict[str, object] = {
+            "kernel_chunk": int(rng.choice([2, 4, 8])),
+            "num_blocks": int(rng.integers(32, 80)),
+            "max_requests": int(rng.integers(1, 6)),
+            "cached_slots": int(rng.integers(1, 9)),
+            "max_tokens": int(rng.choice([6, 9, 24, 64])),
+            "attention": seed % 5 != 4,
+            "recurrent": seed % 5 != 3,
+            "mode": str(rng.choice(["extract", "break"])),
+            "exact_ends": bool(rng.random() < 0.7),
+            "interval": int(rng.choice([0, 8, 24])),
+            "policy": str(rng.choice(["replay_cost", "lru", "ref_zero"])),
+        }
+        self.engine = make_engine(**(options | fixed))  # type: ignore[arg-type]
+        assert isinstance(self.engine.runner, SymbolicRunner)
+        self.runner = self.engine.runner
+        self.bases = [random_tokens(seed * 10 + i, 100) for i in range(3)]
+        self.prompts: dict[Answer, list[int]] = {}
+        self.outputs: dict[Answer, list[int]] = {}
+        self.ended: dict[Answer, RequestEvent] = {}
+        for _ in range(steps):
+            self.act()
+            self.step()
+            for key in list(self.prompts)[-6:]:
+                check_that_no_block_is_an_orphan(self.engine, self.prompts[key] + self.outputs[key])
+        self.runner.fail_next = False
+        while self.engine.has_work():
+            self.step()
+
+    def act(self) -> None:
+        rng, open_answers = self.rng, sorted(self.prompts.keys() - self.ended.keys())
+        action = rng.random()
+        if action < 0.4 and len(open_answers) < 10:
+            self.submit()
+        elif action < 0.43 and open_answers:
+            name, index = open_answers[int(rng.integers(len(open_answers)))]
+            self.engine.abort(name, index if rng.random() < 0.5 else None)
+        elif action < 0.45:
+            self.runner.fail_next = True
+        elif action < 0.455:
+            self.engine.reset()
+        elif action < 0.47 and (running := list(self.engine.context.running())):
+            self.engine.scheduler._preempt(running[int(rng.integers(len(running)))])
+            self.preempted_by_hand += 1
+
+    def submit(self) -> None:
+        rng, name = self.rng, f"r{len(self.prompts)}"
+        ended = sorted(self.ended)
+        if ended and rng.random() < 0.4:
+            former = ended[int(rng.integers(len(ended)))]
+            prompt = (self.prompts[former] + self.outputs[former])[: int(rng.integers(1, 105))]
+            if rng.random() < 0.7:  # else the same once more, or a part of it
+                prompt = prompt + [int(rng.integers(0, 97))]
+        else:
+            prompt = self.bases[int(rng.integers(0, 3))][: int(rng.integers(1, 100))]
+            prompt = prompt + rng.integers(0, 97, int(rng.integers(0, 9))).tolist()
+        n = int(rng.choice([1, 1, 1, 2, 3]))
+        for index in range(n):
+            self.prompts[name, index], self.outputs[name, index] = prompt, []
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=(
+                int(rng.integers(1, 128 - len(prompt))) if rng.random() < self.long_answers else 4
+            ),
+            ignore_eos=True,
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            n=n,
+        )
+        salt, adapter = SCOPES[int(rng.choice([0, 0, 0, 1, 2]))]
+        self.engine.add_request(
+            name,
+            prompt,
+            params,
+            cache_salt=salt,
+            adapter=adapter,
+            priority=int(rng.choice([0, 0, -1, 3])),
+            cache_checkpoints=sorted(rng.integers(1, len(prompt) + 1, 2).tolist()),
+            message_ends=sorted(rng.integers(1, len(prompt) + 1, 3).tolist()),
+        )
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            key = event.request_id, event.index
+            self.outputs[key] += event.token_ids
+            assert key not in self.ended, "an event after the last one"
+            assert 0 <= event.cached_tokens <= len(self.prompts[key])
+            if event.finish_reason is not None:
+                self.ended[key] = event
+                assert event.finish_reason in set(FinishReason)
+        self.engine.check_integrity()
+
+    def check(self) -> None:
+        """Every answer is right and complete, and nothing leaked."""
+        assert self.ended.keys() == self.prompts.keys(), "a request never ended"
+        for key, output in self.outputs.items():
+            assert output == expected_answer(self.prompts[key], len(output)), key
+        for key, event in self.ended.items():
+            if event.finish_reason is FinishReason.LENGTH:
+                counters = event.counters or {}
+                computed = counters.get("computed_tokens", 0)
+                assert computed + event.cached_tokens == len(self.prompts[key])
+        use = self.engine.context.cache.occupancy()
+        assert use.kv_used == use.state_used == 0
+        assert not list(self.engine.scheduler.holds)
+        # everything can be allocated again
+        cache = self.engine.context.cache
+        assert len(cache.kv.allocate(use.kv_blocks)) == use.kv_blocks
+        slots = [cache.states.allocate() for _ in range(use.state_slots)]
+        assert len(set(slots)) == use.state_slots
+        assert not cache.kv.kv_hash_to_block_id and not cache.states.mamba_hash_to_slot_id
+
+    def decisions(self) -> str:
+        """A digest of every step that was planned."""
+        digest = hashlib.sha256()
+        for plan in self.runner.plans:
+            digest.update(repr(_decided(plan)).encode())
+        return digest.hexdigest()
+
+
+def _decided(plan: StepPlan) -> tuple[object, ...]:
+    return (
+        plan.step,
+        plan.decode_rows.tolist(),
+        [
+            (c.row, c.start, c.end, c.write_from, c.read_slot, c.write_slot, c.checkpoints,
+             c.logits_slot, c.tokens.tolist())
+            for c in plan.prefills
+        ],
+        [(resumed.row, resumed.logits_slot) for resumed in plan.resumed],
+        [tuple(copy) for copy in plan.copies],
+    )  # fmt: skip
+
+
+def check_that_no_block_is_an_orphan(engine: DynamicInferenceEngine, tokens: list[int]) -> None:
+    cache = engine.context.cache
+    array = np.asarray(tokens, dtype=np.int32)
+    for salt, adapter in SCOPES:
+        keys = SequenceKeys(cache.root(salt, adapter), 4, lambda start, end: array[start:end])
+        keys.extend_to(len(array))
+        mapped = [key in cache.kv.kv_hash_to_block_id for key in keys.blocks]
+        assert mapped == sorted(mapped, reverse=True)
+        for count in range(len(keys.blocks) + 1):
+            if cache.kv.tails.fills(keys.of_block(count)) and engine.context.geometry.has_attention:
+                assert all(mapped[:count]), "a tail without the blocks before it"
+
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_crowded_engine_answers_every_request_right_and_leaks_nothing(seed):
-    rng = np.random.default_rng(seed)
-    engine = make_engine(
-        kernel_chunk=int(rng.choice([2, 4, 8])),
-        num_blocks=int(rng.integers(32, 80)),
-        max_requests=int(rng.integers(1, 6)),
-        cached_slots=int(rng.integers(1, 8)),
-        max_tokens=int(rng.choice([6, 9, 24, 64])),
-        attention=seed % 5 != 4,
-        recurrent=seed % 5 != 3,
-        mode=str(rng.choice(["extract", "break"])),
+def test_a_crowded_engine_answers_every_request_right_and_leaks_nothing(seed: int):
+    crowd = Crowd(seed)
+    skipped = crowd.engine.stats()["skipped_tokens"]
+    crowd.check()
+    assert skipped > 0
+
+
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_an_engine_short_of_everything_answers_every_request_right(seed: int):
+    """The pool holds one request of the longest sort; the rest lives by preemption."""
+    crowd = Crowd(
+        seed,
+        steps=400,
+        long_answers=0.7,
+        num_blocks=32,
+        max_requests=6,
+        max_tokens=40,
+        cached_slots=int(seed % 3) + 1,
+        attention=True,
+        policy="lru" if seed % 2 else "replay_cost",
     )
-    runner = engine.runner
-    assert isinstance(runner, SymbolicRunner)
-    bases = [random_tokens(seed * 10 + i, 100) for i in range(3)]
-    prompts: dict[str, list[int]] = {}
-    outputs: dict[str, list[int]] = {}
-    ended: dict[str, RequestEvent] = {}
-    for _ in range(400):
-        action = rng.random()
-        if action < 0.4 and len(prompts) - len(ended) < 8:
-            name = f"r{len(prompts)}"
-            if ended and rng.random() < 0.4:
-                former = str(rng.choice(sorted(ended)))
-                prompt = (prompts[former] + outputs[former])[: int(rng.integers(1, 110))]
-                prompt = prompt + [int(rng.integers(0, 97))]
-            else:
-                base = bases[int(rng.integers(0, 3))]
-                prompt = base[: int(rng.integers(1, 100))]
-                prompt = prompt + rng.integers(0, 97, int(rng.integers(0, 9))).tolist()
-            prompts[name], outputs[name] = prompt, []
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=int(rng.integers(1, 16)),
-                ignore_eos=True,
-                prompt_logprobs=0 if rng.random() < 0.1 else None,
-            )
-            engine.add_request(name, prompt, params, cache_salt=str(rng.choice(["", "", "", "s"])))
-        elif action < 0.43 and len(prompts) > len(ended):
-            engine.abort(str(rng.choice(sorted(prompts.keys() - ended.keys()))))
-        elif action < 0.45:
-            runner.fail_next = True
-        elif action < 0.46:
-            engine.reset()
-        _step(engine, outputs, ended)
-        for name in list(prompts)[-6:]:
-            _check_that_no_block_is_an_orphan(engine, prompts[name] + outputs[name])
-    while engine.has_work():
-        _step(engine, outputs, ended)
-    assert ended.keys() == prompts.keys()
-    for name, output in outputs.items():
-        assert output == expected_answer(prompts[name], len(output)), name
-    use = engine.context.cache.occupancy()
-    assert use.kv_used == use.state_used == 0
-    assert engine.stats()["skipped_tokens"] > 0
+    stats = crowd.engine.stats()
+    crowd.check()
+    assert stats["preemptions"] > 1 + crowd.preempted_by_hand
+    assert stats["kv_evictions"] > 20
+    if crowd.engine.context.geometry.has_recurrent:
+        assert stats["state_evictions"] > 20
 
 
-def _check_that_no_block_is_an_orphan(engine, tokens):  # type: ignore[no-untyped-def]
-    cache = engine.context.cache
-    for salt in ("", "s"):
-        keys = cache.keys_of(np.asarray(tokens, dtype=np.int32), salt).blocks
-        mapped = [key in cache.kv.kv_hash_to_block_id for key in keys]
-        assert mapped == sorted(mapped, reverse=True)
+def test_the_same_stream_of_events_gives_the_same_decisions():
+    """Every rank of a model-parallel group decides alike, whatever its process hashes strings to."""
+    code = (
+        "from tests.engine.test_fuzz import Crowd\n"
+        "print([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 3, 4)])"
+    )
+    mine = str([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 3, 4)])
+    for hash_seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.strip() == mine
 
 
-def _step(engine, outputs, ended):  # type: ignore[no-untyped-def]
-    for event in engine.step():
-        outputs[event.request_id] += event.token_ids
-        assert event.request_id not in ended
-        if event.finish_reason is not None:
-            ended[event.request_id] = event
-            assert event.finish_reason in set(FinishReason)
-    engine.check_integrity()
-
-
+@pytest.mark.parametrize("exact_ends", [True, False])
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
-def test_another_salt_never_finds_what_was_computed(kind):
-    engine = make_engine(attention=kind != "recurrent", recurrent=kind != "attention")
-    prompt = random_tokens(7, 60)
+@pytest.mark.parametrize("what", ["salt", "adapter", "epoch"])
+def test_another_salt_adapter_or_epoch_never_finds_what_was_computed(
+    kind: str, exact_ends: bool, what: str
+):
+    engine = make_engine(
+        attention=kind != "recurrent", recurrent=kind != "attention", exact_ends=exact_ends
+    )
+    prompt = random_tokens(7, 62)
     params = SamplingParams(temperature=0.0, max_tokens=2)
+    scopes = ["", "a", "b", "a", ""]
     cached = []
-    for i, salt in enumerate(["", "a", "b", "a", ""]):
-        engine.add_request(f"r{i}", prompt, params, cache_salt=salt)
+    for i, scope in enumerate(scopes):
+        salt, adapter = (scope if what == name else "" for name in ("salt", "adapter"))
+        if what == "epoch":  # without what set_epoch throws away
+            engine.context.cache._epoch = len(scope) and ord(scope)
+        engine.add_request(f"r{i}", prompt, params, cache_salt=salt, adapter=adapter)
         while engine.has_work():
             for event in engine.step():
                 last = event
-        cached.append(last.cached_tokens > 0)
-    assert cached == [False, False, False, True, True]
+        cached.append(last.cached_tokens)
+    again = 62 if exact_ends else 60
+    assert cached == [0, 0, 0, again, again]

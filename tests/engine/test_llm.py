@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -94,6 +95,28 @@ def test_sampling_with_a_seed_is_the_same_alone_and_in_a_batch(llm: LLM):
     assert llm.generate([9, 8, 7], other_seed)[0].token_ids != alone
 
 
+def test_choices_differ_and_the_first_is_that_of_a_single_one(llm: LLM):
+    params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=42)
+    alone = llm.generate([9, 8, 7], params)[0]
+    several = dataclasses.replace(params, n=4)
+    (output,) = llm.generate([9, 8, 7], several, progress=False)
+    answers = [tuple(choice.token_ids) for choice in output.choices]
+    assert len(answers) == len(set(answers)) == 4
+    assert output.token_ids == alone.token_ids
+    others = llm.generate([[1, 2], [9, 8, 7]], several, progress=False)[1].choices
+    assert [tuple(choice.token_ids) for choice in others] == answers
+    assert llm.engine.context.rows.num_free == 8
+
+
+def test_choices_share_one_prefill(folder: str):
+    llm = LLM(folder, **SMALL)
+    prompt = list(range(1, 90))
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=4, n=6), progress=False)
+    assert len(output.choices) == 6
+    assert llm.stats()["computed_tokens"] == len(prompt)
+    assert output.cached_tokens == 0
+
+
 def test_requests_without_a_seed_differ_but_a_rerun_repeats_them(folder: str):
     params = SamplingParams(temperature=1.0, max_tokens=12)
     runs = []
@@ -104,7 +127,7 @@ def test_requests_without_a_seed_differ_but_a_rerun_repeats_them(folder: str):
 
 
 def test_the_budget_for_states_decides_the_number_of_slots(folder: str, llm: LLM):
-    size = llm.engine.context.geometry.bytes_per_state
+    size = llm.engine.context.geometry.bytes_per_slot
     for slots in (1, 3):
         made = LLM(
             folder, inference_dynamic_batching_prefix_caching_mamba_gb=slots * size / GIB, **SMALL

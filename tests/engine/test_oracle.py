@@ -3,6 +3,7 @@ prompts of every length modulo the grid, in every way that a prompt can be compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.execution.random_streams import stream_seed
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 GRID = 16
@@ -20,10 +22,16 @@ TOLERANCE = 2e-3
 OPTIONS = {
     "inference_dynamic_batching_block_size": GRID,
     "inference_dynamic_batching_buffer_size_gb": 0.02,
-    "inference_dynamic_batching_max_requests": 20,
-    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.01,
+    "inference_dynamic_batching_max_requests": 40,
+    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.02,
 }
+EXACT_ENDS = "inference_dynamic_batching_prefix_caching_exact_ends"
+INTERVAL = "inference_dynamic_batching_prefix_caching_checkpoint_interval"
+POLICY = "inference_dynamic_batching_prefix_caching_eviction_policy"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=3)
+MODES = pytest.mark.parametrize("mode", ["extract", "break"])
+
+Prompt = list[int]
 
 
 @dataclass
@@ -32,14 +40,28 @@ class Oracle:
 
     folder: Path
     model: PreTrainedModel
-    prompts: list[list[int]]
+    has_recurrent: bool
+    text: Prompt  # random
+    prompts: list[Prompt]
     answers: list[list[int]]
     known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    built: dict[tuple[tuple[str, object], ...], LLM] = field(default_factory=dict)
 
     def llm(self, **options: object) -> LLM:
-        return LLM(str(self.folder), **(OPTIONS | options))  # type: ignore[arg-type]
+        """An engine with these options and nothing in its cache. The same options give the same
+        engine: what one test left behind must not change what the next one gets."""
+        llm = self.built.get(key := tuple(sorted(options.items())))
+        if llm is None:
+            llm = self.built[key] = LLM(str(self.folder), **(OPTIONS | options))  # type: ignore[arg-type]
+        llm.engine.reset()
+        return llm
 
-    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+    @property
+    def own(self) -> Prompt:
+        """Tokens that no prompt begins with."""
+        return self.text[200:]
+
+    def logprobs(self, tokens: Prompt) -> torch.Tensor:
         """[tokens, vocabulary], from one forward pass without a cache."""
         key = tuple(tokens)
         if key not in self.known:
@@ -48,113 +70,330 @@ class Oracle:
             self.known[key] = torch.log_softmax(logits.float(), dim=-1)
         return self.known[key]
 
-    def greedy(self, prompt: list[int], count: int = ANSWER) -> list[int]:
+    def greedy(self, prompt: Prompt, count: int = ANSWER) -> list[int]:
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logprobs(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
-    def check(self, outputs: list[RequestOutput], answers: list[list[int]] | None = None) -> None:
-        """Tokens equal, and log-probabilities within tolerance, to transformers'."""
-        expected = self.answers if answers is None else answers
-        assert [output.token_ids for output in outputs] == expected
+    def check(
+        self, outputs: Sequence[RequestOutput], answers: list[list[int]] | None = None
+    ) -> None:
+        """Tokens equal, and log-probabilities within tolerance, to transformers'.
+
+        Every token is the most likely one after all before it; with `answers`, known from as many
+        passes as there are tokens, they are compared as well.
+        """
+        if answers is not None:
+            assert [output.token_ids for output in outputs] == answers
         for output in outputs:
             assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
             truth = self.logprobs(output.prompt_token_ids + output.token_ids)
-            for i, entry in enumerate(output.logprobs):
-                row = truth[len(output.prompt_token_ids) - 1 + i]
-                assert entry.token_id == output.token_ids[i]
-                assert abs(entry.logprob - float(row[entry.token_id])) < TOLERANCE
-                for token, logprob in entry.top:
-                    assert abs(logprob - float(row[token])) < TOLERANCE
+            truth = truth[len(output.prompt_token_ids) - 1 : -1]
+            assert output.token_ids == truth.argmax(dim=-1).tolist()
+            for row, token, entry in zip(truth, output.token_ids, output.logprobs, strict=True):
+                assert entry.token_id == token
+                assert abs(entry.logprob - float(row[token])) < TOLERANCE
+                for other, logprob in entry.top:
+                    assert abs(logprob - float(row[other])) < TOLERANCE
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def generate(
+    llm: LLM, prompts: list[Prompt], params: SamplingParams = PARAMS
+) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, progress=False)
+    llm.engine.check_integrity()
+    stats = llm.stats()
+    assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]
+    assert stats["kv_used"] == stats["state_used"] == 0
+    return outputs
+
+
+def computed_tokens(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [len(output.prompt_token_ids) - output.cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "recurrent_only"])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_tiny_model(request.param, folder, chunk_size=GRID)
+    if request.param == "recurrent_only":
+        layers = ["linear_attention", "mlp", "linear_attention"]
+        model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
+    else:
+        model = make_tiny_model(request.param, folder, chunk_size=GRID)
     generator = torch.Generator().manual_seed(5)
     vocab = model.config.vocab_size
-    shared = torch.randint(0, vocab, (200,), generator=generator).tolist()
+    text = torch.randint(0, vocab, (1200,), generator=generator).tolist()
     # lengths 1 to 3 are shorter than the convolution's window; 33 to 48 cover the grid
-    prompts = [shared[:n] for n in (1, 2, 3)]
+    prompts = [text[:n] for n in (1, 2, 3)]
     for n in range(2 * GRID + 1, 3 * GRID + 1):
         fork = n - n % 5 * 4
         prompts.append(
-            shared[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
+            text[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
         )
-    made = Oracle(folder, model, prompts, [])
+    has_recurrent = request.param not in ("llama", "qwen3")
+    made = Oracle(folder, model, has_recurrent, text, prompts, [])
     made.answers = [made.greedy(prompt) for prompt in prompts]
     return made
 
 
-@pytest.mark.parametrize("mode", ["extract", "break"])
-def test_batched_cold_and_warm_equal_transformers(oracle: Oracle, mode: str):
-    llm = oracle.llm(prefill_checkpoint_mode=mode)
-    oracle.check(llm.generate(oracle.prompts, PARAMS, progress=False))
-    warm = llm.generate(oracle.prompts, PARAMS, progress=False)
-    oracle.check(warm)
-    llm.engine.check_integrity()
+@MODES
+@pytest.mark.parametrize("exact_ends", [True, False])
+def test_batched_cold_and_warm_equal_transformers(oracle: Oracle, mode: str, exact_ends: bool):
+    llm = oracle.llm(prefill_checkpoint_mode=mode, **{EXACT_ENDS: exact_ends})
+    oracle.check(generate(llm, oracle.prompts), oracle.answers)
+    warm = generate(llm, oracle.prompts)
+    oracle.check(warm, oracle.answers)
     for output in warm:
         length = len(output.prompt_token_ids)
-        assert output.cached_tokens == (length - 1) // GRID * GRID
+        on_grid = (length - 1) // GRID * GRID
+        assert output.cached_tokens == (length if exact_ends else on_grid)
 
 
-@pytest.mark.parametrize("mode", ["extract", "break"])
-@pytest.mark.parametrize("budget", [21, 50])
-def test_prompts_cut_into_chunks_equal_transformers(oracle: Oracle, mode: str, budget: int):
-    llm = oracle.llm(prefill_checkpoint_mode=mode, inference_dynamic_batching_max_tokens=budget)
-    oracle.check(llm.generate(oracle.prompts, PARAMS, progress=False))
-    oracle.check(llm.generate(oracle.prompts, PARAMS, progress=False))
-    llm.engine.check_integrity()
+@MODES
+@pytest.mark.parametrize("budget", [41, 50])
+@pytest.mark.parametrize("exact_ends", [True, False])
+def test_prompts_cut_into_chunks_equal_transformers(
+    oracle: Oracle, mode: str, budget: int, exact_ends: bool
+):
+    llm = oracle.llm(
+        prefill_checkpoint_mode=mode,
+        inference_dynamic_batching_max_tokens=budget,
+        inference_dynamic_batching_max_requests=19,
+        **{EXACT_ENDS: exact_ends},
+    )
+    oracle.check(generate(llm, oracle.prompts), oracle.answers)
+    oracle.check(generate(llm, oracle.prompts), oracle.answers)
+
+
+@MODES
+@pytest.mark.parametrize("budget", [3, 7])
+def test_prompts_cut_into_tiny_chunks_equal_transformers(oracle: Oracle, mode: str, budget: int):
+    """Chunks shorter than the convolution's window; each is cut off the grid."""
+    llm = oracle.llm(
+        prefill_checkpoint_mode=mode,
+        inference_dynamic_batching_max_tokens=budget,
+        inference_dynamic_batching_max_requests=2,
+    )
+    oracle.check(generate(llm, oracle.prompts[:12]), oracle.answers[:12])
+    warm = generate(llm, oracle.prompts[:12])
+    oracle.check(warm, oracle.answers[:12])
+    if oracle.has_recurrent:
+        assert computed_tokens(warm) == [0] * 12
+    else:  # logits are kept for as many prompts as run at a time
+        assert max(computed_tokens(warm)) <= GRID
 
 
 def test_one_at_a_time_without_a_cache_equals_transformers(oracle: Oracle):
     llm = oracle.llm(inference_dynamic_batching_prefix_caching=False)
-    outputs = [llm.generate(prompt, PARAMS, progress=False)[0] for prompt in oracle.prompts]
-    oracle.check(outputs)
+    outputs = [generate(llm, [prompt])[0] for prompt in oracle.prompts]
+    oracle.check(outputs, oracle.answers)
     assert all(output.cached_tokens == 0 for output in outputs)
 
 
-@pytest.mark.parametrize("mode", ["extract", "break"])
-def test_the_next_turn_equals_transformers(oracle: Oracle, mode: str):
+@MODES
+def test_the_next_turns_compute_exactly_what_is_new(oracle: Oracle, mode: str):
+    """... and the last token, which was sampled but not fed."""
     llm = oracle.llm(prefill_checkpoint_mode=mode)
-    prompts = oracle.prompts[3::3]
-    first = llm.generate(prompts, PARAMS, progress=False)
-    turns = [o.prompt_token_ids + o.token_ids + [7, 8, 9, 10, 11, 12] for o in first]
-    answers = [oracle.greedy(turn) for turn in turns]
-    second = llm.generate(turns, PARAMS, progress=False)
-    oracle.check(second, answers)
-    assert all(output.cached_tokens >= 32 for output in second)
-    oracle.check(llm.generate(turns, PARAMS, progress=False), answers)
+    outputs = generate(llm, oracle.prompts)
+    for turn in range(3):
+        new = [oracle.own[50 * i + 10 * turn :][: 1 + (i + turn) % 7] for i in range(len(outputs))]
+        prompts = [
+            o.prompt_token_ids + o.token_ids + more for o, more in zip(outputs, new, strict=True)
+        ]
+        outputs = generate(llm, prompts)
+        oracle.check(outputs)
+        assert computed_tokens(outputs) == [len(more) + 1 for more in new]
+        again = generate(llm, prompts)
+        oracle.check(again, [output.token_ids for output in outputs])
+        if oracle.has_recurrent:
+            assert computed_tokens(again) == [0] * len(prompts)
 
 
-def test_a_cache_too_small_for_all_still_gives_the_right_answers(oracle: Oracle):
-    geometry = oracle.llm().engine.context.geometry
-    kv = 13 * geometry.bytes_per_block  # one is the dummy block
+@MODES
+def test_without_exact_ends_the_next_turn_resumes_from_the_grid(oracle: Oracle, mode: str):
+    llm = oracle.llm(prefill_checkpoint_mode=mode, **{EXACT_ENDS: False})
+    first = generate(llm, oracle.prompts[3:])
+    prompts = [o.prompt_token_ids + o.token_ids + [7, 8, 9, 10, 11, 12] for o in first]
+    second = generate(llm, prompts)
+    oracle.check(second)
+    for before, output in zip(first, second, strict=True):
+        fed = len(before.prompt_token_ids) + ANSWER - 1
+        assert output.cached_tokens == fed // GRID * GRID
+
+
+@MODES
+@pytest.mark.parametrize("budget", [2048, 50])
+def test_twins_at_once_compute_once(oracle: Oracle, mode: str, budget: int):
     llm = oracle.llm(
-        inference_dynamic_batching_max_requests=3,
-        inference_dynamic_batching_buffer_size_gb=(kv + 3 * geometry.bytes_per_state) / GIB,
-        inference_dynamic_batching_prefix_caching_mamba_gb=2 * geometry.bytes_per_state / GIB,
-        inference_dynamic_batching_max_tokens=40,
+        prefill_checkpoint_mode=mode,
+        inference_dynamic_batching_max_tokens=budget,
     )
+    outputs = generate(llm, [prompt for prompt in oracle.prompts for _ in (0, 1)])
+    oracle.check(outputs, [answer for answer in oracle.answers for _ in (0, 1)])
+    assert computed_tokens(outputs[1::2]) == [0] * len(oracle.prompts)
+    assert llm.stats()["twins_waited"] >= len(oracle.prompts)
+
+
+@MODES
+def test_prompts_that_part_anywhere_share_all_that_they_have_in_common(oracle: Oracle, mode: str):
+    """Submitted together, without a hint: the first one leaves a state where they part."""
+    llm = oracle.llm(prefill_checkpoint_mode=mode)
+    for common in range(3 * GRID + 1, 4 * GRID + 1):
+        llm.engine.reset()
+        before = llm.stats()["computed_tokens"]
+        prompts = [oracle.text[:common] + oracle.own[i * 40 :][: 30 + i] for i in range(3)]
+        oracle.check(generate(llm, prompts))
+        computed = llm.stats()["computed_tokens"] - before
+        # KV alone is shared block by block
+        again = 0 if oracle.has_recurrent else 2 * (common % GRID)
+        assert computed == common + 30 + 31 + 32 + again
+
+
+@MODES
+def test_a_prompt_that_branches_off_at_a_named_position_resumes_there(oracle: Oracle, mode: str):
+    llm = oracle.llm(prefill_checkpoint_mode=mode)
+    positions = range(2 * GRID + 1, 3 * GRID + 1)
+    checkpoints = tuple(positions)
+    llm.generate(oracle.text[:100], PARAMS, cache_checkpoints=checkpoints, progress=False)
+    for position in positions:
+        (output,) = generate(llm, [oracle.text[:position] + oracle.own[position:][:9]])
+        oracle.check([output])
+        on_grid = position // GRID * GRID
+        assert output.cached_tokens == (position if oracle.has_recurrent else on_grid)
+
+
+def test_a_prompt_that_branches_off_anywhere_resumes_from_an_interval(oracle: Oracle):
+    llm = oracle.llm(**{INTERVAL: 32, EXACT_ENDS: False})
+    generate(llm, [oracle.text[:150]])
+    (output,) = generate(llm, [oracle.text[:117] + oracle.own[:9]])
+    oracle.check([output])
+    assert output.cached_tokens == (96 if oracle.has_recurrent else 112)
+
+
+def test_a_prompt_continues_an_answer_that_is_still_being_generated(oracle: Oracle):
+    llm = oracle.llm()
+    engine, prompt = llm.engine, oracle.text[:20]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    engine.add_request("long", prompt, params)
+    said: list[int] = []
+    while len(said) < 40:
+        said += [token for event in engine.step() for token in event.token_ids]
+    (output,) = llm.generate([prompt + said + oracle.own[:5]], PARAMS, progress=False)
+    oracle.check([output])
+    assert output.cached_tokens == 48
+    engine.abort("long")
+    while engine.has_work():
+        engine.step()
+    engine.check_integrity()
+
+
+@MODES
+def test_n_greedy_answers_are_the_same_and_prefill_once(oracle: Oracle, mode: str):
+    llm = oracle.llm(prefill_checkpoint_mode=mode)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=3, n=3)
+    outputs = generate(llm, oracle.prompts, params)
+    for index in range(3):
+        oracle.check([output.choices[index] for output in outputs], oracle.answers)
+    for output in outputs:
+        length = len(output.prompt_token_ids)
+        assert [choice.cached_tokens for choice in output.choices[1:]] == [length, length]
+
+
+def test_n_sampled_answers_are_those_of_their_own_streams(oracle: Oracle):
+    """Sampling from kept logits is sampling from computed ones."""
+    llm = oracle.llm(inference_dynamic_batching_prefix_caching=False)
+    prompt = oracle.prompts[-3]
+    alone = []
+    for index in range(4):
+        seed = stream_seed(11, index) if index else 11
+        params = SamplingParams(temperature=4.0, max_tokens=12, ignore_eos=True, seed=seed)
+        alone.append(generate(llm, [prompt], params)[0].token_ids)
+    params = SamplingParams(temperature=4.0, max_tokens=12, ignore_eos=True, seed=11, n=4)
     for _ in range(2):
-        oracle.check(llm.generate(oracle.prompts, PARAMS, progress=False))
-    stats = llm.stats()
-    assert stats["kv_blocks"] == 12 and stats["kv_evictions"] > 0
+        (output,) = generate(oracle.llm(), [prompt], params)
+        assert [choice.token_ids for choice in output.choices] == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
+
+
+def small_llm(oracle: Oracle, blocks: int = 12, **options: object) -> LLM:
+    """Three requests at a time, two cached states, and this many KV blocks."""
+    geometry = oracle.llm(**options).engine.context.geometry
+    kv = (blocks + 1) * geometry.bytes_per_block  # one is the dummy block
+    live = 3 * geometry.bytes_per_slot * geometry.has_recurrent
+    return oracle.llm(
+        inference_dynamic_batching_max_requests=3,
+        inference_dynamic_batching_buffer_size_gb=(kv + live + 1) / GIB,
+        inference_dynamic_batching_prefix_caching_mamba_gb=(2 * geometry.bytes_per_slot + 1) / GIB,
+        inference_dynamic_batching_max_tokens=40,
+        **options,
+    )
+
+
+@MODES
+def test_a_cache_too_small_for_all_still_gives_the_right_answers(oracle: Oracle, mode: str):
+    llm = small_llm(oracle, prefill_checkpoint_mode=mode)
+    for _ in range(2):
+        oracle.check(generate(llm, oracle.prompts), oracle.answers)
+    stats, geometry = llm.stats(), llm.engine.context.geometry
+    if geometry.has_attention:
+        assert stats["kv_blocks"] == 12 and stats["kv_evictions"] > 0
     if geometry.has_recurrent:
         assert stats["state_slots"] == 5 and stats["state_evictions"] > 0
-    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("mode", "exact_ends", "policy"),
+    [
+        ("extract", True, "replay_cost"),
+        ("break", True, "lru"),
+        ("extract", False, "lru"),
+        ("break", False, "replay_cost"),
+        ("extract", True, "ref_zero"),
+    ],
+)
+def test_preempted_requests_give_the_right_answers(
+    oracle: Oracle, mode: str, exact_ends: bool, policy: str
+):
+    """Answers of 40 tokens in a pool that holds two of the longest requests and no third one."""
+    options = {"prefill_checkpoint_mode": mode, EXACT_ENDS: exact_ends, POLICY: policy}
+    llm = small_llm(oracle, blocks=11, **options)
+    if not llm.engine.context.geometry.has_attention:
+        pytest.skip("A model without attention never runs out of KV blocks.")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+    before = llm.stats()
+    for prompts in (oracle.prompts, oracle.prompts[::-1]):
+        oracle.check(generate(llm, prompts, params))
+    stats = llm.stats()
+    assert stats["preemptions"] - before["preemptions"] > 5
+    assert stats["recomputed_tokens"] > before["recomputed_tokens"]
+    if policy != "ref_zero":
+        assert stats["kv_evictions"] - before["kv_evictions"] > 10
+        if llm.engine.context.geometry.has_recurrent:
+            assert stats["state_evictions"] - before["state_evictions"] > 10
+
+
+def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
+    params = SamplingParams(temperature=4.0, seed=5, max_tokens=40, ignore_eos=True, n=3)
+    roomy = generate(oracle.llm(), oracle.prompts[-4:], params)
+    llm = small_llm(oracle, blocks=11)
+    tight = generate(llm, oracle.prompts[-4:], params)
+    if llm.engine.context.geometry.has_attention:
+        assert llm.stats()["preemptions"] > 0
+    for one, other in zip(roomy, tight, strict=True):
+        assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
 
 
 def test_prompt_logprobs_equal_transformers_and_skip_nothing(oracle: Oracle):
-    llm = oracle.llm(inference_dynamic_batching_max_tokens=29)
+    llm = oracle.llm(
+        inference_dynamic_batching_max_tokens=29, inference_dynamic_batching_max_requests=20
+    )
     prompts = oracle.prompts[:6]
     params = SamplingParams(
         temperature=0.0, max_tokens=ANSWER, ignore_eos=True, logprobs=3, prompt_logprobs=2
     )
     for _ in range(2):
-        outputs = llm.generate(prompts, params, progress=False)
+        outputs = generate(llm, prompts, params)
         oracle.check(outputs, oracle.answers[:6])
         for output in outputs:
             assert output.cached_tokens == 0
@@ -170,17 +409,17 @@ def test_prompt_logprobs_equal_transformers_and_skip_nothing(oracle: Oracle):
 
 def test_an_idle_step_changes_nothing(oracle: Oracle):
     llm = oracle.llm()
-    llm.generate(oracle.prompts, PARAMS, progress=False)
+    generate(llm, oracle.prompts)
     before = llm.stats()
     llm.engine.dummy_forward()
     assert llm.stats() == before
-    oracle.check(llm.generate(oracle.prompts, PARAMS, progress=False))
+    oracle.check(generate(llm, oracle.prompts), oracle.answers)
 
 
 def test_bfloat16_answers_differ_little(oracle: Oracle):
     llm = oracle.llm(dtype="bfloat16")
     for _ in range(2):
-        outputs = llm.generate(oracle.prompts[3:], PARAMS, progress=False)
+        outputs = generate(llm, oracle.prompts[3:])
         for output in outputs:
             assert output.logprobs is not None
             truth = oracle.logprobs(output.prompt_token_ids + output.token_ids)
@@ -191,4 +430,4 @@ def test_bfloat16_answers_differ_little(oracle: Oracle):
 
 def test_engine_config_can_be_given_whole(oracle: Oracle):
     config = EngineConfig.from_mapping({"load": str(oracle.folder), **OPTIONS}, "test")
-    oracle.check(LLM(config=config).generate(oracle.prompts, PARAMS, progress=False))
+    oracle.check(generate(LLM(config=config), oracle.prompts), oracle.answers)

@@ -37,6 +37,37 @@ def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budg
 
 @MODES
 @BUDGETS
+def test_the_same_five_at_once_compute_1240_too(mode, budget):
+    engine = big_engine(mode, budget)
+    generate(engine, [T[:300], T[:800], T[:800], T[:800], T[:800] + U[:300]], max_tokens=64)
+    assert engine.stats()["computed_tokens"] == 1240
+
+
+@MODES
+@BUDGETS
+@pytest.mark.parametrize("at_once", [True, False])
+def test_with_exact_ends_the_five_compute_300_500_0_0_and_300(mode, budget, at_once):
+    engine = big_engine(mode, budget, exact_ends=True)
+    prompts = [T[:300], T[:800], T[:800], T[:800], T[:800] + U[:300]]
+    if at_once:
+        events = generate(engine, prompts, max_tokens=64)
+    else:
+        events = [generate(engine, [prompt], max_tokens=64)[0] for prompt in prompts]
+    computed = [len(p) - event.cached_tokens for p, event in zip(prompts, events, strict=True)]
+    assert computed == [300, 500, 0, 0, 300]
+    assert engine.stats()["computed_tokens"] == 1100
+
+
+@MODES
+@BUDGETS
+def test_sixteen_samples_of_40_tokens_compute_40(mode, budget):
+    engine = big_engine(mode, budget, exact_ends=True)
+    generate(engine, [T[:40]] * 16, max_tokens=3)
+    assert engine.stats()["computed_tokens"] == 40
+
+
+@MODES
+@BUDGETS
 def test_prompts_that_end_on_the_grid_resume_from_each_others_end(mode, budget):
     engine = big_engine(mode, budget)
     prompts = [T[:256], T[:256], T[:512], T[:512]]

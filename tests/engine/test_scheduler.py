@@ -37,8 +37,8 @@ def test_a_step_holds_decodes_and_several_prefill_chunks():
     engine = make_engine(max_tokens=32)
     engine.add_request("a", T[:5], greedy(9))
     engine.step()
-    for name in "bc":
-        engine.add_request(name, T[100 : 100 + 7], greedy())
+    for i, name in enumerate("bc"):
+        engine.add_request(name, T[100 + i * 50 : 107 + i * 50], greedy())
     engine.step()
     plan = plans(engine)[-1]
     assert len(plan.decode_rows) == 1 and [c.length for c in plan.prefills] == [7, 7]
@@ -103,14 +103,15 @@ def test_requests_wait_for_rows_and_run_in_order():
     assert (stats["requests_running"], stats["requests_waiting"]) == (0, 0)
 
 
-def test_a_request_waits_until_its_whole_answer_has_room():
-    engine = make_engine(num_blocks=10, max_seq_length=64)
-    engine.add_request("a", T[:16], greedy(9))  # 24 tokens: 6 blocks
-    engine.add_request("b", T[100:116], greedy(9))
+def test_a_request_waits_until_its_prompt_and_a_block_for_each_that_runs_have_room():
+    engine = make_engine(num_blocks=9, max_seq_length=64)
+    engine.add_request("a", T[:16], greedy(9))  # 4 blocks, 6 at its end
+    engine.add_request("b", T[100:120], greedy(9))  # 5 blocks, and one to spare for a: too many
     engine.step()
     assert engine.stats()["requests_waiting"] == 1
     events = run(engine)
-    assert answer(events["b"]) == expected_answer(T[100:116], 9)
+    assert answer(events["b"]) == expected_answer(T[100:120], 9)
+    assert engine.stats()["preemptions"] == 0
 
 
 def test_a_request_that_can_never_fit_is_refused_when_it_arrives():
@@ -264,7 +265,7 @@ def test_computed_and_skipped_tokens_add_up_to_the_prompts():
     assert stats["matched_tokens"] == stats["skipped_tokens"] + sum(stats["lost_tokens"].values())
     assert stats["generated_tokens"] == 36
     assert stats["requests_finished"] == {"length": 9}
-    line = engine.statistics.log_line(engine.context.cache)
+    line = engine.statistics.log_line()
     assert f"computed {stats['computed_tokens']}, skipped {stats['skipped_tokens']} (" in line
     assert "prefix cache util: KV" in line and "evictable), mamba" in line
 
@@ -284,7 +285,7 @@ def test_a_request_that_waited_while_the_weights_changed_uses_the_new_epoch():
     engine.add_request("first", T[200:210], greedy(2))
     engine.add_request("waits", T[:40], greedy(2))
     engine.step()  # "waits" has been matched by now
-    engine.context.match(next(iter(engine.scheduler._waiting.values())))
+    engine.context.match(next(iter(engine.scheduler._waiting)))
     engine.context.cache.set_epoch(1)
     assert run(engine)["waits"][-1].cached_tokens == 0
     engine.add_request("again", T[:40], greedy(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,83 +13,123 @@ from megatron_hybrid.request import FinishReason, SamplingParams
 from tests.engine.symbolic import SymbolicRunner, expected_answer, make_engine, random_tokens
 
 BASES = [random_tokens(seed, 120) for seed in range(3)]
+Answer = tuple[str, int]  # request id and index
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submits, steps, aborts, fails, idles and resets an engine with small pools."""
+    """Submits, steps, aborts, fails, preempts, idles and resets an engine with small pools."""
 
     @initialize(
         kernel_chunk=st.sampled_from([2, 4, 8]),
-        num_blocks=st.integers(40, 70),
-        max_requests=st.integers(1, 4),
-        cached_slots=st.integers(0, 6),
-        max_tokens=st.sampled_from([4, 7, 16, 64]),
-        kind=st.sampled_from(["hybrid", "hybrid", "attention", "recurrent"]),
+        num_blocks=st.integers(31, 70),
+        max_requests=st.integers(1, 5),
+        cached_slots=st.integers(0, 8),
+        max_tokens=st.sampled_from([5, 7, 16, 64]),
+        kind=st.sampled_from(["hybrid", "hybrid", "hybrid", "attention", "recurrent"]),
         mode=st.sampled_from(["extract", "break"]),
-        prefix_caching=st.sampled_from([True, True, True, False]),
+        prefix_caching=st.sampled_from([True] * 5 + [False]),
+        exact_ends=st.sampled_from([True, True, False]),
+        interval=st.sampled_from([0, 8, 20]),
+        policy=st.sampled_from(["replay_cost", "replay_cost", "lru", "ref_zero"]),
     )
     def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
+        self.exact_ends = options["exact_ends"]
         self.engine: DynamicInferenceEngine = make_engine(
             attention=kind != "recurrent", recurrent=kind != "attention", **options
         )
-        self.prompts: dict[str, list[int]] = {}
-        self.max_tokens: dict[str, int] = {}
-        self.aborted: set[str] = set()
-        self.outputs: dict[str, list[int]] = {}
-        self.reasons: dict[str, FinishReason] = {}
-        self.cached: dict[str, int] = {}
+        self.submitted = 0
+        self.prompts: dict[Answer, list[int]] = {}
+        self.max_tokens: dict[Answer, int] = {}
+        self.wants_all: set[Answer] = set()
+        self.aborted: set[Answer] = set()
+        self.outputs: dict[Answer, list[int]] = {}
+        self.reasons: dict[Answer, FinishReason] = {}
+        self.cached: dict[Answer, int] = {}
 
     @rule(
         base=st.integers(0, 2),
         shared=st.integers(0, 90),
         own=st.lists(st.integers(0, 96), max_size=12),
-        count=st.integers(1, 10),
+        count=st.integers(1, 12),
         salt=st.sampled_from(["", "", "", "other"]),
+        adapter=st.sampled_from(["", "", "", "tuned"]),
         wants_prompt_logprobs=st.sampled_from([False] * 7 + [True]),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        priority=st.sampled_from([0, 0, -1, 2]),
+        data=st.data(),
     )
-    def submit(self, base, shared, own, count, salt, wants_prompt_logprobs) -> None:  # type: ignore[no-untyped-def]
+    def submit(  # type: ignore[no-untyped-def]
+        self, base, shared, own, count, salt, adapter, wants_prompt_logprobs, n, priority, data
+    ) -> None:
         prompt = BASES[base][:shared] + own or [1]
-        name = f"r{len(self.prompts)}"
-        self.prompts[name], self.max_tokens[name] = prompt, count
-        self.outputs[name] = []
+        positions = st.lists(st.integers(1, len(prompt)), max_size=3)
+        self.add(
+            prompt, count, n, wants_prompt_logprobs, cache_salt=salt, adapter=adapter,
+            priority=priority, cache_checkpoints=data.draw(positions),
+            message_ends=sorted(set(data.draw(positions))),
+        )  # fmt: skip
+
+    def add(self, prompt, count, n=1, wants_prompt_logprobs=False, **options) -> None:  # type: ignore[no-untyped-def]
+        name = f"r{self.submitted}"
+        self.submitted += 1
+        for index in range(n):
+            self.prompts[name, index], self.max_tokens[name, index] = prompt, count
+            self.outputs[name, index] = []
+        if wants_prompt_logprobs:
+            self.wants_all.add((name, 0))
         params = SamplingParams(
             temperature=0.0,
             max_tokens=count,
             ignore_eos=True,
             prompt_logprobs=0 if wants_prompt_logprobs else None,
+            n=n,
         )
-        self.engine.add_request(name, prompt, params, cache_salt=salt)
+        self.engine.add_request(name, prompt, params, **options)
 
     @rule(data=st.data())
     def continue_a_conversation(self, data) -> None:  # type: ignore[no-untyped-def]
-        done = [n for n, r in self.reasons.items() if r is FinishReason.LENGTH]
+        done = sorted(key for key, r in self.reasons.items() if r is FinishReason.LENGTH)
         if done:
-            name = data.draw(st.sampled_from(done))
-            prompt = (self.prompts[name] + self.outputs[name])[:110]
-            self.submit(0, 0, prompt + [5, 6], 3, "", False)
+            key = data.draw(st.sampled_from(done))
+            self.add((self.prompts[key] + self.outputs[key])[:104] + [5, 6], 3)
+
+    @rule(data=st.data())
+    def ask_again(self, data) -> None:  # type: ignore[no-untyped-def]
+        if self.prompts:
+            self.add(self.prompts[data.draw(st.sampled_from(sorted(self.prompts)))], 2)
 
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             before = self.engine.stats()
             for event in self.engine.step():
-                assert event.request_id not in self.reasons, "an event after the last one"
-                self.outputs[event.request_id] += event.token_ids
-                self.cached[event.request_id] = event.cached_tokens
+                key = event.request_id, event.index
+                assert key not in self.reasons, "an event after the last one"
+                self.outputs[key] += event.token_ids
+                self.cached[key] = event.cached_tokens
                 if event.finish_reason is not None:
-                    self.reasons[event.request_id] = event.finish_reason
+                    self.reasons[key] = event.finish_reason
+                    self.check_counters(key, event.counters or {})
             after = self.engine.stats()
             assert after["steps"] >= before["steps"]
             self.engine.check_integrity()
 
-    @rule(data=st.data())
-    def abort(self, data) -> None:  # type: ignore[no-untyped-def]
-        open_requests = sorted(self.prompts.keys() - self.reasons.keys())
-        if open_requests:
-            name = data.draw(st.sampled_from(open_requests))
-            self.aborted.add(name)
-            self.engine.abort(name)
-            self.engine.abort(name)
+    def check_counters(self, key: Answer, counters: dict[str, int]) -> None:
+        if self.reasons[key] is FinishReason.LENGTH:
+            computed, skipped = counters.get("computed_tokens", 0), self.cached[key]
+            assert skipped == counters.get("skipped_tokens", 0)
+            assert computed + skipped == counters["prompt_tokens"] == len(self.prompts[key])
+            if key in self.wants_all:
+                assert skipped == 0
+
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data, whole: bool) -> None:  # type: ignore[no-untyped-def]
+        open_answers = sorted(self.prompts.keys() - self.reasons.keys())
+        if open_answers:
+            name, index = data.draw(st.sampled_from(open_answers))
+            self.aborted |= {k for k in open_answers if k[0] == name and (whole or k[1] == index)}
+            self.engine.abort(name, None if whole else index)
+            self.engine.abort(name, None if whole else index)
 
     @rule()
     def fail_a_step(self) -> None:
@@ -96,6 +138,12 @@ class EngineMachine(RuleBasedStateMachine):
         runner.fail_next = True
         self.step(1)
         runner.fail_next = False
+
+    @rule(data=st.data())
+    def preempt(self, data) -> None:  # type: ignore[no-untyped-def]
+        running = sorted(self.engine.context.running(), key=lambda request: request.key)
+        if running:
+            self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
 
     @rule()
     def idle(self) -> None:
@@ -116,17 +164,25 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.engine.scheduler.has_work:  # the runner's "weights" never change
             cache.set_epoch(cache.epoch + 1)
 
+    @rule(limit=st.sampled_from([6, 12, 64]))
+    def change_the_load(self, limit: int) -> None:
+        """Another step budget: as if the load that is offered to a step changed."""
+        context = self.engine.context
+        context.max_tokens = max(limit, context.geometry.max_requests)
+
     @invariant()
     def everything_adds_up(self) -> None:
         if not hasattr(self, "engine"):
             return
         self.engine.check_integrity()
-        for name, output in self.outputs.items():
-            assert output == expected_answer(self.prompts[name], len(output)), name
-            assert len(output) <= self.max_tokens[name]
-        for name, cached in self.cached.items():
-            assert 0 <= cached <= len(self.prompts[name]) - 1
-            assert cached % self.engine.context.geometry.block_size == 0
+        geometry = self.engine.context.geometry
+        for key, output in self.outputs.items():
+            assert output == expected_answer(self.prompts[key], len(output)), key
+            assert len(output) <= self.max_tokens[key]
+        for key, cached in self.cached.items():
+            assert 0 <= cached <= len(self.prompts[key])
+            if not self.exact_ends:
+                assert cached % geometry.block_size == 0 and cached < len(self.prompts[key])
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -136,23 +192,24 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert self.reasons.keys() == self.prompts.keys(), "a request never ended"
-        for name, reason in self.reasons.items():
+        for key, reason in self.reasons.items():
             if reason is FinishReason.LENGTH:
-                assert len(self.outputs[name]) == self.max_tokens[name]
+                assert len(self.outputs[key]) == self.max_tokens[key]
             elif reason is FinishReason.ABORT:
-                assert name in self.aborted
+                assert key in self.aborted
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == 0 and use.state_used == 0, "something leaked"
-        assert not self.engine.context.cache._reserved
+        assert not list(self.engine.scheduler.holds), "something is held for nobody"
         stats = self.engine.stats()
         if not any(r in (FinishReason.ABORT, FinishReason.ERROR) for r in self.reasons.values()):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]
 
 
+# The full run takes minutes: HYPOTHESIS_EXAMPLES=2000 HYPOTHESIS_STEPS=50.
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "150")),
+    stateful_step_count=int(os.environ.get("HYPOTHESIS_STEPS", "50")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -1,0 +1,69 @@
+"""What one running request holds of the cache, and what it is about to leave there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.checkpoint_placement import PlannedCheckpoint
+
+
+class StepCheckpoint(NamedTuple):
+    """A checkpoint that the coming step writes. Its key is filled in when it is published."""
+
+    state: CachedState
+    slot: int
+
+    @property
+    def position(self) -> int:
+        return self.state.position
+
+
+class TailCopy(NamedTuple):
+    """KV of the first tokens of a block that is to be copied before the step writes any."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+class Hold(NamedTuple):
+    """Keeps a published state and its KV until a request that waited for it was tried."""
+
+    slot: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Lease:
+    """Only HybridCache changes it."""
+
+    keys: SequenceKeys
+    blocks: list[int]  # its block table
+    num_shared: int  # leading blocks that were found in the cache and must not be written
+    skip: int  # tokens that it did not have to compute
+    read_slot: int  # where its state is read next
+    live_slot: int  # where its state is written next
+    checkpoints: list[PlannedCheckpoint]  # not captured yet, ascending
+    generation: int  # of the cache at admission; an older one publishes nothing
+    deepest: CachedState | None = None  # the last state that it read or left
+    fork: CachedState | None = None  # the last of those that others share
+    turn: int = 0  # how often its conversation has gone on from a cached answer
+    pause: int = 0  # steps before it did
+    copy: TailCopy | None = None  # pending; its source is referenced
+    forks: list[PlannedCheckpoint] = field(default_factory=list)  # for requests that wait
+    lost_tokens: dict[str, int] = field(default_factory=dict)  # matched, computed again; by cause
+    num_published: int = 0  # blocks, the shared ones included
+    pinned: bool = False  # read_slot is a cached slot
+    reads_own: bool = False  # that holds what this request has left itself
+    decode_state: CachedState | None = None  # its newest decode checkpoint
+    used_keys: list[BlockKey] = field(default_factory=list)  # of states; only under ref_zero
+
+    def planned(self, position: int) -> list[PlannedCheckpoint]:
+        """Checkpoints strictly above `position` that are still to be captured, ascending."""
+        if not self.forks:
+            return [c for c in self.checkpoints if c.position > position]
+        merged = {c.position: c for c in self.forks} | {c.position: c for c in self.checkpoints}
+        return [merged[p] for p in sorted(merged) if p > position]
