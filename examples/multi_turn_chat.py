@@ -31,6 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 class Turn(NamedTuple):
     text: str
     prompt: list[int]
+    answer: list[int]
     cached_tokens: int
     seconds_to_first_token: float
 
@@ -42,7 +43,18 @@ def ask(llm: LLM, messages: list[Message]) -> Turn:
     first = time.perf_counter() - start
     if output.finish_reason is None:
         output = deque(outputs, maxlen=1).pop()
-    return Turn(output.text, output.prompt_token_ids, output.cached_tokens, first)
+    prompt, answer = output.prompt_token_ids, output.token_ids
+    return Turn(output.text, prompt, answer, output.cached_tokens, first)
+
+
+def expected_skip(llm: LLM, first: Turn, second: Turn) -> int:
+    """Where the first turn left its last state that the second one can use."""
+    computed = (first.prompt + first.answer)[:-1]  # no step fed the last token
+    if second.prompt[: len(computed)] != computed:  # a tokenizer may read its own answer otherwise
+        computed = first.prompt
+    if llm.config.inference_dynamic_batching_prefix_caching_exact_ends:
+        return len(computed)
+    return llm.engine.context.geometry.floor_grid(len(computed))
 
 
 def long_chat(llm: LLM, tokens: int) -> Chat:
@@ -80,7 +92,6 @@ def main() -> int:
     chat = long_chat(llm, args.prompt_tokens)
     question, follow_up = chat.open_questions[:2]
     first_messages = chat.prompt(question)
-    geometry = llm.engine.context.geometry
     ask(llm, first_messages)  # the very first steps of a process are slower
 
     warm: list[float] = []
@@ -99,19 +110,17 @@ def main() -> int:
         again = ask(llm, second_messages)
         cold.append(again.seconds_to_first_token)
 
-    length = len(first.prompt)
-    # A state was left at the last grid position of the first prompt: its end, if that is one.
-    expected = length if geometry.floor_grid(length) == length else geometry.floor_grid(length - 1)
+    expected = expected_skip(llm, first, second)
     ratio = statistics.median(cold) / statistics.median(warm)
     print(f"user:      {question.text}")
     print(f"assistant: {first.text}   (expected: {question.expected})")
     print(f"user:      {follow_up.text}")
     print(f"assistant: {second.text}   (expected: {follow_up.expected})")
     print()
-    print(f"first turn:   {length} prompt tokens, {first.cached_tokens} from the cache")
+    print(f"first turn:   {len(first.prompt)} prompt tokens, {first.cached_tokens} from the cache")
     print(
         f"second turn:  {len(second.prompt)} prompt tokens, {second.cached_tokens} from the cache;"
-        f" expected {expected} (grid {geometry.grid})"
+        f" expected {expected}"
     )
     print(
         f"time to first token of the second turn: {1e3 * statistics.median(warm):.1f} ms, on an"

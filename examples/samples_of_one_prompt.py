@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Several samples of one long prompt: the shared part is computed once.
+"""Several samples of one long prompt: the prompt is computed once.
 
-The first sample leaves its KV blocks and a recurrent state behind; all the others start from
-there. The same seed gives the same sample, whatever else is in the batch.
+`n` asks for all of them in one request. The state at the prompt's end is kept, and every sample
+but the first starts there. Sample i draws from its own stream of the seed, so that the same seed
+gives the same samples, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ def main() -> int:
     llm = LLM()
     chats = (write_chat(n, 4000, split="held_out", open_questions=1) for n in range(100))
     chat = next(chat for chat in chats if chat.open_questions)
-    messages = chat.prompt(chat.open_questions[0])
-    params = [
-        SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=seed)
-        for seed in range(SAMPLES)
-    ]
-    outputs = llm.chat([messages], params[:1])
-    outputs += llm.chat([messages] * (SAMPLES - 1), params[1:])
+    params = SamplingParams(n=SAMPLES, temperature=0.8, top_p=0.95, max_tokens=32, seed=1)
+    (output,) = llm.chat(chat.prompt(chat.open_questions[0]), params, progress=False)
     print(f"question: {chat.open_questions[0].text}")
-    for seed, output in enumerate(outputs):
-        cached, length = output.cached_tokens, len(output.prompt_token_ids)
-        print(f"seed {seed}: {output.text}   ({cached} of {length} prompt tokens from the cache)")
+    length = len(output.prompt_token_ids)
+    for sample in output.choices:
+        cached = sample.cached_tokens
+        print(
+            f"sample {sample.index}: {sample.text}   "
+            f"({cached} of {length} prompt tokens from the cache)"
+        )
     stats = llm.stats()
     print(f"computed {stats['computed_tokens']} prompt tokens, skipped {stats['skipped_tokens']}")
     return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
@@ -15,10 +15,19 @@ from megatron_hybrid.engine.build import build_engine, model_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestOutput, SamplingParams
-from megatron_hybrid.tokenizer import Tokenizer
+from megatron_hybrid.tokenizer import EncodedPrompt, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+AllParams = SamplingParams | Sequence[SamplingParams] | None
+
+
+class _Options(NamedTuple):
+    """What a call says of all its requests, besides how to sample."""
+
+    cache_salt: str
+    priority: int
+    cache_checkpoints: Sequence[int]
 
 
 class LLM:
@@ -40,6 +49,7 @@ class LLM:
         self._folder = model_folder(config)
         self._tokenizer: Tokenizer | ConfigurationError | None = None
         self._ids = itertools.count()
+        self._open: dict[tuple[str, int], _Answer] = {}  # by request id and index of the choice
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -56,105 +66,171 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: AllParams = None,
         *,
+        cache_salt: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer all prompts, texts or token ids, batched; outputs in the order of the prompts.
 
-        `params`: one for all, or one for each. A progress bar shows on long batches. Raises
+        `params`: one for all, or one for each. With n > 1 an output is the first answer, and its
+        `choices` are all of them. `cache_salt`: prefixes are shared only under the same one.
+        `priority`: a smaller number runs first. `cache_checkpoints`: positions in each prompt at
+        whose exact end a state is to be kept. A progress bar shows on long batches. Raises
         InvalidRequestError, and generates nothing, if a request can't be served.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        return self._run([self._token_ids(prompt) for prompt in several], params, progress)
+        encoded = [self._encode(prompt) for prompt in several]
+        return self._run(
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+        )
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: AllParams = None,
         *,
+        cache_salt: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, rendered by the model's chat template."""
+        """Answer one conversation, or several, rendered by the model's chat template; everything
+        else as in `generate`."""
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         chats = cast(Sequence[Messages], [messages] if single else messages)
-        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], params, progress)
+        encoded = [self.tokenizer.encode_chat_with_ends(chat) for chat in chats]
+        return self._run(
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+        )
 
     def stream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
     ) -> Iterator[RequestOutput]:
         """The output so far, again after every step that adds to it. Ending the loop early
-        aborts the request."""
+        aborts the request. Raises InvalidRequestError for n > 1."""
+        if params is not None and params.n != 1:
+            raise InvalidRequestError(
+                "n", f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several."
+            )
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            token_ids = self.tokenizer.encode_chat(cast(Messages, prompt))
+            encoded = self.tokenizer.encode_chat_with_ends(cast(Messages, prompt))
         else:
-            token_ids = self._token_ids(cast(Prompt, prompt))
-        (answer,) = self._submit([token_ids], params)
+            encoded = self._encode(cast(Prompt, prompt))
+        ((answer,),) = self._submit(
+            [encoded], params, _Options(cache_salt, priority, cache_checkpoints)
+        )
+        shown, complete = 0, False
         try:
-            while not answer.done:
-                for event in self.engine.step():
-                    if event.request_id == answer.output.request_id:
-                        answer.take(event)
-                        yield answer.output
+            while not complete:
+                # An answer that a stop string ended is shown when the engine has ended it too.
+                longer = len(answer.output.token_ids) > shown and not answer.stopped
+                if longer or answer.ended:
+                    shown, complete = len(answer.output.token_ids), answer.ended
+                    yield answer.output
+                else:
+                    self._step()
         finally:
-            self.engine.abort(answer.output.request_id)
+            self._abort([answer])
 
     def stats(self) -> dict[str, Any]:
         """The counters of docs/prefix_cache.md."""
         return self.engine.stats()
 
     def _run(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        self, prompts: list[EncodedPrompt], params: AllParams, options: _Options, progress: bool
     ) -> list[RequestOutput]:
-        answers = self._submit(prompts, params)
-        by_id = {answer.output.request_id: answer for answer in answers}
-        show = progress and len(answers) > 1
-        with tqdm(total=len(answers), unit="request", disable=None if show else True) as bar:
-            while by_id:
-                for event in self.engine.step():
-                    answer = by_id.get(event.request_id)
-                    if answer is None:  # ended by a stop string, and its abort is on the way
-                        continue
-                    answer.take(event)
-                    if answer.done:
-                        if event.finish_reason is None:  # a stop string, which is ours to see
-                            self.engine.abort(event.request_id)
-                        del by_id[event.request_id]
-                        bar.update()
-        return [answer.output for answer in answers]
+        requests = self._submit(prompts, params, options)
+        running = {answer for answers in requests for answer in answers}
+        show = progress and len(running) > 1
+        try:
+            with tqdm(total=len(running), unit="answer", disable=None if show else True) as bar:
+                while running:
+                    ended = running.intersection(self._step())
+                    running -= ended
+                    bar.update(len(ended))
+        finally:
+            self._abort(running)  # none, unless a step failed or was interrupted
+        return [answers[0].output for answers in requests]
 
     def _submit(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[_Answer]:
+        self, prompts: list[EncodedPrompt], params: AllParams, options: _Options
+    ) -> list[list[_Answer]]:
+        """Queue all prompts, or none; the answers to come, those of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"There are {len(prompts)} prompts but {len(params)} SamplingParams."
             )
-        answers: list[_Answer] = []
+        for one in params:
+            one.validate()  # before there are n answers of it
+        requests = [
+            self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        submitted: list[_Answer] = []
         try:
-            for token_ids, one in zip(prompts, params, strict=True):
-                request_id = f"llm-{next(self._ids)}"
-                answer = _Answer(request_id, token_ids, self._detokenizer(one))
-                self.engine.add_request(request_id, token_ids, one)
-                answers.append(answer)
+            for answers, prompt, one in zip(requests, prompts, params, strict=True):
+                self.engine.add_request(
+                    answers[0].output.request_id,
+                    prompt.token_ids,
+                    one,
+                    cache_salt=options.cache_salt,
+                    priority=options.priority,
+                    cache_checkpoints=options.cache_checkpoints,
+                    message_ends=prompt.message_ends,
+                )
+                self._open.update((answer.key, answer) for answer in answers)
+                submitted += answers
         except InvalidRequestError:
-            for answer in answers:
-                self.engine.abort(answer.output.request_id)
+            self._abort(submitted)
             raise
-        return answers
+        return requests
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _step(self) -> list[_Answer]:
+        """One step of the engine, given to all answers that run; those that ended with it."""
+        ended = []
+        for event in self.engine.step():
+            answer = self._open.get((event.request_id, event.index))
+            if answer is None:  # nobody waits for it any more
+                continue
+            stopped = answer.stopped
+            answer.take(event)
+            if answer.ended:
+                del self._open[answer.key]
+                ended.append(answer)
+            elif answer.stopped and not stopped:  # a stop string, which is ours to see
+                self.engine.abort(*answer.key)
+        return ended
+
+    def _abort(self, answers: Iterable[_Answer]) -> None:
+        """End whole requests, whose answers these are, for the engine and for us."""
+        ended = [self._open.pop(answer.key) for answer in answers if answer.key in self._open]
+        for request_id in sorted({answer.output.request_id for answer in ended}):
+            self.engine.abort(request_id)
+
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return [int(token) for token in prompt]
+            return EncodedPrompt(self.tokenizer.encode(prompt))
+        return EncodedPrompt([int(token) for token in prompt])
+
+    def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
+        answers = [
+            _Answer(RequestOutput(request_id, prompt, index=index), self._detokenizer(params))
+            for index in range(params.n)
+        ]
+        answers[0].output.choices = [answer.output for answer in answers]
+        return answers
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         try:
@@ -166,20 +242,23 @@ class LLM:
 
 
 class _Answer:
-    """One request's output while it grows."""
+    """One choice's output while it grows. `stopped`: by a stop string, so that the engine has yet
+    to learn of it; `ended`: the engine's last event is here."""
 
-    def __init__(
-        self, request_id: str, prompt: list[int], detokenizer: IncrementalDetokenizer | None
-    ) -> None:
-        self.output = RequestOutput(request_id, prompt)
+    def __init__(self, output: RequestOutput, detokenizer: IncrementalDetokenizer | None) -> None:
+        self.output = output
+        self.key = (output.request_id, output.index)
+        self.stopped = False
+        self.ended = False
         self._detokenizer = detokenizer
-
-    @property
-    def done(self) -> bool:
-        return self.output.finish_reason is not None
 
     def take(self, event: RequestEvent) -> None:
         output = self.output
+        if event.finish_reason is not None:
+            self.ended = True
+            output.counters = event.counters
+        if self.stopped:
+            return
         output.cached_tokens = event.cached_tokens
         output.token_ids += event.token_ids
         if event.logprobs is not None:
@@ -196,6 +275,7 @@ class _Answer:
         if event.finish_reason is not None:
             output.text += self._detokenizer.flush()
         if self._detokenizer.stop_hit is not None:
+            self.stopped = True
             used = self._detokenizer.tokens_used
             del output.token_ids[used:]
             if output.logprobs is not None:

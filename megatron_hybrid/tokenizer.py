@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 
 Message = Mapping[str, Any]
+LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the first one's
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt in tokens. `message_ends`: in a chat, ascending positions after which a later
+    message, or the answer, begins; those that the template lets us find."""
+
+    token_ids: list[int]
+    message_ends: tuple[int, ...] = ()
 
 
 class Tokenizer:
@@ -84,6 +95,30 @@ class Tokenizer:
 
         Raises InvalidRequestError when the messages, or the template's view of them, are wrong.
         """
+        conversation, arguments = self._checked_chat(messages, template_arguments)
+        return self.encode(self._render_chat(conversation, arguments), add_special_tokens=False)
+
+    def encode_chat_with_ends(
+        self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None = None
+    ) -> EncodedPrompt:
+        """What `encode_chat` gives, and where in it the first message and the last ones end.
+
+        A message's end is where the rendering of the chat up to it ends, if the whole begins so.
+        Templates that refuse a part of a chat, or render it otherwise, have fewer ends, or none.
+        """
+        conversation, arguments = self._checked_chat(messages, template_arguments)
+        text = self._render_chat(conversation, arguments)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        characters = self._message_ends(conversation, arguments, text)
+        # Where each token has ended, and all those before it, in characters.
+        token_ends = list(accumulate((end for _, end in encoding.offsets), max))
+        # A token that goes on beyond the message does not belong to it.
+        ends = {bisect_right(token_ends, end) for end in characters} - {0}
+        return EncodedPrompt(encoding.ids, tuple(sorted(ends)))
+
+    def _checked_chat(
+        self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if not self.has_chat_template:
             raise InvalidRequestError(
                 "messages",
@@ -97,16 +132,42 @@ class Tokenizer:
                     "chat_template_kwargs",
                     f"chat_template_kwargs.{name} is not a variable of the chat template.",
                 )
-        conversation = [_flatten(message, index) for index, message in enumerate(messages)]
+        return [_flatten(message, index) for index, message in enumerate(messages)], arguments
+
+    def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         try:
-            text = self._hf.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False, **arguments
-            )
+            return self._apply_template(conversation, arguments, answer_follows=True)
         except Exception as error:  # templates are the model's code and may raise anything
             raise InvalidRequestError(
                 "messages", f"The model's chat template refuses these messages: {error}"
             ) from error
-        return self.encode(text, add_special_tokens=False)
+
+    def _message_ends(
+        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], whole: str
+    ) -> list[int]:
+        """Where messages end in the rendered chat, in characters."""
+        count = len(conversation)
+        ends = []
+        # Each one costs a rendering, so a long chat's middle is left out.
+        for length in sorted({1, *range(max(1, count - LAST_ENDS + 1), count + 1)}):
+            try:
+                part = self._apply_template(conversation[:length], arguments, answer_follows=False)
+            except Exception:  # for instance: a chat must not end with the system message
+                continue
+            if not whole.startswith(part):
+                continue
+            # Some templates put the system message into a later one.
+            if length > 1 or conversation[0]["content"].strip() in part:
+                ends.append(len(part))
+        return ends
+
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], *, answer_follows: bool
+    ) -> str:
+        text: str = self._hf.apply_chat_template(
+            conversation, add_generation_prompt=answer_follows, tokenize=False, **arguments
+        )
+        return text
 
 
 def _load_hf_tokenizer(path: Path) -> Any:

@@ -18,9 +18,12 @@ from megatron_hybrid.server.streaming import Answer, Chunk, collect, stream
 def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) -> Response:
     """Run one chat request; raises what `Generation` and the tokenizer raise."""
     wanted = request.generation
-    prompt = serving.tokenizer.encode_chat(request.messages, request.template_arguments)
+    prompt, message_ends = serving.tokenizer.encode_chat_with_ends(
+        request.messages, request.template_arguments
+    )
     serving.check_prompt("messages", prompt, wanted)
-    generation.start([prompt])
+    serving.check_cache_checkpoints("messages", prompt, wanted)
+    generation.start([prompt], message_ends)
     with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
         "id": generation.request_id,
@@ -35,7 +38,7 @@ def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) 
     if wanted.stream:
         chunks = _ChatChunks(logprobs)
         return stream(generation, head, chunks, include_usage=wanted.include_usage)
-    answers = collect(generation, wanted.n)
+    answers = collect(generation, wanted.params.n)
     choices = [_choice(index, answer, logprobs) for index, answer in enumerate(answers)]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 

@@ -24,8 +24,10 @@ def answer_completion(
         serving.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     ]
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         serving.check_prompt("prompt", prompt, wanted)
+        name = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
+        serving.check_cache_checkpoints(name, prompt, wanted)
     generation.start(prompts)
     with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
@@ -52,7 +54,7 @@ def answer_completion(
             return [choice(delta.index, delta.text, delta.logprobs, delta.finish_reason, offset)]
 
         return stream(generation, head, chunks, include_usage=wanted.include_usage)
-    answers = collect(generation, len(prompts) * wanted.n)
+    answers = collect(generation, len(prompts) * wanted.params.n)
     choices = [
         choice(index, answer.text, answer.logprobs, answer.finish_reason, 0)
         for index, answer in enumerate(answers)

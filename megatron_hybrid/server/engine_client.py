@@ -10,23 +10,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server import messages as wire
-from megatron_hybrid.server.subscription import (
-    Delivery,
-    EngineUnavailable,
-    Subscription,
-    TokenObserver,
-)
+from megatron_hybrid.server.subscription import EngineUnavailable, Subscription, TokenObserver
 
 logger = logging.getLogger(__name__)
 
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
 STALLED_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class _Registered:
+    """A request that runs: who waits for its events, and for which of its choices."""
+
+    subscription: Subscription
+    open: set[int]
 
 
 class EngineClient:
@@ -39,7 +44,7 @@ class EngineClient:
         self._down: str | None = None
         self._heard = time.monotonic()
         self._lock = threading.Lock()
-        self._subscriptions: dict[str, Subscription] = {}
+        self._requests: dict[str, _Registered] = {}
         self._queries: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._query_ids = itertools.count()
         self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
@@ -77,23 +82,23 @@ class EngineClient:
     def waiting(self) -> int:
         """Engine requests that have not produced anything yet."""
         with self._lock:
-            return sum(not subscription.started for subscription in self._subscriptions.values())
+            return sum(not known.subscription.started for known in self._requests.values())
 
     def running(self) -> int:
         with self._lock:
-            return len(self._subscriptions)
+            return len(self._requests)
 
     def abort(self, request_id: str) -> int:
-        """Abort the engine requests of one HTTP request, which end with FinishReason.ABORT."""
+        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
         with self._lock:
-            found = [
-                known
-                for known in self._subscriptions
-                if known == request_id or known.rpartition("-")[0] == request_id
-            ]
-        for known in found:
-            self.send(wire.AbortRequest(known))
-        return len(found)
+            found = {
+                name: len(known.open)
+                for name, known in self._requests.items()
+                if name == request_id or name.rpartition("-")[0] == request_id
+            }
+        for name in found:
+            self.send(wire.AbortRequest(name))
+        return sum(found.values())
 
     def reset_prefix_cache(self) -> None:
         self.check()
@@ -123,11 +128,11 @@ class EngineClient:
             if self._down is not None:
                 return
             self._down = reason
-            lost = list(self._subscriptions.items())
-            self._subscriptions.clear()
+            lost = list(self._requests.values())
+            self._requests.clear()
             queries = list(self._queries.values())
-        for _, subscription in lost:
-            subscription.deliver(EngineUnavailable(reason))
+        for known in lost:
+            known.subscription.deliver(EngineUnavailable(reason))
         for answer in queries:
             answer.put(None)
 
@@ -136,16 +141,20 @@ class EngineClient:
         self._wake()
         self._thread.join(timeout=2.0)
 
-    def register(self, request_id: str, subscription: Subscription) -> None:
+    def register(self, request_id: str, choices: int, subscription: Subscription) -> None:
+        """Hand the events of this request's choices to the subscription, until each has ended."""
         with self._lock:
+            if request_id in self._requests:
+                raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
             if self._down is None:
-                self._subscriptions[request_id] = subscription
+                self._requests[request_id] = _Registered(subscription, set(range(choices)))
                 return
         raise EngineUnavailable(self._down)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, index: int) -> None:
+        """Drop whatever still comes for this choice."""
         with self._lock:
-            self._subscriptions.pop(request_id, None)
+            self._end_choice(request_id, index)
 
     def send(self, command: wire.Command) -> None:
         self._outgoing.put(command)
@@ -195,10 +204,13 @@ class EngineClient:
     def _dispatch(self, reply: wire.AnyReply) -> None:
         if isinstance(reply, wire.Events):
             for event in reply.events:
-                self._deliver(event.request_id, event, last=event.finish_reason is not None)
+                self._deliver(event)
         elif isinstance(reply, wire.Refused):
-            error = InvalidRequestError(reply.field, reply.message, reply.status)
-            self._deliver(reply.request_id, error, last=True)
+            with self._lock:
+                known = self._requests.pop(reply.request_id, None)
+            if known is not None:
+                error = InvalidRequestError(reply.field, reply.message, reply.status)
+                known.subscription.deliver(error)
         elif isinstance(reply, wire.Stats):
             with self._lock:
                 answer = self._queries.get(reply.query_id)
@@ -210,10 +222,19 @@ class EngineClient:
         elif isinstance(reply, wire.EngineEnded):
             self.engine_ended(reply.reason)
 
-    def _deliver(self, request_id: str, item: Delivery, *, last: bool) -> None:
+    def _deliver(self, event: RequestEvent) -> None:
         with self._lock:
-            subscription = self._subscriptions.get(request_id)
-            if last:
-                self._subscriptions.pop(request_id, None)
-        if subscription is not None:
-            subscription.deliver(item)
+            known = self._requests.get(event.request_id)
+            if known is None or event.index not in known.open:
+                return  # nobody waits for it any more
+            if event.finish_reason is not None:
+                self._end_choice(event.request_id, event.index)
+        known.subscription.deliver(event)
+
+    def _end_choice(self, request_id: str, index: int) -> None:
+        """With its last choice the request is forgotten. Under the lock."""
+        known = self._requests.get(request_id)
+        if known is not None:
+            known.open.discard(index)
+            if not known.open:
+                del self._requests[request_id]

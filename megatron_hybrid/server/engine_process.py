@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
@@ -43,9 +45,12 @@ class Engine(Protocol):
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
+        message_ends: Sequence[int] = (),
     ) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
 
     def has_work(self) -> bool: ...
 
@@ -57,6 +62,14 @@ class Engine(Protocol):
 
 
 Broadcast = Callable[[list[wire.Command]], list[wire.Command]]
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A request that runs: who asked for it, and which of its choices have not ended."""
+
+    client: bytes  # b"" on the other ranks
+    open: set[int]
 
 
 class EngineLoop:
@@ -82,7 +95,8 @@ class EngineLoop:
         self._front_end_failure = front_end_failure
         self._on_join = on_join
         self._clients: set[bytes] = set()
-        self._owners: dict[str, bytes] = {}  # request id -> front end; b"" on the other ranks
+        self._owned: dict[str, _Owned] = {}
+        self._senders: deque[bytes] = deque()  # of the requests received and not yet added
         self._failed_steps = 0
         self._last_heartbeat = 0.0
         self._stop_requested = False
@@ -134,7 +148,7 @@ class EngineLoop:
                     self._send(client, wire.Stats(command.query_id, self._engine.stats()))
                 else:
                     if isinstance(command, wire.AddRequest):
-                        self._owners[command.request_id] = client
+                        self._senders.append(client)
                     shared.append(command)
         return shared
 
@@ -146,24 +160,28 @@ class EngineLoop:
         if isinstance(command, wire.AddRequest):
             self._add(command)
         elif isinstance(command, wire.AbortRequest):
-            self._engine.abort(command.request_id)
+            self._engine.abort(command.request_id, command.index)
         elif isinstance(command, wire.ResetPrefixCache):
             self._engine.reset_prefix_cache()
 
     def _add(self, command: wire.AddRequest) -> None:
-        owner = self._owners.setdefault(command.request_id, b"")
+        client = self._senders.popleft() if self._senders else b""
         try:
             self._engine.add_request(
                 command.request_id,
                 command.prompt_token_ids,
                 command.params,
                 cache_salt=command.cache_salt,
+                priority=command.priority,
+                cache_checkpoints=command.cache_checkpoints,
+                message_ends=command.message_ends,
             )
         except InvalidRequestError as error:
-            del self._owners[command.request_id]
             self._send(
-                owner, wire.Refused(command.request_id, error.field, str(error), error.status)
+                client, wire.Refused(command.request_id, error.field, str(error), error.status)
             )
+        else:
+            self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
 
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""
@@ -182,11 +200,12 @@ class EngineLoop:
 
     def _fail_all(self, reason: str) -> None:
         """End every request with an error, in the engine and for its client."""
-        lost = list(self._owners)
+        lost = list(self._owned)
         self._publish(
             [
-                RequestEvent(request_id, finish_reason=FinishReason.ERROR, error=reason)
-                for request_id in lost
+                RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)
+                for request_id, owned in self._owned.items()
+                for index in sorted(owned.open)
             ]
         )
         for request_id in lost:
@@ -195,12 +214,14 @@ class EngineLoop:
     def _publish(self, events: list[RequestEvent]) -> None:
         by_client: dict[bytes, list[RequestEvent]] = {}
         for event in events:
-            owner = self._owners.get(event.request_id)
-            if owner is None:
+            owned = self._owned.get(event.request_id)
+            if owned is None:
                 continue  # already ended by an error; the engine's own last event comes later
-            by_client.setdefault(owner, []).append(event)
+            by_client.setdefault(owned.client, []).append(event)
             if event.finish_reason is not None:
-                del self._owners[event.request_id]
+                owned.open.discard(event.index)
+                if not owned.open:
+                    del self._owned[event.request_id]
         for client, client_events in by_client.items():
             self._send(client, wire.Events(client_events))
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
-from megatron_hybrid.server.subscription import Subscription
+from megatron_hybrid.server.subscription import ChoiceKey, Subscription
 from megatron_hybrid.tokenizer import Tokenizer
 
 DISCONNECT_POLL_SECONDS = 0.5
@@ -36,9 +37,8 @@ class Delta:
 
 
 class _Choice:
-    def __init__(self, index: int, request_id: str, detokenizer: IncrementalDetokenizer) -> None:
-        self.index = index
-        self.request_id = request_id
+    def __init__(self, index: int, detokenizer: IncrementalDetokenizer) -> None:
+        self.index = index  # in the HTTP answer, where several prompts may have several each
         self.detokenizer = detokenizer
         self.completion_tokens = 0
         self.prompt_tokens = 0
@@ -94,28 +94,36 @@ class Generation:
         self._disconnected = disconnected
         self._on_close = on_close
         self._closed = False
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[ChoiceKey, _Choice] = {}
         self._subscription: Subscription | None = None
         self._started = time.monotonic()
 
-    def start(self, prompts: Sequence[list[int]]) -> None:
-        """Submit every choice of every prompt; choice j of prompt i has the index i * n + j."""
+    def start(self, prompts: Sequence[list[int]], message_ends: tuple[int, ...] = ()) -> None:
+        """Submit every prompt; choice j of prompt i has the index i * n + j in the answer.
+
+        message_ends: where messages end in the prompt, if it is a chat.
+        """
         request = self._request
-        stop = request.params.stop
+        n, stop = request.params.n, request.params.stop
         # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
         self._subscription = self._client.subscribe(whole=not request.stream and not stop)
         max_seq_length = self._client.check().max_seq_length
-        for prompt in prompts:
-            room = max_seq_length - len(prompt)
-            for choice in range(request.n):
-                index = len(self._choices)
-                request_id = f"{self.request_id}-{index}"
-                self._choices[request_id] = _Choice(
-                    index, request_id, IncrementalDetokenizer(self._tokenizer, stop)
+        for number, prompt in enumerate(prompts):
+            request_id = f"{self.request_id}-{number}"
+            for index in range(n):
+                detokenizer = IncrementalDetokenizer(self._tokenizer, stop)
+                self._choices[request_id, index] = _Choice(number * n + index, detokenizer)
+            self._subscription.add(
+                wire.AddRequest(
+                    request_id,
+                    prompt,
+                    request.params_that_fit(max_seq_length - len(prompt)),
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    cache_checkpoints=request.cache_checkpoints,
+                    message_ends=message_ends,
                 )
-                self._subscription.add(
-                    request_id, prompt, request.params_of_choice(choice, room), request.cache_salt
-                )
+            )
 
     def deltas(self) -> Iterator[list[Delta]]:
         """Pieces of the answers as they come, until every choice has ended.
@@ -124,7 +132,7 @@ class Generation:
         """
         subscription = self._subscription
         assert subscription is not None, "start comes first"
-        while subscription.open_ids:
+        while subscription.open_choices:
             events = subscription.next(DISCONNECT_POLL_SECONDS)
             if self._disconnected():
                 raise ClientGone
@@ -133,7 +141,7 @@ class Generation:
                 yield deltas
 
     def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
-        choice = self._choices[event.request_id]
+        choice = self._choices[event.request_id, event.index]
         if choice.finished:
             return []
         if event.finish_reason is FinishReason.ERROR:
@@ -142,7 +150,8 @@ class Generation:
         delta = choice.advance(event)
         if delta.finish_reason is not None:
             self._metrics.finished(delta.finish_reason, time.monotonic() - self._started)
-            subscription.abort(event.request_id)  # only if a stop string ended it here
+            # Does nothing unless a stop string ended it here.
+            subscription.abort(event.request_id, event.index)
         return [delta]
 
     def close(self) -> None:
@@ -152,14 +161,15 @@ class Generation:
         self._closed = True
         self._on_close()
         if self._subscription is not None:
-            for _ in range(len(self._subscription.open_ids)):
+            for _ in range(len(self._subscription.open_choices)):
                 self._metrics.finished(FinishReason.ABORT.value, time.monotonic() - self._started)
             self._subscription.close()
 
     def usage(self) -> dict[str, object]:
-        """Tokens read and written. A prompt with several choices was given once, so counts once."""
+        """Tokens read and written. A prompt with several choices was given once, so counts once,
+        and what was cached of it is what was found for the first of them to be computed."""
         choices = list(self._choices.values())
-        n = self._request.n
+        n = self._request.params.n
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         prompt = sum(max(choice.prompt_tokens for choice in group) for group in groups)
         cached = sum(min(choice.cached_tokens for choice in group) for group in groups)

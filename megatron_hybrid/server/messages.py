@@ -28,10 +28,16 @@ class AddRequest(Command, frozen=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
+    cache_checkpoints: tuple[int, ...] = ()
+    message_ends: tuple[int, ...] = ()
 
 
 class AbortRequest(Command, frozen=True):
+    """End one choice of a request; without an index, all that have not ended."""
+
     request_id: str
+    index: int | None = None
 
 
 class ResetPrefixCache(Command, frozen=True):
@@ -91,7 +97,12 @@ class EngineEnded(Reply, frozen=True):
 AnyCommand = Join | AddRequest | AbortRequest | ResetPrefixCache | GetStats
 AnyReply = EngineReady | Events | Refused | Stats | Heartbeat | EngineEnded
 
-# Counters may be numpy numbers.
-encode = msgspec.msgpack.Encoder(enc_hook=float).encode
+
+def _plain(value: Any) -> Any:
+    """Counters may be numpy numbers."""
+    return value.item()
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_commands = msgspec.msgpack.Decoder(list[AnyCommand]).decode
 decode_replies = msgspec.msgpack.Decoder(list[AnyReply]).decode

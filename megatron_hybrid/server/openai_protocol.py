@@ -6,11 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from megatron_hybrid.request import (
+    MAX_CACHE_CHECKPOINTS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from megatron_hybrid.server.fields import FieldError, Fields, show
 
-MAX_CHOICES_PER_PROMPT = 16
-MAX_CHOICES = 1024
+MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_NAME_LENGTH = 1024
@@ -24,8 +30,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "min_tokens": (0,),
-    "priority": (0,),
-    "cache_checkpoints": ([],),
     "response_format": ({"type": "text"},),
 }
 NOT_SUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
@@ -63,25 +67,18 @@ class GenerationRequest:
     model: str | None
     params: SamplingParams
     max_tokens_field: str | None  # the name under which the client gave max_tokens, if it did
-    n: int
     stream: bool
     include_usage: bool
     cache_salt: str
+    priority: int
+    cache_checkpoints: tuple[int, ...]
 
-    def params_of_choice(self, choice: int, room: int) -> SamplingParams:
-        """Every choice draws from its own stream; the first one's is that of n = 1.
-
-        room: tokens that fit after the prompt; a default of ours never asks for more.
-        """
-        seed, max_tokens = self.params.seed, self.params.max_tokens
-        if seed is not None and choice > 0:
-            seed = (seed + choice * _GOLDEN_RATIO_64) % 2**64
-        if max_tokens is not None:
-            max_tokens = min(max_tokens, room)
-        return dataclasses.replace(self.params, seed=seed, max_tokens=max_tokens)
-
-
-_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # splitmix64's increment: far apart for neighbouring seeds
+    def params_that_fit(self, room: int) -> SamplingParams:
+        """room: tokens that fit after the prompt; a default of ours never asks for more."""
+        max_tokens = self.params.max_tokens
+        if max_tokens is None or max_tokens <= room:
+            return self.params
+        return dataclasses.replace(self.params, max_tokens=room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +117,12 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
         fields.unsupported(name, *harmless)
     generation = _parse_generation(fields, max_tokens_field, max_tokens, logprobs)
     fields.finish()
-    if len(prompts) * generation.n > MAX_CHOICES:
+    n = generation.params.n
+    if len(prompts) * n > MAX_ANSWERS:
         raise FieldError(
             "prompt",
-            f"prompt has {len(prompts)} entries and n is {generation.n}; "
-            f"the limit for both together is {MAX_CHOICES} answers.",
+            f"prompt has {len(prompts)} entries and n is {n}; "
+            f"the limit for both together is {MAX_ANSWERS} answers.",
         )
     return CompletionRequest(prompts, generation)
 
@@ -233,6 +231,7 @@ def _parse_generation(
         stop_token_ids=_parse_stop_token_ids(fields),
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
+        n=fields.integer("n", 1, MAX_CHOICES, 1) or 1,
     )
     params.validate()
     stream = fields.boolean("stream")
@@ -240,11 +239,20 @@ def _parse_generation(
         model=fields.text("model", MAX_NAME_LENGTH) or None,
         params=params,
         max_tokens_field=max_tokens_field,
-        n=fields.integer("n", 1, MAX_CHOICES_PER_PROMPT, 1) or 1,
         stream=stream,
         include_usage=_parse_stream_options(fields, stream),
         cache_salt=fields.text("cache_salt", MAX_NAME_LENGTH),
+        priority=fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY, 0) or 0,
+        cache_checkpoints=_parse_cache_checkpoints(fields),
     )
+
+
+def _parse_cache_checkpoints(fields: Fields) -> tuple[int, ...]:
+    """Positions in the prompt, whose length is not known yet."""
+    positions = fields.list("cache_checkpoints", MAX_CACHE_CHECKPOINTS)
+    for position in positions:
+        fields.check_integer("cache_checkpoints", position, 1, MAX_TOKENS)
+    return tuple(positions)
 
 
 def _parse_stop(fields: Fields) -> tuple[str, ...]:

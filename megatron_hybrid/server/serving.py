@@ -57,6 +57,17 @@ class Serving:
                 "context_length_exceeded",
             )
 
+    def check_cache_checkpoints(
+        self, name: str, prompt: list[int], request: GenerationRequest
+    ) -> None:
+        """Refuse positions beyond this prompt, which the client knows by that name."""
+        last = max(request.cache_checkpoints, default=0)
+        if last > len(prompt):
+            raise FieldError(
+                "cache_checkpoints",
+                f"cache_checkpoints holds position {last}, but {name} has {len(prompt)} tokens.",
+            )
+
     def open(
         self, prefix: str, request: GenerationRequest, disconnected: Callable[[], bool]
     ) -> Generation:

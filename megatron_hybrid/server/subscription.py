@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import RequestEvent, SamplingParams
+from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server import messages as wire
 
 if TYPE_CHECKING:
@@ -28,12 +27,13 @@ class TokenObserver(Protocol):
 
 
 Delivery = RequestEvent | InvalidRequestError | EngineUnavailable
+ChoiceKey = tuple[str, int]  # an engine request's id, and which of its choices
 
 
 class Subscription:
     """The events of one HTTP request's engine requests, in the order of their arrival.
 
-    whole: deliver a request's events as one, when it has ended; what nobody looks at earlier
+    whole: deliver a choice's events as one, when it has ended; what nobody looks at earlier
     need not wake a thread at every step.
     """
 
@@ -41,18 +41,17 @@ class Subscription:
         self._client = client
         self._whole = whole
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._partial: dict[str, RequestEvent] = {}
-        self._last_tokens: dict[str, float] = {}  # request id -> when its last tokens came
+        self._partial: dict[ChoiceKey, RequestEvent] = {}
+        self._last_tokens: dict[ChoiceKey, float] = {}  # when a choice's last tokens came
         self._submitted = time.monotonic()
-        self.open_ids: set[str] = set()
+        self.open_choices: set[ChoiceKey] = set()
         self.started = False
 
-    def add(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, cache_salt: str
-    ) -> None:
-        self.open_ids.add(request_id)
-        self._client.register(request_id, self)
-        self._client.send(wire.AddRequest(request_id, list(prompt), params, cache_salt))
+    def add(self, request: wire.AddRequest) -> None:
+        choices = request.params.n
+        self._client.register(request.request_id, choices, self)
+        self.open_choices.update((request.request_id, index) for index in range(choices))
+        self._client.send(request)
 
     def next(self, timeout: float) -> list[RequestEvent]:
         """The events so far, at least one unless `timeout` seconds pass without any.
@@ -67,17 +66,19 @@ class Subscription:
         except queue.Empty:
             return events
 
-    def abort(self, request_id: str) -> None:
-        """Stop caring for one request, and let the engine know."""
-        if request_id in self.open_ids:
-            self.open_ids.discard(request_id)
-            self._client.forget(request_id)
-            self._client.send(wire.AbortRequest(request_id))
+    def abort(self, request_id: str, index: int) -> None:
+        """Stop caring for one choice, and let the engine know."""
+        if (request_id, index) in self.open_choices:
+            self._forget(request_id, index)
+            self._client.send(wire.AbortRequest(request_id, index))
 
     def close(self) -> None:
         """Abort whatever has not ended."""
-        for request_id in list(self.open_ids):
-            self.abort(request_id)
+        requests = {request_id for request_id, _ in self.open_choices}
+        for request_id, index in list(self.open_choices):
+            self._forget(request_id, index)
+        for request_id in requests:
+            self._client.send(wire.AbortRequest(request_id))
 
     def deliver(self, item: Delivery) -> None:
         """Called by the client's thread."""
@@ -85,16 +86,18 @@ class Subscription:
         if isinstance(item, RequestEvent) and item.token_ids:
             self._observe(item)
         if isinstance(item, RequestEvent) and self._whole:
-            item = _merge(self._partial.pop(item.request_id, None), item)
+            key = (item.request_id, item.index)
+            item = _merge(self._partial.pop(key, None), item)
             if item.finish_reason is None:
-                self._partial[item.request_id] = item
+                self._partial[key] = item
                 return
         self._queue.put(item)
 
     def _observe(self, event: RequestEvent) -> None:
         now = time.monotonic()
-        last = self._last_tokens.get(event.request_id)
-        self._last_tokens[event.request_id] = now
+        key = (event.request_id, event.index)
+        last = self._last_tokens.get(key)
+        self._last_tokens[key] = now
         observer = self._client.observer
         if observer is None:
             return
@@ -107,8 +110,12 @@ class Subscription:
         if not isinstance(item, RequestEvent):
             raise item
         if item.finish_reason is not None:
-            self.open_ids.discard(item.request_id)
+            self.open_choices.discard((item.request_id, item.index))
         return item
+
+    def _forget(self, request_id: str, index: int) -> None:
+        self.open_choices.discard((request_id, index))
+        self._client.forget(request_id, index)
 
 
 def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:

@@ -36,16 +36,21 @@ class RunningLoop:
         self.engine = engine
         self.exit_code: int | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = f"ipc://{folder}/engine"
-        self._socket = bind_socket(self._context, endpoint)
+        self.endpoint = f"ipc://{folder}/engine"
+        self._socket = bind_socket(self._context, self.endpoint)
         self.loop = EngineLoop(engine, self._socket)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+        self.client = self.connect()
+
+    def connect(self) -> EngineClient:
+        """A front end's connection, ready."""
         ready = threading.Event()
-        self.client = EngineClient(endpoint)
-        self.client.on_ready = ready.set
-        self.client.join("http://nowhere")
+        client = EngineClient(self.endpoint)
+        client.on_ready = ready.set
+        client.join("http://nowhere")
         assert ready.wait(5)
+        return client
 
     def _run(self) -> None:
         self.exit_code = self.loop.run()

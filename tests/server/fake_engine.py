@@ -6,21 +6,38 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import (
     FinishReason,
     RequestEvent,
     SamplingParams,
     TokenLogprob,
+    validate_cache_checkpoints,
+    validate_priority,
     validate_prompt,
 )
 
 BLOCK_SIZE = 4
 
 
+class Added(NamedTuple):
+    """A request as it came in."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    cache_salt: str
+    priority: int
+    cache_checkpoints: tuple[int, ...]
+    message_ends: tuple[int, ...]
+
+
 @dataclass
 class _Running:
+    """One choice of a request."""
+
     prompt: list[int]
     params: SamplingParams
     max_tokens: int
@@ -30,7 +47,9 @@ class _Running:
 
 
 class FakeEngine:
-    """Greedy: repeats the prompt. Sampled: random ids from the seed. One token a step.
+    """Greedy: repeats the prompt, choice i from its token i on. Sampled: random ids from the seed.
+
+    One token a step for each choice; the choices after the first skip the whole prompt.
 
     `fail_on`: a prompt that holds this id makes `step` raise (once; each time with `fails_again`).
     """
@@ -52,7 +71,8 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self._fail_on = fail_on
         self.fails_again = fails_again
-        self._running: dict[str, _Running] = {}
+        self.added: list[Added] = []
+        self._running: dict[tuple[str, int], _Running] = {}
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
         self._generated = 0
         self._broken = False
@@ -64,9 +84,16 @@ class FakeEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        cache_checkpoints: Sequence[int] = (),
+        message_ends: Sequence[int] = (),
     ) -> None:
         params.validate()
+        validate_priority(priority)
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
+        validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
+        if any(known == request_id for known, _ in self._running):
+            raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
         prompt = list(prompt_token_ids)
         room = self.max_seq_length - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -76,13 +103,27 @@ class FakeEngine:
         ]
         hits = sum(prefix in self._cached for prefix in prefixes)
         self._cached.update(prefixes)
-        self._running[request_id] = _Running(prompt, params, max_tokens, hits * BLOCK_SIZE)
+        for index in range(params.n):
+            cached = hits * BLOCK_SIZE if index == 0 else len(prompt)
+            self._running[request_id, index] = _Running(prompt, params, max_tokens, cached)
         self.log.append(f"add {request_id}")
+        self.added.append(
+            Added(
+                request_id,
+                prompt,
+                params,
+                cache_salt,
+                priority,
+                tuple(cache_checkpoints),
+                tuple(message_ends),
+            )
+        )
 
-    def abort(self, request_id: str) -> None:
-        self.log.append(f"abort {request_id}")
-        if request_id in self._running:
-            self._running[request_id].aborted = True
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.log.append(f"abort {request_id}" if index is None else f"abort {request_id} {index}")
+        for key, one in self._running.items():
+            if key[0] == request_id and index in (None, key[1]):
+                one.aborted = True
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -93,10 +134,10 @@ class FakeEngine:
         if self._broken or any(not one.aborted for one in failing):
             self._broken = self.fails_again
             raise RuntimeError("the fake engine was asked to fail")
-        events = [self._advance(name, one) for name, one in self._running.items()]
+        events = [self._advance(*key, one) for key, one in self._running.items()]
         for event in events:
             if event.finish_reason is not None:
-                del self._running[event.request_id]
+                del self._running[event.request_id, event.index]
         return events
 
     def stats(self) -> dict[str, Any]:
@@ -120,24 +161,28 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self._cached.clear()
 
-    def _advance(self, request_id: str, one: _Running) -> RequestEvent:
+    def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
-            request_id, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
+            request_id, index, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
         )
         if one.aborted:
             event.finish_reason = FinishReason.ABORT
+            event.counters = {"generated_tokens": len(one.generated)}
             return event
         position = len(one.generated)
         if one.params.greedy:
-            token = one.prompt[position % len(one.prompt)]
+            token = one.prompt[(index + position) % len(one.prompt)]
         else:
-            token = random.Random(f"{one.params.seed} {position}").randrange(self.vocab_size)
+            stream = random.Random(f"{one.params.seed} {index} {position}")
+            token = stream.randrange(self.vocab_size)
         one.generated.append(token)
         self._generated += 1
         event.token_ids = [token]
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
             event.logprobs = [TokenLogprob(token, -0.5, top)]
+        if one.params.prompt_logprobs is not None and index == 0 and position == 0:
+            event.prompt_logprobs = [None, *(TokenLogprob(t, -1.0) for t in one.prompt[1:])]
         stops = one.params.stop_token_ids
         if not one.params.ignore_eos:
             stops += self.eos_token_ids
@@ -145,4 +190,6 @@ class FakeEngine:
             event.finish_reason, event.stop_token_id = FinishReason.STOP, token
         elif len(one.generated) == one.max_tokens:
             event.finish_reason = FinishReason.LENGTH
+        if event.finish_reason is not None:
+            event.counters = {"generated_tokens": len(one.generated)}
         return event

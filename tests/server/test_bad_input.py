@@ -36,7 +36,8 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"top_k": 0.5}),
     ("min_p", {"min_p": 2}),
     ("n", {"n": 0}),
-    ("n", {"n": 17}),
+    ("n", {"n": 129}),
+    ("n", {"n": True}),
     ("n", {"n": "two"}),
     ("seed", {"seed": 1.5}),
     ("seed", {"seed": 2**64}),
@@ -67,9 +68,22 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {"50": 1}}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("min_tokens", {"min_tokens": 2}),
-    ("priority", {"priority": 1}),
+    ("priority", {"priority": 1001}),
+    ("priority", {"priority": -1001}),
+    ("priority", {"priority": 0.5}),
     ("priority", {"priority": False}),
-    ("cache_checkpoints", {"cache_checkpoints": [64]}),
+    ("priority", {"priority": "high"}),
+    ("priority", {"priority": [1]}),
+    ("cache_checkpoints", {"cache_checkpoints": 4}),
+    ("cache_checkpoints", {"cache_checkpoints": [0]}),
+    ("cache_checkpoints", {"cache_checkpoints": [-1]}),
+    ("cache_checkpoints", {"cache_checkpoints": [1, "2"]}),
+    ("cache_checkpoints", {"cache_checkpoints": [1.0]}),
+    ("cache_checkpoints", {"cache_checkpoints": [True]}),
+    ("cache_checkpoints", {"cache_checkpoints": [None]}),
+    ("cache_checkpoints", {"cache_checkpoints": [10**30]}),
+    ("cache_checkpoints", {"cache_checkpoints": [1, 100]}),
+    ("cache_checkpoints", {"cache_checkpoints": [1] * 65}),
 ]
 BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": None}),
@@ -137,6 +151,8 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"prompt": [7] * 128}),
     ("prompt", {"prompt": "Hello there " * 100}),
     ("prompt", {"prompt": ["a"] * 65, "n": 16}),
+    ("prompt", {"prompt": ["a"] * 9, "n": 128}),
+    ("cache_checkpoints", {"prompt": [[7] * 20, [7] * 10], "cache_checkpoints": [11]}),
     ("logprobs", {"logprobs": True}),
     ("logprobs", {"logprobs": 21}),
     ("echo", {"echo": True}),
@@ -225,6 +241,13 @@ def test_a_prompt_that_is_too_long_has_openais_code(http: FlaskClient) -> None:
         assert error["code"] == "context_length_exceeded"
 
 
+def test_a_checkpoint_beyond_one_of_several_prompts_names_that_prompt(http: FlaskClient) -> None:
+    body = {"prompt": [[7] * 20, [7] * 10], "cache_checkpoints": [4, 11], "max_tokens": 1}
+    error = check_refused(http, COMPLETION, json.dumps(body).encode(), "cache_checkpoints")
+    assert "position 11, but prompt[1] has 10 tokens" in error["message"]
+    assert http.post(COMPLETION, json={**body, "cache_checkpoints": [10]}).status_code == 200
+
+
 def test_null_and_openais_defaults_change_nothing(http: FlaskClient) -> None:
     defaults: dict[str, Any] = {
         "presence_penalty": 0,
@@ -234,7 +257,7 @@ def test_null_and_openais_defaults_change_nothing(http: FlaskClient) -> None:
         "response_format": {"type": "text"},
         "min_tokens": 0,
         "priority": 0,
-        "cache_checkpoints": None,
+        "cache_checkpoints": [],
         "n": 1,
         "seed": None,
         "stop": None,

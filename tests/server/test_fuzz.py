@@ -14,7 +14,7 @@ from megatron_hybrid.server import openai_protocol
 FIELDS = [
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n seed",
     "stop stop_token_ids stream stream_options logprobs top_logprobs ignore_eos cache_salt user",
-    "chat_template_kwargs tools tool_choice response_format other",
+    "priority cache_checkpoints chat_template_kwargs tools tool_choice response_format other",
 ]
 names = st.sampled_from(" ".join(FIELDS).split()) | st.sampled_from(
     sorted({*openai_protocol.NOT_SUPPORTED_CHAT, *openai_protocol.NOT_SUPPORTED_COMPLETION})

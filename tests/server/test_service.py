@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, SamplingParams
+from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.options import ServerOptions
@@ -101,7 +102,7 @@ def test_threads_that_all_wait_answer_429_and_their_places_come_back(
 def test_waiting_counts_requests_without_a_first_token(running: RunningLoop) -> None:
     slow(running.engine)
     subscription = running.client.subscribe(whole=False)
-    subscription.add("a-0", [5, 6], SamplingParams(max_tokens=50), "")
+    subscription.add(wire.AddRequest("a-0", [5, 6], SamplingParams(max_tokens=50, n=2)))
     assert running.client.waiting() == 1
     subscription.next(5)
     assert running.client.waiting() == 0
@@ -133,10 +134,10 @@ def test_a_stream_that_fails_half_way_ends_with_an_error_object(
 
 
 def test_an_engine_that_keeps_failing_ends_the_loop(
-    http: FlaskClient, running: RunningLoop
+    http: FlaskClient, running: RunningLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.engine.fails_again = True
-    running.engine.abort = lambda request_id: None  # type: ignore[method-assign]
+    monkeypatch.setattr(running.engine, "abort", lambda request_id: None)
     assert http.post(COMPLETION, json={**HELLO, "prompt": "~"}).status_code == 500
     wait_until(lambda: running.exit_code == 1)
     wait_until(lambda: http.get("/health").status_code == 503)
@@ -201,15 +202,17 @@ def test_metrics_show_the_front_ends_figures_and_the_engines(http: FlaskClient) 
 
 def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -> None:
     subscription = running.client.subscribe(whole=False)
-    subscription.add("a-0", [], SamplingParams(), "")
+    subscription.add(wire.AddRequest("a-0", [], SamplingParams(n=2)))
     with pytest.raises(InvalidRequestError, match="empty") as caught:
         subscription.next(5)
     assert caught.value.field == "prompt"
+    assert running.client.running() == 0
 
 
 def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
     subscription = running.client.subscribe(whole=True)
-    subscription.add("a-0", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5), "")
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    subscription.add(wire.AddRequest("a-0", [5, 6, 7], params))
     (event,) = subscription.next(5)
     assert event.token_ids == [5, 6, 7, 5, 6]
     assert event.finish_reason is FinishReason.LENGTH
