@@ -42,9 +42,13 @@ GPU = [
     "transformer-engine[pytorch]>=2.0",
 ]
 
+# For the pictures of tools/simulate_prefix_cache.py --plot.
+PLOT = ["matplotlib>=3.9"]
+
 # flash-linear-attention is left out on purpose: where it is installed without a GPU,
 # transformers' gated delta net models, which the tests compare with, no longer run.
 TEST = [
+    *PLOT,
     "pytest>=9.0,<10",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
@@ -76,7 +80,7 @@ setup(
     },
     zip_safe=False,
     install_requires=BASE,
-    extras_require={"gpu": GPU, "test": TEST, "dev": DEV},
+    extras_require={"gpu": GPU, "plot": PLOT, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["megatron-hybrid=megatron_hybrid.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

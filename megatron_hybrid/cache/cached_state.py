@@ -43,7 +43,7 @@ class CachedState:
         self.fork: CachedState | None = None  # nearest shared beginning
         self.born = 0  # of a fork: first answers that ended behind it
         self.continued = 0  # of those, how many went on
-        self.group = 0  # of the reuse estimator
+        self.group = ("", 0, 0)  # of the reuse estimator
 
     def ancestor(self) -> CachedState | None:
         """The nearest state before it that is still cached; None at the sequence's beginning."""

@@ -13,9 +13,8 @@ A request's life in the cache:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys, root_key
@@ -25,41 +24,19 @@ from megatron_hybrid.cache.checkpoint_placement import (
     CheckpointHints,
     CheckpointPlacement,
 )
-from megatron_hybrid.cache.eviction import (
-    EvictionQueue,
-    LeastRecentlyUsed,
-    ReplayCost,
-    ScoringRule,
-)
+from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
 from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint, TailCopy
-from megatron_hybrid.cache.prefix_index import NOTHING, PrefixIndex, PrefixMatch
-from megatron_hybrid.cache.state_pool import NULL_SLOT, StatePool
-from megatron_hybrid.cache.tail_index import Tail
+from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
+from megatron_hybrid.cache.prefix_store import Occupancy, PrefixStore
+from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
-
-STATES_GIVEN_UP_AT_ONCE = 8
-EVICTED_KEYS_REMEMBERED = 16384  # for telling "evicted" from "never there"
-
-
-class Occupancy(NamedTuple):
-    """How full the two pools are, in blocks and slots."""
-
-    kv_blocks: int
-    kv_used: int  # referenced by running requests
-    kv_cached: int  # mapped, referenced or not
-    kv_evictable: int
-    state_slots: int
-    state_used: int  # live, being written or being read
-    state_cached: int
-    state_evictable: int
 
 
 class HybridCache:
     """All cache state of one engine. `enabled=False` allocates, but finds and keeps nothing.
 
-    policy: one of eviction.POLICIES. checkpoints, rule: in place of the engine's own, to compare
+    policy: one of eviction.POLICIES. checkpoints, queue: in place of the engine's own, to compare
     with what others do.
     """
 
@@ -70,32 +47,22 @@ class HybridCache:
         enabled: bool = True,
         policy: str = "replay_cost",
         checkpoints: CheckpointPlacement | None = None,
-        rule: ScoringRule | None = None,
+        queue: EvictionQueue | None = None,
     ) -> None:
         self.geometry = geometry
         # without room for a state, a hybrid request could never skip: keep nothing
         self.enabled = enabled and (not geometry.has_recurrent or geometry.num_cached_slots > 0)
         self.placement = CheckpointPlacement(geometry) if checkpoints is None else checkpoints
         self._keeps_idle = policy != "ref_zero"
-        self.kv = KVBlockAllocator(
-            geometry.num_blocks,
-            on_evict=self._kv_was_evicted,
-            needs_cover=geometry.has_recurrent,
-            uncover_some=self._give_up_a_path,
-            keeps_idle=self._keeps_idle,
-        )
-        if rule is None:
-            rule = ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed()
-        self.states = StatePool(
-            geometry.num_slots, on_evict=self._state_was_evicted, queue=EvictionQueue(rule)
-        )
+        if queue is None:
+            queue = EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())
+        self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
+        self.kv, self.states = self.store.kv, self.store.states
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
-        self._index = PrefixIndex(geometry, self.kv, self.states)
         self._generation = 0
         self._epoch = 0
-        self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
 
     def begin_step(self, step: int) -> None:
@@ -117,7 +84,7 @@ class HybridCache:
         """What the cache holds of a prompt of `length` tokens. Changes nothing."""
         if not self.enabled:
             return NOTHING._replace(blocks=[], may_skip=may_skip)
-        return self._index.match(keys, length, may_skip=may_skip)
+        return self.store.match(keys, length, may_skip=may_skip)
 
     def admit(
         self,
@@ -145,7 +112,7 @@ class HybridCache:
                     f"The request needs {new_blocks} more KV blocks of {geometry.block_size} "
                     f"tokens; {max(0, available)} are available."
                 )
-        lost = self._lost_tokens(match, keys)  # before evictions for it blur the picture
+        lost = self.store.lost_tokens(match, keys)  # before evictions for it blur the picture
         reads_slot = match.state is not None and (geometry.has_recurrent or match.skip == length)
         read_slot = match.state.slot if match.state is not None and reads_slot else NULL_SLOT
         live_slot = NULL_SLOT
@@ -240,7 +207,7 @@ class HybridCache:
             return None
         last = lease.decode_state
         if last is not None and last.alive and not (last.hits or self.states.is_pinned(last.slot)):
-            self._forget(last)
+            self.store.forget(last)
         return self._reserve(CachedState(b"", position, placement.DECODE, lease.deepest))
 
     def logits_slot(self, lease: Lease, checkpoint: StepCheckpoint) -> int:
@@ -275,14 +242,7 @@ class HybridCache:
         lease.keys.extend_to(computed)
         changed = False
         if self.geometry.has_attention:
-            parent = lease.blocks[lease.num_published - 1] if lease.num_published else DUMMY_BLOCK
-            for index in range(lease.num_published, full):
-                block = lease.blocks[index]
-                mapped = self.kv.publish(block, lease.keys.blocks[index], parent)
-                if mapped != block:
-                    changed = True
-                    lease.blocks[index] = mapped
-                parent = mapped
+            changed = self.store.publish_blocks(lease.keys, lease.blocks, lease.num_published, full)
         lease.num_published = full
         return changed
 
@@ -318,7 +278,7 @@ class HybridCache:
         if not self.publishes(lease) or not self.placement.keeps_end(position):
             return
         if not self.geometry.has_recurrent:
-            self._publish_tail(lease, position)
+            self.store.publish_tail(lease.keys, lease.blocks, position)
         elif lease.read_slot == lease.live_slot:
             slot, lease.live_slot = lease.live_slot, NULL_SLOT
             self._publish(lease, slot, CachedState(b"", position, kind, lease.deepest))
@@ -365,7 +325,7 @@ class HybridCache:
             if not self._users[key]:
                 del self._users[key]
                 if (state := self.states.get(key)) is not None:
-                    self._forget(state)
+                    self.store.forget(state)
         lease.used_keys = []
 
     # ------------------------------------------------------------------ whole
@@ -373,9 +333,7 @@ class HybridCache:
     def reset(self) -> None:
         """Empty the cache. Running requests keep what they hold and publish nothing any more."""
         self._generation += 1
-        self.kv.clear()
-        self.states.clear()
-        self._evicted.clear()
+        self.store.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""
@@ -383,45 +341,22 @@ class HybridCache:
         self.reset()
 
     def occupancy(self) -> Occupancy:
-        kv, states = self.kv, self.states
-        return Occupancy(
-            kv_blocks=kv.num_blocks,
-            kv_used=kv.num_blocks - kv.num_available,
-            kv_cached=kv.num_mapped,
-            kv_evictable=kv.num_cached,
-            state_slots=states.num_slots,
-            state_used=states.num_slots - states.num_free - states.num_evictable,
-            state_cached=states.num_cached,
-            state_evictable=states.num_evictable,
-        )
+        return self.store.occupancy()
 
     def check_integrity(
         self, leases: Iterable[Lease] | None = None, holds: Iterable[Hold] = ()
     ) -> None:
         """Assert every invariant; between steps, with all running requests' leases and all holds,
         the references too."""
-        if leases is None:
-            self.kv.check_integrity()
-            self.states.check_integrity()
-        else:
+        tables = owned = pinned = None
+        if leases is not None:
             leases, holds = list(leases), list(holds)
-            tables = [lease.blocks for lease in leases]
+            tables = [lease.blocks for lease in leases] + [hold.blocks for hold in holds]
             tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
-            self.kv.check_integrity(tables + [hold.blocks for hold in holds])
+            owned = [lease.live_slot for lease in leases if lease.live_slot != NULL_SLOT]
             pinned = [lease.read_slot for lease in leases if lease.pinned]
-            self.states.check_integrity(
-                owned=[lease.live_slot for lease in leases if lease.live_slot != NULL_SLOT],
-                pinned=pinned + [hold.slot for hold in holds if hold.slot != NULL_SLOT],
-            )
-        cached = self.states.cached()
-        if self.geometry.has_attention:
-            places = {state.key: self._block_of(state.key) for state in cached}
-            assert DUMMY_BLOCK not in places.values(), "a state is cached whose KV is not"
-            if self.geometry.has_recurrent:
-                self.kv.check_cover(places.values())
-        if self.geometry.has_recurrent:
-            keys = {state.key for state in cached}
-            assert all(key in keys for key, _ in self.kv.tails.items()), "a tail has no state"
+            pinned += [hold.slot for hold in holds if hold.slot != NULL_SLOT]
+        self.store.check_integrity(tables, owned, pinned)
         assert self._keeps_idle or self.kv.num_cached == 0
 
     # ---------------------------------------------------------------- details
@@ -435,19 +370,14 @@ class HybridCache:
             return None
 
     def _publish(self, lease: Lease, slot: int, state: CachedState) -> CachedState:
-        """Cache an owned slot's state with the KV behind the last full block; returns what is
-        cached under its key, which may have been there before."""
-        state.key = lease.keys.at(state.position)
+        """Cache an owned slot's state; returns what is cached under its key."""
         state.parent, state.fork = lease.deepest, lease.fork
         state.turn, state.pause = lease.turn, lease.pause
-        self._publish_tail(lease, state.position)
-        state.runners = 1  # this one, which is counted below
-        cached = self.states.publish(slot, state)
+        state.runners = 1  # this request, which is counted below
+        cached = self.store.publish_state(lease.keys, lease.blocks, slot, state)
         if cached is state:
             state.runners = 0
             self.checkpoints_published[state.kind] += 1
-            if self.geometry.has_recurrent:
-                self.kv.cover(self._block_of(state.key))
         self._move_on(lease, cached)
         self._count_user(lease, cached)
         return cached
@@ -475,68 +405,7 @@ class HybridCache:
             last.runners -= 1
             self.states.rescore(last)
 
-    def _publish_tail(self, lease: Lease, position: int) -> None:
-        """Make the KV behind the last full block below `position` visible."""
-        count, fill = divmod(position, self.geometry.block_size)
-        if not fill or (key := lease.keys.at(position)) in self.kv.tails:
-            return
-        parent_key = lease.keys.of_block(count)
-        if self.geometry.has_attention:
-            block = lease.blocks[count]
-            parent = lease.blocks[count - 1] if count else DUMMY_BLOCK
-            self.kv.publish_tail(block, key, Tail(parent_key, fill, block), parent)
-        else:
-            self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
-
-    def _block_of(self, key: BlockKey) -> int:
-        """The block that holds the last KV of a cached prefix."""
-        tail = self.kv.tails.get(key)
-        return self.kv.kv_hash_to_block_id.get(key, DUMMY_BLOCK) if tail is None else tail.block
-
-    def _forget(self, state: CachedState) -> None:
-        """Drop a cached state, and the tail that nobody can use without it."""
-        self.states.drop(state.key)
-        self._state_is_gone(state)
-
-    def _state_was_evicted(self, state: CachedState) -> None:
-        self._state_is_gone(state)
-        self._remember_evicted(state.key)
-
-    def _give_up_a_path(self) -> None:
-        """Evict states until KV has none behind it. Few have to go: those that others cover."""
-        for _ in range(STATES_GIVEN_UP_AT_ONCE):
-            if not self.states.evict() or self.kv.num_uncovered:
-                return
-
-    def _state_is_gone(self, state: CachedState) -> None:
-        if self.geometry.has_recurrent:
-            self.kv.uncover(self._block_of(state.key))
-            self.kv.drop_tail(state.key)
-
-    def _kv_was_evicted(self, key: BlockKey) -> None:
-        if self.states.drop(key) is not None:
-            self._remember_evicted(key)
-
-    def _remember_evicted(self, key: BlockKey) -> None:
-        self._evicted[key] = None
-        self._evicted.move_to_end(key)
-        if len(self._evicted) > EVICTED_KEYS_REMEMBERED:
-            self._evicted.popitem(last=False)
-
     def _count_user(self, lease: Lease, state: CachedState) -> None:
         if not self._keeps_idle:
             self._users[state.key] += 1
             lease.used_keys.append(state.key)
-
-    def _lost_tokens(self, match: PrefixMatch, keys: SequenceKeys) -> dict[str, int]:
-        """Tokens whose KV was found but that are computed again, by cause."""
-        lost = match.matched_tokens - match.skip
-        if lost == 0 or not self.geometry.has_attention:
-            return {}
-        if not match.may_skip:
-            return {"prompt_logprobs": lost}
-        size = self.geometry.block_size
-        grid = min(lost, match.matched_tokens - self.geometry.floor_grid(match.matched_tokens))
-        between = keys.blocks[match.skip // size : match.matched_tokens // size]
-        cause = "state_evicted" if any(key in self._evicted for key in between) else "state_missing"
-        return {c: n for c, n in (("grid", grid), (cause, lost - grid)) if n}

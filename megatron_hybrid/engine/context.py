@@ -111,7 +111,7 @@ class DynamicInferenceContext:
         if not self.geometry.has_attention:
             return []
         rows, size = self.rows, self.geometry.block_size
-        starting = np.flatnonzero(rows.decoding & (rows.position % size == 0))
+        starting = (rows.decoding & (rows.position % size == 0)).nonzero()[0]
         found = []
         for row in starting.tolist():
             request = self._request(row)

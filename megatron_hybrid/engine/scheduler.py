@@ -41,6 +41,7 @@ class Scheduler:
         *,
         chunked_prefill: bool = True,
         break_at_checkpoints: bool = False,
+        twins: Twins | None = None,
     ) -> None:
         self._context = context
         self._cache = context.cache
@@ -51,7 +52,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
-        self._twins = Twins(context.cache)
+        self._twins = Twins(context.cache) if twins is None else twins
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
         self._events: list[RequestEvent] = []  # not handed out yet
         self._choices: dict[str, int] = {}  # request id -> answers that have not ended
@@ -96,6 +97,10 @@ class Scheduler:
         """What is kept in the cache for requests that wait."""
         return self._twins.holds
 
+    def advance_to(self, step: int) -> None:
+        """Let time pass: the coming step has this number. Ages are counted in steps."""
+        self._step = step
+
     def take_events(self) -> list[RequestEvent]:
         """Events that came up since they were last taken, in their order."""
         events, self._events = self._events, []
@@ -109,7 +114,7 @@ class Scheduler:
         statistics.begin_step(self._step)
         self._cache.begin_step(self._step)
         self._extend_block_tables()
-        decode_rows = np.flatnonzero(self._context.rows.decoding)
+        decode_rows = self._context.rows.decoding.nonzero()[0]
         self._reserve_decode_checkpoints(decode_rows)
         plan = StepPlan(step=self._step, decode_rows=decode_rows)
         self._step += 1
@@ -192,7 +197,7 @@ class Scheduler:
                 return False
         self._waiting.remove(request)
         self._running[request.key] = request
-        self._count_admission(request, match)
+        self._statistics.count_admission(request, match)
         return True
 
     def _plan_admitted(self, plan: StepPlan, request: TrackedRequest, budget: int) -> int:
@@ -288,7 +293,7 @@ class Scheduler:
         request: TrackedRequest = chunk.owner
         context, cache, lease = self._context, self._cache, request.lease
         assert lease is not None
-        self._count_computed(request, chunk.start, chunk.end)
+        self._statistics.count_computed(request, chunk.start, chunk.end)
         request.position = chunk.end
         cache.tail_was_copied(lease)
         cache.state_was_read(lease)
@@ -334,7 +339,7 @@ class Scheduler:
         for row, logprob in result.logprobs.items():
             at = int(np.flatnonzero(sampled == row)[0])
             events[at].logprobs = [logprob]
-        for at in np.flatnonzero(ended).tolist():
+        for at in ended.nonzero()[0].tolist():
             request = requests[sampled[at]]
             assert request is not None
             reason = FinishReason.STOP if stopped[at] else FinishReason.LENGTH
@@ -395,42 +400,6 @@ class Scheduler:
             prompt_tokens=request.prompt_tokens,
             cached_tokens=request.cached_tokens,
         )
-
-    # --------------------------------------------------------------- counting
-
-    def _count_admission(self, request: TrackedRequest, match: PrefixMatch) -> None:
-        lease, own = request.lease, request.counters
-        assert lease is not None
-        if not own["prompt_tokens"]:
-            own["prompt_tokens"] = request.prompt_tokens
-            own["matched_tokens"] = match.matched_tokens
-            self._totals["requests_admitted"] += 1
-            self._totals["prompt_tokens"] += request.prompt_tokens
-            self._totals["matched_tokens"] += match.matched_tokens
-            self._statistics.lost_tokens.update(lease.lost_tokens)
-            own.update({f"lost_{cause}": n for cause, n in lease.lost_tokens.items()})
-            if request.deferrals:
-                saved = lease.skip - request.skip_at_first_deferral
-                self._totals["twins_waited"] += 1
-                self._totals["twin_tokens_saved"] += saved
-                own["twin_deferrals"] = request.deferrals
-                own["twin_tokens_saved"] = saved
-        # what it had computed or skipped before it was preempted is not counted twice
-        first_time = max(0, min(lease.skip, request.prompt_tokens) - request.seen)
-        self._count(request, "skipped_tokens", first_time)
-        self._count(request, "reskipped_tokens", lease.skip - first_time)
-        request.seen = max(request.seen, lease.skip)
-
-    def _count_computed(self, request: TrackedRequest, start: int, end: int) -> None:
-        first_time = max(0, min(end, request.prompt_tokens) - max(start, request.seen))
-        self._count(request, "computed_tokens", first_time)
-        self._count(request, "recomputed_tokens", end - start - first_time)
-        request.seen = max(request.seen, end)
-
-    def _count(self, request: TrackedRequest, name: str, tokens: int) -> None:
-        if tokens:
-            self._totals[name] += tokens
-            request.counters[name] += tokens
 
 
 def _importance(request: TrackedRequest) -> tuple[int, int]:

@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.prefix_index import PrefixMatch
+from megatron_hybrid.engine.tracked_request import TrackedRequest
 
 Figures = dict[str, Any]  # names to numbers, or to further figures
 
@@ -44,6 +46,37 @@ class Statistics:
         """What is counted from now on belongs to this step."""
         self.step = step
         self._before = self._figures()
+
+    def count_admission(self, request: TrackedRequest, match: PrefixMatch) -> None:
+        """A request was admitted, for the first time or once more."""
+        lease, own, totals = request.lease, request.counters, self.totals
+        assert lease is not None
+        if not own["prompt_tokens"]:
+            own["prompt_tokens"] = request.prompt_tokens
+            own["matched_tokens"] = match.matched_tokens
+            totals["requests_admitted"] += 1
+            totals["prompt_tokens"] += request.prompt_tokens
+            totals["matched_tokens"] += match.matched_tokens
+            self.lost_tokens.update(lease.lost_tokens)
+            own.update({f"lost_{cause}": n for cause, n in lease.lost_tokens.items()})
+            if request.deferrals:
+                saved = lease.skip - request.skip_at_first_deferral
+                totals["twins_waited"] += 1
+                totals["twin_tokens_saved"] += saved
+                own["twin_deferrals"] = request.deferrals
+                own["twin_tokens_saved"] = saved
+        # what it had computed or skipped before it was preempted is not counted twice
+        first_time = max(0, min(lease.skip, request.prompt_tokens) - request.seen)
+        self._count(request, "skipped_tokens", first_time)
+        self._count(request, "reskipped_tokens", lease.skip - first_time)
+        request.seen = max(request.seen, lease.skip)
+
+    def count_computed(self, request: TrackedRequest, start: int, end: int) -> None:
+        """Tokens [start, end) of a request that is prefilled were computed."""
+        first_time = max(0, min(end, request.prompt_tokens) - max(start, request.seen))
+        self._count(request, "computed_tokens", first_time)
+        self._count(request, "recomputed_tokens", end - start - first_time)
+        request.seen = max(request.seen, end)
 
     def as_dict(self) -> Figures:
         """Everything a user may want to know, as plain numbers."""
@@ -84,6 +117,11 @@ class Statistics:
             "reskipped": totals["reskipped_tokens"],
         }
         return line + "".join(f" | {name} {n}" for name, n in others.items() if n)
+
+    def _count(self, request: TrackedRequest, name: str, tokens: int) -> None:
+        if tokens:
+            self.totals[name] += tokens
+            request.counters[name] += tokens
 
     def _figures(self) -> Figures:
         cache = self._cache

@@ -109,9 +109,9 @@ class Simulation:
             cache.geometry, max_tokens=MAX_TOKENS, max_seq_length=MAX_CONTEXT, cache=cache
         )
         self.statistics = _TotalsOnly(cache)
-        self.scheduler = Scheduler(self.context, self.statistics)
-        if not twins:
-            self.scheduler._twins = _NoTwins(cache)
+        self.scheduler = Scheduler(
+            self.context, self.statistics, twins=None if twins else _NoTwins(cache)
+        )
         self.result = SimulationResult()
         self._trace = trace
         self._fast_forward = fast_forward
@@ -127,7 +127,7 @@ class Simulation:
         while (step := self._next_step()) is not None:
             self._now = step
             # The engine counts the steps that it runs; here time passes while it is idle, too.
-            self.scheduler._step = step
+            self.scheduler.advance_to(step)
             for traced in trace.take(step):
                 if on_request is not None:
                     on_request(traced)

@@ -104,9 +104,8 @@ def _periodic(interval: int) -> Build:
 
 def _marconi(alpha: float) -> Build:
     def build(geometry: CacheGeometry, shape: ModelShape) -> HybridCache:
-        cache = HybridCache(geometry, policy="lru", checkpoints=MarconiPlacement(geometry))
-        cache.states._evictable = MarconiQueue(geometry, shape, alpha)
-        return cache
+        queue = MarconiQueue(geometry, shape, alpha)
+        return HybridCache(geometry, checkpoints=MarconiPlacement(geometry), queue=queue)
 
     return build
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -84,24 +83,22 @@ def snapshot(cache: HybridCache) -> dict[str, object]:
     """Everything that eviction, matching and counting depend on."""
     pools = {
         "kv": vars(cache.kv), "tails": vars(cache.kv.tails), "states": vars(cache.states),
-        "cache": vars(cache), "queue": vars(cache.states._evictable),
+        "cache": vars(cache),
     }  # fmt: skip
     plain = (int, list, dict)
+    same: dict[int, object] = {id(state): state for state in cache.states.cached()}
     return {
-        f"{pool}.{name}": copy.deepcopy(value, _same_states(cache))
+        f"{pool}.{name}": copy.deepcopy(value, same)  # states are compared by identity
         for pool, values in pools.items()
         for name, value in values.items()
         if isinstance(value, plain)
     } | {
-        state.key.hex(): (state.position, state.hits, state.last_use, state.children, state.slot)
-        for state in cache.states.cached()
+        "queue": evictable_order(cache),
+        "figures": [
+            (state.position, state.hits, state.last_use, state.children, state.slot)
+            for state in cache.states.cached()
+        ],
     }
-
-
-def _same_states(cache: HybridCache) -> dict[int, object]:
-    """For deepcopy: states are compared by identity, so they are not copied."""
-    queued: Iterable[object] = (state for _, _, state in cache.states._evictable._heap)
-    return {id(state): state for state in [*cache.states.cached(), *queued]}
 
 
 def evictable_order(cache: HybridCache) -> list[tuple[object, object]]:
@@ -598,3 +595,51 @@ def test_lost_tokens_are_told_apart_by_their_cause(evicted: bool):
         cache._forget(state)
     lease = admit(cache, tokens(13))
     assert lease.lost_tokens == {"state_evicted" if evicted else "state_missing": 12}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
+def test_a_request_is_admitted_if_and_only_if_it_fits(seed: int, kind: str):
+    """What fits: blocks that are free, or evictable and not wanted, less the headroom; and a slot
+    that is free, or evictable and not read."""
+    rng = np.random.default_rng(seed)
+    cache = make_cache(
+        num_blocks=int(rng.integers(6, 20)), max_requests=3, cached_slots=3, exact_ends=True,
+        attention=kind != "recurrent", recurrent=kind != "attention",
+    )  # fmt: skip
+    geometry, leases, refused = cache.geometry, list[Lease](), 0
+    for _ in range(300):
+        base = int(rng.integers(3)) * 100
+        prompt = np.append(tokens(int(rng.integers(1, 30)), base), rng.integers(0, 3)).astype("i4")
+        keys = keys_of(cache, prompt)
+        match = cache.match(keys, len(prompt))
+        wanted = {*match.blocks, match.tail_block} - {0}
+        idle = set(cache.kv._cached) | set(cache.kv._uncovered)
+        room = cache.kv.num_free + len(idle - wanted)
+        headroom = int(rng.integers(3))
+        fits = geometry.blocks_for(len(prompt)) - len(match.blocks) <= room - headroom
+        fits = fits or not geometry.has_attention
+        if geometry.has_recurrent:
+            read = {match.state.slot} if match.state is not None else set()
+            evictable = {s.slot for s in cache.states.cached() if not cache.states._pins[s.slot]}
+            fits = fits and bool(cache.states.num_free or evictable - read)
+        before = snapshot(cache)
+        try:
+            lease = cache.admit(match, keys, len(prompt), headroom=headroom)
+        except (KVBlocksExhausted, StatePoolExhausted) as error:
+            assert not fits, error
+            refused += 1
+            if isinstance(error, KVBlocksExhausted):
+                assert snapshot(cache) == before
+        else:
+            assert fits
+            leases.append(lease)
+            if lease.skip < len(prompt):
+                prefill(cache, lease, prompt)
+            if geometry.has_recurrent:
+                cache.state_was_read(lease)
+        cache.check_integrity(leases)
+        while leases and rng.random() < 0.4:
+            cache.release(leases.pop(int(rng.integers(len(leases)))))
+            cache.check_integrity(leases)
+    assert refused > 10

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
+from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -382,6 +384,39 @@ def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
         assert llm.stats()["preemptions"] > 0
     for one, other in zip(roomy, tight, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
+
+
+@MODES
+def test_every_kept_state_is_that_of_a_prompt_that_ends_there(oracle: Oracle, mode: str):
+    llm = oracle.llm(
+        prefill_checkpoint_mode=mode, inference_dynamic_batching_max_tokens=50, **{INTERVAL: 32}
+    )
+    prompts = [oracle.text[:n] + oracle.own[n : n + 20] for n in (60, 71, 90)]
+    outputs = llm.generate(prompts, PARAMS, cache_checkpoints=(37, 59), progress=False)
+    cache, prefix_of = llm.engine.context.cache, {}
+    for output in outputs:
+        tokens = output.prompt_token_ids + output.token_ids
+        array = np.asarray(tokens, dtype=np.int32)
+        keys = SequenceKeys(cache.root(), GRID, lambda start, end, a=array: a[start:end])
+        prefix_of |= {keys.at(end): tokens[:end] for end in range(1, len(tokens) + 1)}
+    kept = cache.states.cached()
+    positions = {state.position for state in kept}
+    if oracle.has_recurrent:
+        assert positions >= {32, 37, 59, 60, 64, 80, 91, 110, 115}
+    plain = oracle.llm(inference_dynamic_batching_prefix_caching=False)
+    caches, truth = llm.engine.runner._caches, plain.engine.runner._caches
+    for state in kept:
+        tokens = prefix_of[state.key]
+        assert len(tokens) == state.position
+        plain.generate(tokens, SamplingParams(max_tokens=1), progress=False)  # in live slot 1
+        for layer, expected in truth.state.items():
+            for name in ("conv", "ssm"):
+                a, b = getattr(caches.state[layer], name)[state.slot], getattr(expected, name)[1]
+                torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+        if state.has_logits:
+            logprobs = torch.log_softmax(caches.end_logits[state.slot], dim=-1)
+            assert (logprobs - oracle.logprobs(tokens)[-1]).abs().max() < TOLERANCE
+    assert any(state.has_logits for state in kept)
 
 
 def test_prompt_logprobs_equal_transformers_and_skip_nothing(oracle: Oracle):

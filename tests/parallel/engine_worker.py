@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid import LLM, SamplingParams
+from megatron_hybrid.cache.geometry import GIB
 
 Answers = dict[str, list[list[Any]]]
 
 
 def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
-    """[tokens, cached tokens] of each prompt, cold, warm, and sampled in chunks."""
+    """[tokens, cached tokens] of each prompt: cold, warm, sampled in chunks, several samples of
+    one prompt, and from a cache so small that requests are preempted."""
     rng = random.Random(0)
     shared = [rng.randrange(160) for _ in range(60)]
     prompts = [shared[:n] + [rng.randrange(160) for _ in range(n % 7)] for n in range(30, 60, 3)]
@@ -39,7 +41,35 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     sampled = SamplingParams(temperature=0.8, top_k=10, seed=3, max_tokens=6)
     outputs = chunked.generate(prompts, sampled, progress=False)
     answers["sampled"] = [[output.token_ids, output.cached_tokens] for output in outputs]
+    several = SamplingParams(temperature=0.8, seed=3, max_tokens=6, n=3)
+    outputs = llm.generate(prompts[:4], several, progress=False)
+    choices = [choice for output in outputs for choice in output.choices]
+    answers["choices"] = [[choice.token_ids, choice.cached_tokens] for choice in choices]
+    answers["preempted"] = _preempted(folder, options, prompts)
     return answers
+
+
+def _preempted(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> list[list[Any]]:
+    geometry = LLM(folder, **options).engine.context.geometry
+    live = 3 * geometry.bytes_per_slot if geometry.has_recurrent else 0
+    small = LLM(
+        folder,
+        **options
+        | {
+            "inference_dynamic_batching_max_requests": 3,
+            "inference_dynamic_batching_buffer_size_gb": (
+                (12 * geometry.bytes_per_block + live + 1) / GIB
+            ),
+            "inference_dynamic_batching_prefix_caching_mamba_gb": (
+                (2 * geometry.bytes_per_slot + 1) / GIB
+            ),
+        },
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    outputs = small.generate(prompts, params, progress=False)
+    small.engine.check_integrity()
+    assert small.stats()["preemptions"] > 0
+    return [[output.token_ids, output.cached_tokens] for output in outputs]
 
 
 def main() -> None:

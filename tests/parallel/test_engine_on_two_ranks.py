@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [root / family for family in FAMILIES]
 
 
-def test_two_ranks_give_the_tokens_of_one_cold_warm_and_chunked(folders, tmp_path):
+def test_two_ranks_decide_and_answer_like_one(folders, tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "tests.parallel.engine_worker", str(tmp_path), *map(str, folders),
@@ -41,3 +41,4 @@ def test_two_ranks_give_the_tokens_of_one_cold_warm_and_chunked(folders, tmp_pat
         alone = generate_all(str(folder), tensor_model_parallel_size=1)
         assert ranks[0][folder.name] == alone, folder.name
         assert any(cached for _, cached in alone["warm"])
+        assert any(cached for _, cached in alone["choices"])

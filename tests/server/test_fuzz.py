@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from flask.testing import FlaskClient
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid.server import openai_protocol
@@ -43,6 +43,7 @@ fuzz = settings(
 
 
 def check(http: FlaskClient, path: str, data: bytes) -> None:
+    assume(b"~" not in data)  # the one text on which the fake engine fails on purpose
     answer = http.post(path, data=data)
     if answer.status_code != 200:
         assert answer.status_code in (400, 404), (data, answer.data)

@@ -13,6 +13,8 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 
 BLOCK = "inference_dynamic_batching_block_size"
+INTERVAL = "inference_dynamic_batching_prefix_caching_checkpoint_interval"
+EXACT_ENDS = "inference_dynamic_batching_prefix_caching_exact_ends"
 
 
 def parse(*arguments: str) -> EngineConfig:
@@ -33,6 +35,16 @@ def test_every_field_is_a_flag_and_documented():
         assert "--" + option.name.replace("_", "-") in flags
         assert option.metadata["help"]
     assert "--no-inference-dynamic-batching-prefix-caching" in flags
+    assert "--no-inference-dynamic-batching-prefix-caching-exact-ends" in flags
+
+
+def test_exact_ends_replay_cost_and_states_at_intervals_are_the_default():
+    config = parse()
+    assert getattr(config, EXACT_ENDS) is True and getattr(config, INTERVAL) == 1024
+    policy = "inference_dynamic_batching_prefix_caching_eviction_policy"
+    assert getattr(config, policy) == "replay_cost"
+    off = parse("--no-" + EXACT_ENDS.replace("_", "-"), "--" + INTERVAL.replace("_", "-"), "0")
+    assert getattr(off, EXACT_ENDS) is False and getattr(off, INTERVAL) == 0
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
@@ -53,7 +65,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
         ({"inference_dynamic_batching_buffer_size_gb": -1}, "buffer-size-gb is -1"),
         ({"pipeline_model_parallel_size": 2}, "only 1 is supported"),
         ({"inference_logging_step_interval": -1}, "logging-step-interval is -1"),
-        ({"inference_dynamic_batching_prefix_caching_eviction_policy": "fifo"}, "one of lru"),
+        (
+            {"inference_dynamic_batching_prefix_caching_eviction_policy": "fifo"},
+            "one of ref_zero, lru",
+        ),
+        ({INTERVAL: -1}, "checkpoint-interval is -1; it must be 0 .none. or more"),
+        ({EXACT_ENDS: "yes"}, "exact-ends is 'yes'"),
         (
             {
                 "inference_dynamic_batching_max_requests": 9,

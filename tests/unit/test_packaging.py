@@ -203,6 +203,16 @@ def test_every_package_is_on_the_page_that_explains_them():
         assert f"`{package}/`" in page
 
 
+def test_every_module_is_in_its_packages_section_of_that_page():
+    page = (ROOT / "docs" / "packages.md").read_text()
+    for package in sorted(p.parent for p in (ROOT / "megatron_hybrid").glob("*/__init__.py")):
+        section = re.search(rf"^## `{package.name}/`.*?(?=^## |\Z)", page, re.M | re.S)
+        assert section is not None, package.name
+        named = set(re.findall(r"`(\w+\.py)`", section.group()))
+        modules = {p.name for p in package.glob("*.py")} - {"__init__.py"}
+        assert modules <= named, f"{package.name}/: not explained: {sorted(modules - named)}"
+
+
 def test_modules_on_the_page_that_explains_them_exist():
     page = (ROOT / "docs" / "packages.md").read_text()
     modules = {p.name for p in (ROOT / "megatron_hybrid").rglob("*.py")}

@@ -172,7 +172,7 @@ class EchoEngine:
         events = []
         for request_id, state in list(self._running.items()):
             state[1] -= 1
-            event = RequestEvent(request_id, [state[0]], cached_tokens=1)
+            event = RequestEvent(request_id, token_ids=[state[0]], cached_tokens=1)
             if state[1] == 0:
                 event.finish_reason = self._finish
                 del self._running[request_id]
