@@ -92,20 +92,23 @@ class CheckpointPlacement:
         return [PlannedCheckpoint(p, planned[p]) for p in sorted(planned) if p > skip]
 
     def for_waiters(
-        self, shared: Iterable[tuple[int, int]], above: int, prompt_tokens: int
+        self, shared: Iterable[tuple[int, int]], reached: int, above: int, prompt_tokens: int
     ) -> list[PlannedCheckpoint]:
         """Checkpoints for requests that wait, ascending: where they leave this prompt.
 
-        shared: (tokens that the prompts have in common, how many requests).
+        shared: (tokens that the prompts have in common, how many requests). reached: where the
+        last state before them is; who leaves before the next grid position is served by that one.
         above: what this request has computed; positions up to there are past.
         """
+        anywhere = self.exact_ends and self._geometry.has_recurrent
+        if not self._geometry.has_recurrent:
+            reached = above
         worth: dict[int, int] = {}
         for common, waiters in shared:
             floor = self._geometry.floor_grid(common)
-            if floor > above and common < prompt_tokens:
-                anywhere = self.exact_ends and self._geometry.has_recurrent
-                position = common if anywhere else floor
-                worth[position] = worth.get(position, 0) + waiters * (position - above)
+            position = common if anywhere else floor
+            if floor > reached and above < position < prompt_tokens:
+                worth[position] = worth.get(position, 0) + waiters * (position - reached)
         best = sorted(worth, key=lambda position: (-worth[position], position))[:MAX_FORKS]
         return [PlannedCheckpoint(position, FORK) for position in sorted(best)]
 

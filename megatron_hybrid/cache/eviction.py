@@ -58,8 +58,8 @@ class ReplayCost:
     them: it goes before the rest.
     """
 
-    def __init__(self) -> None:
-        self._reuse = ReuseEstimator()
+    def __init__(self, reuse: ReuseEstimator | None = None) -> None:
+        self._reuse = ReuseEstimator() if reuse is None else reuse
         self.was_left = self._reuse.was_left
         self.was_read = self._reuse.was_read
         self.was_lost = self._reuse.was_lost

@@ -168,8 +168,7 @@ class HybridCache:
 
     def is_cached(self, lease: Lease, position: int) -> bool:
         """Whether the state after the first `position` tokens is cached already."""
-        state = self.states.get(lease.keys.at(position))
-        return state is not None
+        return self.states.get(lease.keys.at(position)) is not None
 
     def reserve_checkpoints(self, lease: Lease, start: int, end: int) -> list[StepCheckpoint]:
         """Slots for the checkpoints that a step from `start` to `end` passes.
@@ -385,9 +384,7 @@ class HybridCache:
     def _go_on_from(self, lease: Lease, state: CachedState) -> None:
         """A request goes on from a cached state."""
         lease.turn, lease.fork = state.turn, state.fork
-        if state.kind in placement.SHARED_KINDS:
-            lease.fork = state
-        elif state.kind == placement.ANSWER_END:
+        if state.kind == placement.ANSWER_END:
             lease.turn += 1
             lease.pause = self.states.now - state.used_at
         self._move_on(lease, state)

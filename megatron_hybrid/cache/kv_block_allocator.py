@@ -114,7 +114,10 @@ class KVBlockAllocator:
                 f"{self.num_cached} can be evicted."
             )
         while len(self._free) < count:
-            self.evict()
+            if self._needs_cover and not self._uncovered:
+                self._uncover_some()  # which may free the ends of sequences at once
+            if len(self._free) < count:
+                self.evict()
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -223,8 +226,6 @@ class KVBlockAllocator:
 
     def evict(self) -> int | None:
         """Free the least recently used leaf; None when nothing is cached."""
-        if self._needs_cover and not self._uncovered:
-            self._uncover_some()
         queue = self._uncovered or self._cached
         if not queue:
             return None

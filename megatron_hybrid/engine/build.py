@@ -66,6 +66,7 @@ def build_engine(
         max_seq_length=max_seq_length,
         cache=_cache(config, geometry),
     )
+    keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
     caches = allocate_caches(
         model.kv_specs,
         model.state_specs,
@@ -73,7 +74,7 @@ def build_engine(
         block_size=geometry.block_size,
         num_slots=geometry.num_slots + 1,  # the null slot
         device=device,
-        end_logits_vocab=model_config.vocab_size if geometry.bytes_per_logits else 0,
+        end_logits_vocab=model_config.vocab_size if keeps_logits else 0,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))

@@ -168,14 +168,13 @@ class Scheduler:
         """Admit who can be: in the queue's order, past those that wait for a twin."""
         context, twins = self._context, self._twins
         twins.collect_promises(self._prefilling, self._checkpoints)
-        kept_rows = 0  # for those that wait for a twin
+        # no more than there are rows: one that waits for a twin keeps its row against later ones
         for request in self._waiting.first(context.rows.num_free):
-            if budget == 0 or context.rows.num_free <= kept_rows:
+            if budget == 0:
                 break
             match = context.match(request)
             if twins.must_wait(request, match.skip):
                 self._totals["twin_deferrals"] += 1
-                kept_rows += 1
                 continue
             admitted = self._admit(request, match, budget)
             twins.was_tried(request)
@@ -218,8 +217,10 @@ class Scheduler:
         if cache.publishes(lease):
             size = self._context.geometry.block_size
             shared = self._waiting.shared_with(request, size)
+            deepest = lease.deepest
+            reached = deepest.position if deepest is not None and deepest.alive else 0
             lease.forks = cache.placement.for_waiters(
-                shared, request.position, request.prefill_tokens
+                shared, reached, request.position, request.prefill_tokens
             )
         start, end = request.position, self._chunk_end(request, budget)
         checkpoints = cache.reserve_checkpoints(lease, start, end)
@@ -241,7 +242,9 @@ class Scheduler:
                 read_slot=lease.read_slot,
                 write_slot=lease.live_slot,
                 # one at the chunk's end needs no capturing: the write slot holds it
-                checkpoints=tuple((c.position, c.slot) for c in checkpoints if c.position < end),
+                checkpoints=tuple(
+                    (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
+                ),
                 samples=end == request.prefill_tokens,
                 logprob_targets=targets,
                 num_top_logprobs=request.params.prompt_logprobs or 0,

@@ -47,7 +47,8 @@ def derive_geometry(
     if bytes_per_state and caches:
         cached = slots_for_budget(states / GIB, bytes_per_slot)
     elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
-        cached = min(max_requests, slots_for_budget(states / GIB, bytes_per_logits))
+        cached = min(max_requests, buffer // 8 // bytes_per_logits)
+        buffer -= cached * bytes_per_logits
     live_bytes = max_requests * bytes_per_slot if bytes_per_state else 0
     num_blocks = 0
     if bytes_per_block:
@@ -128,5 +129,7 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
             "; nothing is reused (--inference-dynamic-batching-prefix-caching and, for recurrent "
             "layers, --inference-dynamic-batching-prefix-caching-mamba-gb decide)"
         )
-    smallest = geometry.smallest_reusable_prefix
-    return text + f"; smallest prefix that can be reused: {smallest} tokens"
+    text += f"; smallest prefix that can be reused: {geometry.smallest_reusable_prefix} tokens"
+    if context.cache.placement.exact_ends:
+        text += ", or a whole prompt or conversation of any length"
+    return text

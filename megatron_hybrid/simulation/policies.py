@@ -11,8 +11,10 @@ from megatron_hybrid.cache.checkpoint_placement import (
     CheckpointPlacement,
     PlannedCheckpoint,
 )
+from megatron_hybrid.cache.eviction import EvictionQueue, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.reuse import ReuseEstimator
 from megatron_hybrid.simulation.baselines import (
     BlockPlacement,
     MarconiPlacement,
@@ -41,7 +43,7 @@ class Policy:
 
 class _WithoutLookAhead(CheckpointPlacement):
     def for_waiters(
-        self, shared: Iterable[tuple[int, int]], above: int, prompt_tokens: int
+        self, shared: Iterable[tuple[int, int]], reached: int, above: int, prompt_tokens: int
     ) -> list[PlannedCheckpoint]:
         return []
 
@@ -71,6 +73,17 @@ class _WithoutDivergence(CheckpointPlacement):
 class _WithoutDecode(CheckpointPlacement):
     def decode_position(self, position: int) -> bool:
         return False
+
+
+class _Untaught(ReuseEstimator):
+    """Takes every state for one that is read the later the older it is."""
+
+    def _count(self, counts: list[float], age: int) -> None:
+        pass
+
+
+def _without_learning(geometry: CacheGeometry, shape: ModelShape) -> HybridCache:
+    return HybridCache(geometry, queue=EvictionQueue(ReplayCost(_Untaught())))
 
 
 def _ours(
@@ -136,6 +149,7 @@ POLICIES = {
         Policy("no-hints", "ours, without the ends of messages", _ours(_WithoutHints)),
         Policy("no-divergence", "ours, no states where prompts part", _ours(_WithoutDivergence)),
         Policy("no-decode", "ours, without states inside answers", _ours(_WithoutDecode)),
+        Policy("no-learning", "ours, replay tokens by age alone", (_without_learning,)),
         Policy("no-interval", "ours, without states every 1024 tokens", _ours(interval=0)),
     )
 }  # fmt: skip
@@ -143,6 +157,6 @@ POLICIES = {
 BASELINES = ("ours", "lru", "block-lru", "periodic", "marconi")  # what a plain run compares
 ABLATIONS = (
     "ours", "lru", "no-twins", "no-exact-ends", "no-look-ahead", "no-hints", "no-divergence",
-    "no-decode", "no-interval",
+    "no-decode", "no-interval", "no-learning",
 )  # fmt: skip
 WORKING_SET_POLICY = "ours"  # whose memory pool sizes are measured by

@@ -109,18 +109,20 @@ def test_forks_are_ranked_by_waiters_times_tokens_saved(exact_ends: bool):
     rng = random.Random(1)
     placement = CheckpointPlacement(HYBRID, exact_ends=exact_ends, interval=0)
     for _ in range(500):
-        above, length = rng.randrange(100), rng.randrange(120, 500)
+        reached, length = rng.randrange(100), rng.randrange(120, 500)
+        above = reached + rng.randrange(20)
         shared = [(rng.randrange(1, length + 20), rng.randrange(1, 9)) for _ in range(15)]
-        planned = placement.for_waiters(shared, above, length)
+        planned = placement.for_waiters(shared, reached, above, length)
         worth: dict[int, int] = {}
         for common, waiters in shared:
             position = common if exact_ends else common - common % 16
-            if common - common % 16 > above and common < length:
-                worth[position] = worth.get(position, 0) + waiters * (position - above)
+            # with a grid position behind the last state, but not behind what is computed
+            if common - common % 16 > reached and above < position < length:
+                worth[position] = worth.get(position, 0) + waiters * (position - reached)
         best = sorted(worth, key=lambda p: (-worth[p], p))[:MAX_FORKS]
         assert planned == [(position, "fork") for position in sorted(best)]
-    assert CheckpointPlacement(ATTENTION).for_waiters([(30, 2)], 0, 60) == [(28, "fork")]
-    assert placement.for_waiters([], 0, 60) == []
+    assert CheckpointPlacement(ATTENTION).for_waiters([(30, 2)], 0, 0, 60) == [(28, "fork")]
+    assert placement.for_waiters([], 0, 0, 60) == []
 
 
 def test_ends_off_the_grid_are_kept_with_exact_ends_alone():

@@ -181,8 +181,7 @@ def test_evicting_the_state_of_a_tail_frees_the_block_that_holds_only_that():
     cache = make_cache(exact_ends=True)
     run(cache, tokens(3))
     assert cache.kv.num_free == 15
-    (state,) = cache.states.cached()
-    cache._forget(state)
+    assert cache.states.evict()
     assert cache.kv.num_free == 16 and not len(cache.kv.tails)
     cache.check_integrity([])
 
@@ -567,8 +566,7 @@ def test_a_model_without_recurrent_layers_keeps_kv_anywhere_and_logits_in_slots(
     lease = admit(cache, tokens(9))
     assert lease.skip == 6 and lease.copy is not None and not lease.pinned
     cache.release(lease)
-    (state,) = cache.states.cached()
-    cache._forget(state)
+    assert cache.states.evict()
     cache.check_integrity([])
     assert admit(cache, tokens(7)).skip == 6  # its KV needs no state
 
@@ -584,15 +582,13 @@ def test_nothing_is_kept_when_the_budget_holds_no_state():
 @pytest.mark.parametrize("evicted", [True, False])
 def test_lost_tokens_are_told_apart_by_their_cause(evicted: bool):
     cache = make_cache(cached_slots=2)
-    run(cache, tokens(13))  # leaves a state at 12
-    (state,) = cache.states.cached()
     if evicted:
-        while cache.states.get(state.key) is not None:
-            cache.states.allocate()
-        for slot in [s for s in range(1, 5) if cache.states._owned[s]]:
-            cache.states.release(slot)
+        run(cache, tokens(13))  # leaves a state at 12
+        assert cache.states.evict()
     else:
-        cache._forget(state)
+        first = admit(cache, tokens(13))
+        cache.publish_blocks(first, 13)
+        cache.release(first)
     lease = admit(cache, tokens(13))
     assert lease.lost_tokens == {"state_evicted" if evicted else "state_missing": 12}
 

@@ -250,3 +250,16 @@ def test_free_slots_are_the_lowest_and_highest_of_a_set():
             truth.add(slot)
         assert len(free) == len(truth) and all(slot in free for slot in truth)
     assert len(free._lowest) + len(free._highest) <= 4 * 20 + 66
+
+
+def test_a_state_that_is_gone_is_not_ranked_in_the_place_of_its_slots_next_one():
+    """Requests remember the last state that they read, evicted or not."""
+    pool = make_pool(1)
+    cached(pool, "a")
+    gone = pool.get(b"a")
+    slot = pool.allocate()
+    state = pool.publish(slot, new_state("b"))
+    pool.rescore(gone)
+    pool.rescore(None)
+    pool.check_integrity(owned=[], pinned=[])
+    assert pool._evictable.pop() is state

@@ -1,4 +1,4 @@
-"""Long random runs over small pools: more sharing, eviction and preemption than hypothesis makes."""
+"""Long random runs over small pools: more of everything than hypothesis makes."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_an_engine_short_of_everything_answers_every_request_right(seed: int):
 
 
 def test_the_same_stream_of_events_gives_the_same_decisions():
-    """Every rank of a model-parallel group decides alike, whatever its process hashes strings to."""
+    """Every rank of a model-parallel group decides alike, however its process hashes strings."""
     code = (
         "from tests.engine.test_fuzz import Crowd\n"
         "print([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 3, 4)])"

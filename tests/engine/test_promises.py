@@ -157,3 +157,42 @@ def test_a_request_that_goes_on_after_a_preemption_places_no_checkpoints_of_a_pr
     published = engine.stats()["checkpoints_published"]
     new = {kind for kind, n in published.items() if n > before.get(kind, 0)}
     assert new <= {"decode", "answer_end"}
+
+
+@pytest.mark.parametrize("own", [[], [5, 6, 7]])
+def test_a_tail_is_given_back_after_the_step_that_copied_it(own: list[int]):
+    engine = make_engine(exact_ends=True)
+    engine.add_request("a", T[:18], greedy(1))
+    run(engine)
+    engine.add_request("b", T[:18] + own, greedy(9))
+    engine.step()
+    (request,) = engine.context.running()
+    assert request.lease is not None and request.lease.skip == 18
+    assert request.lease.copy is None
+    (tail,) = {tail.block for _, tail in engine.context.cache.kv.tails.items() if tail.fill == 2}
+    assert engine.context.cache.kv.references(tail) == 0
+    run(engine)
+
+
+def test_who_wants_every_logit_of_its_prompt_waits_for_nobody():
+    engine = make_engine(num_blocks=100, max_tokens=30, exact_ends=True)
+    engine.add_request("first", T[:100], greedy(1))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    engine.add_request("all logits", T[:100], params)
+    engine.step()  # the first one's chunk of 28 tokens leaves a budget of 2
+    assert engine.scheduler.num_running == 2
+    events = run(engine)
+    assert events["all logits"][-1].cached_tokens == 0
+    assert engine.stats()["twin_deferrals"] == 0
+
+
+@pytest.mark.parametrize("exact_ends", [True, False])
+def test_who_shares_the_whole_prompt_needs_no_fork_in_it(exact_ends: bool):
+    engine = make_engine(num_blocks=100, exact_ends=exact_ends, cached_slots=20)
+    engine.add_request("a", T[:22], greedy(1))
+    engine.add_request("same", T[:22], greedy(1))
+    engine.add_request("longer", T[:22] + U[:5], greedy(1))
+    engine.step()
+    assert "fork" not in engine.stats()["checkpoints_published"]
+    assert engine.runner.plans[0].prefills[0].end == 22
+    run(engine)

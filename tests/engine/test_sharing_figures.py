@@ -57,6 +57,15 @@ def test_a_trickle_behind_one_beginning_computes_it_once(mode, block, chunk):
     assert 1990 + 12 * 700 <= engine.stats()["computed_tokens"] <= 1990 + 12 * 700 + grid
 
 
+def test_a_fork_behind_the_last_grid_position_that_is_computed_is_not_missed():
+    engine = large_engine(max_tokens=64, kernel_chunk=64, interval=0)
+    engine.add_request("first", T[:300] + own(0, 50), GREEDY)
+    for _ in range(4):
+        engine.step()  # 256 tokens, and no state before there
+    engine.add_request("second", T[:300] + own(1, 50), GREEDY)
+    assert run(engine)["second"][-1].cached_tokens == 300
+
+
 @MODES
 def test_sixteen_samples_of_one_prompt_prefill_once(mode):
     engine = large_engine(mode=mode)

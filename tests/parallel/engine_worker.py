@@ -51,7 +51,7 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
 
 def _preempted(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> list[list[Any]]:
     geometry = LLM(folder, **options).engine.context.geometry
-    live = 3 * geometry.bytes_per_slot if geometry.has_recurrent else 0
+    live = 3 * geometry.bytes_per_slot
     small = LLM(
         folder,
         **options
