@@ -316,7 +316,7 @@ class HybridCache:
         if lease.live_slot != NULL_SLOT:
             self.states.release(lease.live_slot)
             lease.live_slot = NULL_SLOT
-        self._move_on(lease, None)
+        self._leave(lease)
         self.kv.release(lease.blocks)
         lease.blocks = []
         for key in lease.used_keys:
@@ -370,37 +370,46 @@ class HybridCache:
 
     def _publish(self, lease: Lease, slot: int, state: CachedState) -> CachedState:
         """Cache an owned slot's state; returns what is cached under its key."""
-        state.parent, state.fork = lease.deepest, lease.fork
+        last = lease.deepest
+        state.parent, state.fork = last, lease.fork
         state.turn, state.pause = lease.turn, lease.pause
-        state.runners = 1  # this request, which is counted below
+        state.runners = 1
+        if last is not None:
+            last.runners -= 1  # the request goes on from the new state, which takes its place
         cached = self.store.publish_state(lease.keys, lease.blocks, slot, state)
         if cached is state:
-            state.runners = 0
             self.checkpoints_published[state.kind] += 1
-        self._move_on(lease, cached)
+            self._follow(lease, state)
+        else:
+            self._follow(lease, cached)
+            cached.runners += 1
+            self.states.rescore(cached)
+            self.states.rescore(last)
         self._count_user(lease, cached)
         return cached
 
     def _go_on_from(self, lease: Lease, state: CachedState) -> None:
-        """A request goes on from a cached state."""
+        """A request is admitted that goes on from a cached state."""
         lease.turn, lease.fork = state.turn, state.fork
         if state.kind == placement.ANSWER_END:
             lease.turn += 1
             lease.pause = self.states.now - state.used_at
-        self._move_on(lease, state)
+        self._follow(lease, state)
+        state.runners += 1
+        self.states.rescore(state)
 
-    def _move_on(self, lease: Lease, state: CachedState | None) -> None:
-        """The last state that a request has read or left is this one from now on."""
-        last = lease.deepest
+    @staticmethod
+    def _follow(lease: Lease, state: CachedState) -> None:
         lease.deepest = state
-        if state is not None:
-            state.runners += 1
-            if state.kind in placement.SHARED_KINDS:
-                lease.fork = state
-            self.states.rescore(state)
-        if last is not None:
-            last.runners -= 1
-            self.states.rescore(last)
+        if state.kind in placement.SHARED_KINDS:
+            lease.fork = state
+
+    def _leave(self, lease: Lease) -> None:
+        """A request that ends goes on from nowhere."""
+        if lease.deepest is not None:
+            lease.deepest.runners -= 1
+            self.states.rescore(lease.deepest)
+            lease.deepest = None
 
     def _count_user(self, lease: Lease, state: CachedState) -> None:
         if not self._keeps_idle:
