@@ -65,7 +65,8 @@ class ReplayCost:
         self.was_lost = self._reuse.was_lost
 
     def score(self, state: CachedState, now: int) -> Score:
-        covered = state.children + state.runners == 1 and state.kind not in placement.SHARED_KINDS
+        is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
+        covered = state.children + state.runners == 1 and not is_fork
         worth = max(1, state.replay_tokens) * self._reuse.density(state, now)
         return 0 if covered else 1, worth
 
