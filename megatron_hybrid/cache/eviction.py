@@ -55,7 +55,7 @@ class ReplayCost:
     That is the tokens to replay from the nearest surviving ancestor, times the hit density of
     states like it at its age. A state with one other behind it on the same path, or one request
     running from it, covers nothing that the other one won't, unless somebody branches off between
-    them: it goes before the rest.
+    them: it goes before the rest. Where several prompts part, or two have read it, they do.
     """
 
     def __init__(self, reuse: ReuseEstimator | None = None) -> None:

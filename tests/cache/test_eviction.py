@@ -180,3 +180,30 @@ def test_under_replay_cost_of_two_of_one_age_the_one_that_costs_less_goes_first(
     # a tenth of the cost at a hundredth of the age is worth more
     short.used_at = 4999
     assert rule.score(short, 5000) > rule.score(long, 5000)
+
+
+def publish(queue: EvictionQueue, slot: int, position: int, parent: CachedState | None, kind: str):  # type: ignore[no-untyped-def]
+    state = CachedState(slot.to_bytes(2, "little"), position, kind, parent)
+    state.slot = slot
+    state.join()
+    queue.rule.was_left(state)
+    queue.add(state)
+    queue.rescore(state if parent is None else parent)
+    return state
+
+
+@pytest.mark.parametrize("why", ["kind", "branches", "reads"])
+def test_where_prompts_part_a_state_is_spared(why: str):
+    queue = EvictionQueue(ReplayCost())
+    tail = publish(queue, 1, 300, None, "answer_end")
+    queue.now = 1000
+    fork = publish(queue, 2, 5000, None, "hint" if why == "kind" else "prompt_end")
+    publish(queue, 3, 6000, fork, "answer_end")
+    if why == "branches":
+        publish(queue, 4, 7000, fork, "answer_end")
+    if why == "reads":  # by two requests, of which one has left nothing
+        queue.rule.was_read(fork, 1000)
+        queue.rule.was_read(fork, 1000)
+    queue.rescore(fork)
+    queue.add(fork)
+    assert queue.pop() is tail
