@@ -112,7 +112,9 @@ def main() -> int:
 
     traces = TRACES if "all" in args.trace else args.trace
     workloads: list[Workload | Cell] = [
-        Workload(t, args.requests, s, args.shape) for t in traces for s in args.seeds
+        Workload(t, args.requests, s, args.shape, measure_bounds=args.pool_gib is None)
+        for t in traces
+        for s in args.seeds
     ]
     references: list[Reference] = []
     outcomes: list[Outcome] = []

@@ -50,8 +50,10 @@ def plot_skipped(references: Sequence[Reference], best: Sequence[Outcome], path:
             sizes = sorted(shares)
             means = [sum(shares[size]) / len(shares[size]) for size in sizes]
             panel.plot(sizes, means, style, label=policy, markersize=4)
-        bounds = [100 * r.oracle_share for r in references if r.workload.trace == trace]
-        panel.axhline(sum(bounds) / len(bounds), color="black", linestyle=":", label="oracle")
+        own_references = [r for r in references if r.workload.trace == trace]
+        bounds = [100 * r.oracle_share for r in own_references if r.oracle_share is not None]
+        if bounds:
+            panel.axhline(sum(bounds) / len(bounds), color="black", linestyle=":", label="oracle")
         unit = "% of the working set" if any(working_sets.values()) else "bytes"
         panel.set(title=trace, xscale="log", xlabel=f"pool, {unit}", ylim=(0, 100))
         panel.grid(alpha=0.3)

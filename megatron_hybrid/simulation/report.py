@@ -39,7 +39,7 @@ def traces_table(references: Sequence[Reference]) -> str:
                 f"{r.workload.requests:,}",
                 f"{r.prompt_tokens / r.workload.requests:,.0f}",
                 f"{r.output_tokens / r.sequences:,.0f}",
-                f"{r.oracle_share:.1%}",
+                _percent(r.oracle_share),
                 "-" if r.unlimited is None else f"{r.unlimited.skipped_share:.1%}",
                 "-" if r.unlimited is None else f"{r.working_set / 2**30:,.0f} GiB",
                 f"{SHAPES[r.workload.shape].bytes_per_state / 2**20:.0f} MiB",
@@ -59,7 +59,7 @@ def skipped_table(reference: Reference, best: Sequence[Outcome]) -> str:
     rows = [
         [policy, *(_share(by_place.get((policy, pool))) for pool in pools)] for policy in policies
     ]
-    rows.append(["oracle", *(f"{reference.oracle_share:.1%}{_NO_SPLIT}" for _ in pools)])
+    rows.append(["oracle", *(_percent(reference.oracle_share) + _NO_SPLIT for _ in pools)])
     name = f"{reference.workload.trace} (seed {reference.workload.seed})"
     return text_table([name, *(f"{pool.name}{_NO_SPLIT}" for pool in pools)], rows)
 
@@ -99,3 +99,7 @@ def _share(outcome: Outcome | None) -> str:
     if outcome is None or outcome.result is None:
         return f"-{_NO_SPLIT}"
     return f"{outcome.skipped_share:.1%} ({outcome.cell.split:.0%})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

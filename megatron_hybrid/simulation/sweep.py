@@ -22,7 +22,7 @@ class Workload:
     requests: int
     seed: int
     shape: str = "nemotron-h-8b"
-    measure_working_set: bool = True
+    measure_bounds: bool = True  # the oracle and the working set
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Reference:
     prompt_tokens: int
     output_tokens: int
     sequences: int
-    oracle_tokens: int  # that an unlimited, token-granular cache would skip
+    oracle_tokens: int | None  # that an unlimited, token-granular cache would skip
     unlimited: SimulationResult | None  # our policy's with unlimited memory, if it was asked for
 
     @property
-    def oracle_share(self) -> float:
-        return self.oracle_tokens / self.prompt_tokens
+    def oracle_share(self) -> float | None:
+        return None if self.oracle_tokens is None else self.oracle_tokens / self.prompt_tokens
 
     @property
     def working_set(self) -> int:
@@ -79,20 +79,24 @@ class Outcome:
 
 
 def measure_reference(workload: Workload) -> Reference:
-    """The oracle's share and, if the workload asks for it, the working set."""
-    oracle = Oracle()
+    """What a workload consists of and, if it asks for them, the oracle's share and the working set.
+
+    Both need memory for everything that the trace ever computes.
+    """
+    oracle = Oracle() if workload.measure_bounds else None
     prompts = known = outputs = sequences = 0
     for request in play(_trace(workload)):
         prompts += request.prompt_tokens
         outputs += sum(map(len, request.answers))
         sequences += request.n
-        known += oracle.admit(request.parts, request.answers)
-    unlimited = None
-    if workload.measure_working_set:
-        # Everything that is computed once, and for each sequence what doesn't fill a block.
-        blocks = (prompts - known + outputs) // 64 + 8 * sequences
-        slots = 6 * sequences + (prompts - known) // 512
-        unlimited = _run_unlimited(workload, blocks, slots)
+        if oracle is not None:
+            known += oracle.admit(request.parts, request.answers)
+    if oracle is None:
+        return Reference(workload, prompts, outputs, sequences, None, None)
+    # Everything that is computed once, and for each sequence what doesn't fill a block.
+    blocks = (prompts - known + outputs) // 64 + 8 * sequences
+    slots = 6 * sequences + (prompts - known) // 512
+    unlimited = _run_unlimited(workload, blocks, slots)
     return Reference(workload, prompts, outputs, sequences, known, unlimited)
 
 
