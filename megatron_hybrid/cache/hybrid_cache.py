@@ -174,8 +174,7 @@ class HybridCache:
         """Slots for the checkpoints that a step from `start` to `end` passes.
 
         Positions that are cached already are dropped; those without a slot are skipped and
-        counted. For a checkpoint at `end` itself the slot is the one that the request goes on
-        with: its live slot becomes the checkpoint.
+        counted. For a checkpoint at `end` itself the step has to write its last state there.
         """
         step: list[StepCheckpoint] = []
         planned = lease.planned(start)
@@ -208,10 +207,6 @@ class HybridCache:
         if last is not None and last.alive and not (last.hits or self.states.is_pinned(last.slot)):
             self.store.forget(last)
         return self._reserve(CachedState(b"", position, placement.DECODE, lease.deepest))
-
-    def logits_slot(self, lease: Lease, checkpoint: StepCheckpoint) -> int:
-        """Where the step has to keep the logits of a checkpoint at its end."""
-        return lease.live_slot if self.geometry.has_recurrent else checkpoint.slot
 
     def state_was_read(self, lease: Lease) -> None:
         """The step that reads the lease's state was launched: from now on it reads its own."""
@@ -248,22 +243,23 @@ class HybridCache:
     def publish_state(self, lease: Lease, checkpoint: StepCheckpoint, *, at_end: bool) -> bool:
         """Make a captured state visible, after the blocks that it needs; whether it is cached now.
 
-        `at_end`: the state was captured in the lease's live slot, which changes owner; the
-        request reads it once more and goes on in the checkpoint's slot.
+        `at_end`: the step ended there and wrote the state nowhere else. The request reads it once
+        more and goes on in its own slot, so that the states of a batch keep lying side by side.
         """
+        swaps = at_end and self.geometry.has_recurrent and checkpoint.slot != NULL_SLOT
         if not self.publishes(lease):
-            self.discard_checkpoint(checkpoint)
+            if swaps:  # it is the request's only state
+                self.states.release(lease.live_slot)
+                lease.read_slot = lease.live_slot = checkpoint.slot
+            else:
+                self.discard_checkpoint(checkpoint)
             return False
         if checkpoint.slot == NULL_SLOT:
             return True
-        swaps = at_end and self.geometry.has_recurrent
-        state = self._publish(
-            lease, lease.live_slot if swaps else checkpoint.slot, checkpoint.state
-        )
+        state = self._publish(lease, checkpoint.slot, checkpoint.state)
         if swaps:
             self.states.pin(state.slot)
             lease.read_slot, lease.pinned, lease.reads_own = state.slot, True, True
-            lease.live_slot = checkpoint.slot
         if state is checkpoint.state and state.kind == placement.DECODE:
             lease.decode_state = state
         return True

@@ -157,6 +157,7 @@ class Scheduler:
             checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
             if checkpoint is not None:
                 self._checkpoints[request.row] = [checkpoint]
+                self._context.rows.write_slot[request.row] = checkpoint.slot
 
     def _look_ahead(self) -> None:
         """Let running prefills see who waits for what they compute."""
@@ -225,9 +226,10 @@ class Scheduler:
         start, end = request.position, self._chunk_end(request, budget)
         checkpoints = cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[request.row] = checkpoints
-        logits_slot = 0
-        if checkpoints and checkpoints[-1].state.has_logits:
-            logits_slot = cache.logits_slot(lease, checkpoints[-1])
+        last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
+        write_slot = lease.live_slot
+        if last is not None and last.slot and self._context.geometry.has_recurrent:
+            write_slot = last.slot
         targets = None
         if request.wants_prompt_logprobs:
             targets = request.prompt[start + 1 : end + 1]
@@ -240,15 +242,15 @@ class Scheduler:
                 end=end,
                 write_from=lease.num_shared * self._context.geometry.block_size,
                 read_slot=lease.read_slot,
-                write_slot=lease.live_slot,
-                # one at the chunk's end needs no capturing: the write slot holds it
+                write_slot=write_slot,
+                # one at the chunk's end needs no capturing: the write slot is its own
                 checkpoints=tuple(
                     (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
                 ),
                 samples=end == request.prefill_tokens,
                 logprob_targets=targets,
                 num_top_logprobs=request.params.prompt_logprobs or 0,
-                logits_slot=logits_slot,
+                logits_slot=last.slot if last is not None and last.state.has_logits else 0,
             )
         )
         return end - start

@@ -280,19 +280,19 @@ def test_a_failed_admission_for_want_of_a_slot_has_no_effect_at_all():
     assert lease.skip == 8 and lease.live_slot == held[0]
 
 
-def test_a_state_at_the_prompts_end_changes_owner_without_a_copy():
+def test_a_state_at_the_prompts_end_is_written_where_it_stays_and_read_once_from_there():
     for exact_ends in (True, False):
         cache = make_cache(exact_ends=exact_ends)
         prompt = tokens(8)
         lease = admit(cache, prompt)
         live = lease.live_slot
         prefill(cache, lease, prompt)
-        assert lease.read_slot == live and lease.live_slot != live and lease.pinned
-        assert cache.states.mamba_hash_to_slot_id[lease.keys.at(8)] == live
+        cached = cache.states.mamba_hash_to_slot_id[lease.keys.at(8)]
+        assert lease.read_slot == cached != live and lease.pinned
         cache.check_integrity([lease])
-        assert cache.states.is_pinned(live)
+        assert cache.states.is_pinned(cached)
         cache.state_was_read(lease)
-        assert lease.read_slot == lease.live_slot and not lease.pinned
+        assert lease.read_slot == lease.live_slot == live and not lease.pinned
         (state,) = [s for s in cache.states.cached() if s.position == 8]
         # what a request reads of its own is not a hit
         assert state.hits == 0 and not cache.checkpoints_read
