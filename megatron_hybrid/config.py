@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -72,7 +73,7 @@ class EngineConfig:
         "replay_cost",
         "which cached state goes first. replay_cost: the one that is cheapest to compute again, "
         "weighed by age; lru: the least recently used; ref_zero: nothing outlives its last user",
-        ("ref_zero", "lru", "replay_cost"),
+        POLICIES,
     )
     inference_dynamic_batching_prefix_caching_exact_ends: bool = _option(
         True, "also keep states at the exact end of prompts and answers, off the grid"

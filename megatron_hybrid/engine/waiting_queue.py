@@ -21,7 +21,6 @@ class WaitingQueue:
     """Requests in the order in which they are tried: by priority and age, then first come."""
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[str, int], TrackedRequest] = {}
         self._order: list[TrackedRequest] = []
         self._arrivals = 0
         self._by_prefix: dict[BlockKey, dict[TrackedRequest, None]] = {}
@@ -34,12 +33,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[TrackedRequest]:
         return iter(self._order)
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self._requests
-
-    def get(self, key: tuple[str, int]) -> TrackedRequest | None:
-        return self._requests.get(key)
-
     def add(self, request: TrackedRequest, step: int) -> None:
         """Queue a request that arrives at `step`."""
         self._arrivals += 1
@@ -48,12 +41,10 @@ class WaitingQueue:
 
     def put_back(self, request: TrackedRequest) -> None:
         """Queue a request at its old place."""
-        self._requests[request.key] = request
         insort(self._order, request, key=_rank)
         self._new[request] = None
 
     def remove(self, request: TrackedRequest) -> None:
-        del self._requests[request.key]
         del self._order[bisect_left(self._order, request.rank, key=_rank)]
         self._new.pop(request, None)
         for key in self._indexed.pop(request, ()):
