@@ -49,6 +49,7 @@ PLOT = ["matplotlib>=3.9"]
 # transformers' gated delta net models, which the tests compare with, no longer run.
 TEST = [
     *PLOT,
+    'triton>=3.6; sys_platform == "linux"',  # its interpreter runs our kernels on a CPU
     "pytest>=9.0,<10",
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",

@@ -28,7 +28,9 @@ class EngineConfig:
     """
 
     load: str | None = _option(
-        None, "Hugging Face folder to load; left out: the reference model that ships with us"
+        None,
+        "Hugging Face folder to load, in a file of options relative to that file; left out: the "
+        "reference model that ships with us",
     )
     load_format: str = _option(
         "auto", "auto, or dummy: random weights from the config alone", ("auto", "dummy")
@@ -40,6 +42,11 @@ class EngineConfig:
         DTYPES,
     )
     device: str = _option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
+    kernels: str = _option(
+        "auto",
+        "auto: the fastest kernels on the device; reference: plain torch, to compare with",
+        ("auto", "reference"),
+    )
     seed: int = _option(1234, "seed of requests that bring none, and of dummy weights")
 
     tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over")
@@ -54,6 +61,14 @@ class EngineConfig:
         None, "requests that run at the same time; left out: up to 256, as memory allows"
     )
     inference_dynamic_batching_max_tokens: int = _option(8192, "tokens computed in one step")
+    inference_dynamic_batching_num_cuda_graphs: int = _option(
+        16,
+        "batch sizes of decodes for which a CUDA graph is captured at start, on a GPU; -1: all "
+        "sizes that are worth one; 0: none",
+    )
+    inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = _option(
+        16, "batch sizes of prompts that are captured too; 0: only decodes run from graphs"
+    )
     inference_max_seq_length: int | None = _option(
         None, "longest prompt and answer together; left out: the model's"
     )
@@ -127,6 +142,17 @@ class EngineConfig:
             raise ConfigurationError(
                 f"{_flag(interval)} is {getattr(self, interval)}; it must be 0 (none) or more."
             )
+        graphs = PREFIX + "num_cuda_graphs"
+        if getattr(self, graphs) < -1:
+            raise ConfigurationError(
+                f"{_flag(graphs)} is {getattr(self, graphs)}; it must be 0 (none) or more, or -1 "
+                "(all sizes that are worth one)."
+            )
+        mixed = PREFIX + "cuda_graph_mixed_prefill_count"
+        if getattr(self, mixed) < 0:
+            raise ConfigurationError(
+                f"{_flag(mixed)} is {getattr(self, mixed)}; it must be 0 (none) or more."
+            )
         requests = self.inference_dynamic_batching_max_requests
         if requests is not None and requests > self.inference_dynamic_batching_max_tokens:
             raise ConfigurationError(
@@ -178,7 +204,10 @@ class EngineConfig:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file, or a ConfigurationError that says what is wrong with it."""
+    """The mapping in a YAML file; a relative `load` is resolved against the file's folder.
+
+    Raises ConfigurationError that says what is wrong with the file.
+    """
     try:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -189,6 +218,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigurationError(f"--config {path} must hold option names and their values.")
+    if isinstance(values.get("load"), str):  # an absolute path stays as it is
+        values["load"] = str(Path(path).parent / values["load"])
     return values
 
 

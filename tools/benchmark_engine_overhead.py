@@ -35,9 +35,11 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import Computed, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.sampler import sample
+from megatron_hybrid.execution.sampler import Sampler
+from megatron_hybrid.kernels.sampling import reference as sampling
+from megatron_hybrid.parallel import initialize
 from megatron_hybrid.request import SamplingParams
 
 BLOCK_SIZE = 64
@@ -127,19 +129,25 @@ def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
 class FixedLogitsRunner:
     """Builds every batch and samples from it, but computes no model."""
 
+    asynchronous = False
+
     def __init__(self, rows: RowTable, vocab_size: int, max_requests: int) -> None:
         self._rows = rows
-        self._builder = BatchBuilder(rows, BLOCK_SIZE, torch.device("cpu"))
+        self._builder = BatchBuilder(rows, BLOCK_SIZE, torch.device("cpu"), 8192)
+        self._sampler = Sampler(rows, sampling, initialize())
+        self._last_token = torch.zeros(max_requests, dtype=torch.int64)
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(max_requests, vocab_size, generator=generator)
         self.seconds = 0.0  # in here
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Computed:
         start = time.perf_counter()
-        self._builder.build(plan)
-        result = sample(self._logits[: len(plan.sampled_rows)], plan, self._rows)
+        inputs = self._builder.build(plan)
+        logits = self._logits[: len(plan.sampled_rows)]
+        sampled = self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token)
+        result = sampled.result()
         self.seconds += time.perf_counter() - start
-        return result
+        return Computed(result)
 
     def dummy_forward(self) -> None:
         pass
@@ -154,7 +162,7 @@ def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -
     geometry = CacheGeometry(
         block_size=BLOCK_SIZE,
         kernel_chunk=KERNEL_CHUNK,
-        num_blocks=requests * blocks_each,
+        num_blocks=requests * (blocks_each + 1),  # one that admissions leave free for each
         max_requests=requests,
         num_cached_slots=requests,
         bytes_per_block=1,

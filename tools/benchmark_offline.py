@@ -1,14 +1,26 @@
 #!/usr/bin/env python
-"""Runs the workloads on the engine in this process and prints the figures as JSON.
+"""Runs the workloads on the engine in this process; the figures as JSON and in a line each.
 
     python tools/benchmark_offline.py                                  every workload, small
     python tools/benchmark_offline.py --workload multi_turn --scale 0.1 --json out.json
     python tools/benchmark_offline.py --workload unique --compare prefix-caching --pairs 7
 
+At full size, on a GPU, beside another engine's figures:
+
+    python tools/benchmark_offline.py --config configs/nemotron-h-8b.yaml --scale 1 --repeats 3 \\
+        --peer docs/peers.json --json out.json
+    python tools/benchmark_offline.py --from-json out.json --peer docs/peers.json --plot docs/images
+
+What an earlier workload left in the cache, in the way of a later one:
+
+    python tools/benchmark_offline.py --workload unique,shared_system --keep-cache \\
+        --shared-prefix 7000 --config configs/nemotron-h-8b.yaml --scale 1
+
 All flags of the engine are taken too; without --load the reference model that ships with the
 package is measured. `--compare prefix-caching` measures what prefix caching costs or saves: two
-engines are built once, one with it and one without, and run the same workload in alternating
-order; every pair uses other tokens.
+engines on the same weights, one with it and one without, run the same workload in alternating
+order; every pair uses other tokens. On a GPU both need room, so the sizes of their caches have to
+be given.
 """
 
 from __future__ import annotations
@@ -24,11 +36,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_hybrid import LLM, EngineConfig
+from megatron_hybrid import EngineConfig
 from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
 from megatron_hybrid.benchmarks import WORKLOAD_NAMES, Workload, make_workload, summarize
 from megatron_hybrid.benchmarks.driver import BenchmarkError, Run, run_workload
 from megatron_hybrid.benchmarks.environment import describe_environment, peak_memory
+from megatron_hybrid.benchmarks.peers import SUMMARY_HEAD, Peers, PeersError, summary_row
+from megatron_hybrid.benchmarks.plots import plot_workloads
+from megatron_hybrid.benchmarks.workloads import SHARED_PREFIX
+from megatron_hybrid.engine.build import build_engine, load_weights, resolve_device
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
 
 # Seeds of the warm-up runs: far from those that are measured.
@@ -43,8 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument(
         "--workload",
         default="all",
-        choices=["all", *WORKLOAD_NAMES],
-        help="which requests to send (default: all of them, one after another)",
+        metavar="NAME[,NAME...]",
+        help=f"which requests to send, in this order: all, or some of {', '.join(WORKLOAD_NAMES)}",
     )
     group.add_argument(
         "--scale",
@@ -58,6 +75,12 @@ def parse_arguments() -> argparse.Namespace:
         help="multiplies the number of requests (default: the same as --scale)",
     )
     group.add_argument(
+        "--shared-prefix",
+        type=int,
+        default=SHARED_PREFIX,
+        help=f"tokens of shared_system's prompt at scale 1 (default: {SHARED_PREFIX})",
+    )
+    group.add_argument(
         "--workload-seed", type=int, default=0, help="first seed of the workload's tokens"
     )
     group.add_argument(
@@ -65,6 +88,13 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=1,
         help="runs of each workload, each with another seed; the median by wall time is reported",
+    )
+    group.add_argument(
+        "--warm-up",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of its requests that each workload is warmed up with; 0: none (default: 1)",
     )
     group.add_argument(
         "--compare",
@@ -77,37 +107,54 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument(
         "--keep-cache",
         action="store_true",
-        help="with --compare: don't empty the cache between runs, so that it fills up and evicts",
+        help="don't empty the cache before each run: only before each repeat of the whole list of "
+        "workloads, and with --compare never, so that it fills up and evicts",
     )
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the JSON to this file too")
+    group.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the JSON here, not to stdout"
+    )
+    group.add_argument(
+        "--from-json", type=Path, metavar="IN", help="show an earlier run's JSON; measure nothing"
+    )
+    group.add_argument(
+        "--peer", type=Path, metavar="FILE", help="another engine's figures, like docs/peers.json"
+    )
+    group.add_argument("--plot", type=Path, metavar="DIR", help="draw DIR/workloads_MODEL.png")
     add_engine_arguments(parser)
     args = parser.parse_args()
-    for name in ("repeats", "pairs"):
+    for name in ("repeats", "pairs", "shared_prefix"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}; give at least 1.")
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1.")
     if args.scale <= 0 or (args.count_scale is not None and args.count_scale <= 0):
         parser.error("--scale and --count-scale must be more than 0.")
-    if args.keep_cache and not args.compare:
-        parser.error("--keep-cache only means something together with --compare.")
+    if not 0 <= args.warm_up <= 1:
+        parser.error(f"--warm-up is {args.warm_up}; give a share from 0 to 1.")
+    if args.count_scale is None:
+        args.count_scale = args.scale
+    args.names = list(WORKLOAD_NAMES) if args.workload == "all" else args.workload.split(",")
+    for name in args.names:
+        if name not in WORKLOAD_NAMES:
+            parser.error(f"--workload {name!r} is not one of {', '.join(WORKLOAD_NAMES)}.")
     return args
 
 
 class Bench:
     """One engine and the workloads made for its vocabulary."""
 
-    def __init__(self, args: argparse.Namespace, config: EngineConfig) -> None:
+    def __init__(self, args: argparse.Namespace, engine: DynamicInferenceEngine) -> None:
         self._args = args
-        self.llm = LLM(config=config)
+        self.engine = engine
 
-    def workload(self, name: str, seed: int) -> Workload:
+    def workload(self, name: str, seed: int, count_share: float = 1.0) -> Workload:
         workload = make_workload(
             name,
-            self.llm.engine.vocab_size,
+            self.engine.vocab_size,
             seed=seed,
             scale=self._args.scale,
-            count_scale=self._args.count_scale,
+            count_scale=self._args.count_scale * count_share,
+            shared_prefix=self._args.shared_prefix,
         )
-        longest, limit = workload.token_counts().longest, self.llm.engine.max_seq_length
+        longest, limit = workload.token_counts().longest, self.engine.max_seq_length
         if longest > limit:
             raise BenchmarkError(
                 f"{name} at --scale {self._args.scale} needs {longest} tokens a sequence, more"
@@ -117,35 +164,94 @@ class Bench:
 
     def run(self, workload: Workload, label: str, *, keep_cache: bool = False) -> Run:
         if not keep_cache:
-            self.llm.engine.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
         # Collected now, so that no run pays for what an earlier one left behind.
         gc.collect()
         total = workload.token_counts().requests
-        with tqdm(total=total, desc=label, unit="req", leave=False, file=sys.stderr) as bar:
-            return run_workload(self.llm.engine, workload, on_finish=bar.update)
+        # disable=None: no bar in a log
+        with tqdm(total=total, desc=label, unit="req", leave=False, disable=None) as bar:
+            return run_workload(self.engine, workload, on_finish=bar.update)
 
     def warm_up(self, name: str) -> None:
-        self.run(self.workload(name, WARM_UP_SEED), "warm-up")
+        if self._args.warm_up > 0:
+            self.run(self.workload(name, WARM_UP_SEED, self._args.warm_up), f"warm-up {name}")
 
 
-def measure(bench: Bench, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    bench.warm_up(name)
-    runs: list[tuple[float, dict[str, Any]]] = []
-    for repeat in range(args.repeats):
-        seed = args.workload_seed + repeat
-        workload = bench.workload(name, seed)
-        run = bench.run(workload, f"{name} {repeat + 1}/{args.repeats}")
-        figures = {
-            "workload": name,
-            "seed": seed,
-            "digest": workload.digest(),
-            **summarize(run.records, run.round_walls),
+class Report:
+    """What is written: after every workload, so that a run that is cut short leaves its figures."""
+
+    def __init__(self, args: argparse.Namespace, config: EngineConfig) -> None:
+        self._path: Path | None = args.json
+        self.values: dict[str, Any] = {
+            "model": _model_name(config),
+            "scale": args.scale,
+            "count_scale": args.count_scale,
+            "shared_prefix": args.shared_prefix,
+            "cache_kept_between_runs": args.keep_cache,
+            "results": [],
+            **describe_environment(),
+            "engine": dataclasses.asdict(config),
         }
-        runs.append((run.wall, figures))
-    runs.sort(key=lambda pair: pair[0])
-    # For an even number the faster of the two in the middle.
-    figures = runs[(len(runs) - 1) // 2][1]
-    return {**figures, "walls_s": [wall for wall, _ in runs], "peak_memory": peak_memory()}
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.values["results"].append(result)
+        print(describe(result), file=sys.stderr)
+        if self._path is not None:
+            self._path.write_text(self.text() + "\n", encoding="utf-8")
+
+    def text(self) -> str:
+        return json.dumps(self.values, indent=2)
+
+
+def measure(bench: Bench, args: argparse.Namespace, report: Report) -> None:
+    if args.keep_cache:  # the workloads are one sequence, and that is what is repeated
+        for name in args.names:
+            bench.warm_up(name)
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.names}
+        for repeat in range(args.repeats):
+            bench.engine.reset_prefix_cache()
+            for name in args.names:
+                runs[name].append(measure_once(bench, name, repeat, args))
+        for name in runs:
+            report.add(median_run(runs[name]))
+        return
+    for name in args.names:
+        bench.warm_up(name)
+        repeats = range(args.repeats)
+        report.add(median_run([measure_once(bench, name, repeat, args) for repeat in repeats]))
+
+
+def measure_once(bench: Bench, name: str, repeat: int, args: argparse.Namespace) -> dict[str, Any]:
+    seed = args.workload_seed + repeat
+    workload = bench.workload(name, seed)
+    label = f"{name} {repeat + 1}/{args.repeats}"
+    run = bench.run(workload, label, keep_cache=args.keep_cache)
+    figures = summarize(run.records, run.round_walls)
+    return {"workload": name, "seed": seed, "digest": workload.digest(), **figures}
+
+
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """By wall time; for an even number the faster of the two in the middle."""
+    runs = sorted(runs, key=lambda figures: figures["wall_s"])
+    walls = [figures["wall_s"] for figures in runs]
+    return {**runs[(len(runs) - 1) // 2], "walls_s": walls, "peak_memory": peak_memory()}
+
+
+def build_pair(args: argparse.Namespace, config: EngineConfig) -> dict[str, Bench]:
+    """Two engines on the same weights, without and with prefix caching."""
+    given = config.inference_dynamic_batching_buffer_size_gb
+    if resolve_device(config).type == "cuda" and given is None:
+        raise ConfigurationError(
+            "--compare builds two engines on one GPU: give "
+            "--inference-dynamic-batching-buffer-size-gb, which both take, and "
+            "--inference-dynamic-batching-prefix-caching-mamba-gb, which one of them takes."
+        )
+    model = load_weights(config)
+    benches = {}
+    for label, on in (("off", False), ("on", True)):
+        own = dataclasses.replace(config, inference_dynamic_batching_prefix_caching=on)
+        benches[label] = Bench(args, build_engine(own, model=model))
+    return benches
 
 
 def compare(benches: dict[str, Bench], name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +288,6 @@ def compare(benches: dict[str, Bench], name: str, args: argparse.Namespace) -> d
         "wall_s": walls,
         "cpu_s": cpu,
         "cached_tokens": cached,
-        "cache_kept_between_runs": args.keep_cache,
         "peak_memory": peak_memory(),
     }
 
@@ -197,56 +302,62 @@ def _ratio(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: dict[str, Any], peers: Peers | None = None, model: str = "") -> str:
     if "wall_ratio_on_over_off" in result:
         wall, cpu = result["wall_ratio_on_over_off"], result["cpu_ratio_on_over_off"]
         return (
-            f"{result['workload']:14} time with caching over without, {result['pairs']} pairs:"
+            f"{result['workload']:13} time with caching over without, {result['pairs']} pairs:"
             f" wall median {wall['median']:.4f} ({wall['min']:.4f} to {wall['max']:.4f}),"
             f" CPU median {cpu['median']:.4f} ({cpu['min']:.4f} to {cpu['max']:.4f})"
         )
-    return (
-        f"{result['workload']:14} {result['wall_s']:8.3f} s {result['output_tok_s']:8.1f} tok/s"
-        f"   cached {result['cached_tokens']} of {result['prompt_tokens']} prompt tokens"
-        f"   TTFT {1e3 * result['ttft_s']['mean']:.1f} ms"
-    )
+    return summary_row(result, peers.modes(model, result["workload"]) if peers else {})
+
+
+def show(report: dict[str, Any], peers: Peers | None, args: argparse.Namespace) -> None:
+    """The summary, a line a workload, and the plot."""
+    as_measured = report["scale"] == report["count_scale"] == 1
+    if report["shared_prefix"] != SHARED_PREFIX or report["cache_kept_between_runs"]:
+        as_measured = False
+    if peers is not None and not as_measured:
+        print("Peers are left out: they ran other workloads (see --scale).", file=sys.stderr)
+        peers = None
+    model, results = report["model"], report["results"]
+    title = f"{model} on {report['machine']['device']}"
+    print(title + (f"; peer: {peers.name}" if peers else ""), file=sys.stderr)
+    runs = [result for result in results if "walls_s" in result]
+    if runs:
+        print(SUMMARY_HEAD, file=sys.stderr)
+    for result in results:
+        print(describe(result, peers, model), file=sys.stderr)
+    if args.plot is not None and runs:
+        plot_workloads(runs, model, peers, args.plot / f"workloads_{model}.png", title)
+
+
+def _model_name(config: EngineConfig) -> str:
+    return "reference_model" if config.load is None else Path(config.load).resolve().name
 
 
 def main() -> int:
     args = parse_arguments()
-    names = WORKLOAD_NAMES if args.workload == "all" else (args.workload,)
     try:
+        peers = Peers.load(args.peer) if args.peer else None
+        if args.from_json:
+            show(json.loads(args.from_json.read_text(encoding="utf-8")), peers, args)
+            return 0
         config = engine_config_from_args(args)
-        results = []
+        report = Report(args, config)
         if args.compare:
-            benches = {
-                label: Bench(
-                    args,
-                    dataclasses.replace(config, inference_dynamic_batching_prefix_caching=on),
-                )
-                for label, on in (("off", False), ("on", True))
-            }
-            for name in names:
-                results.append(compare(benches, name, args))
-                print(describe(results[-1]), file=sys.stderr)
+            benches = build_pair(args, config)
+            for name in args.names:
+                report.add(compare(benches, name, args))
         else:
-            bench = Bench(args, config)
-            for name in names:
-                results.append(measure(bench, name, args))
-                print(describe(results[-1]), file=sys.stderr)
-    except (ConfigurationError, BenchmarkError) as error:
+            measure(Bench(args, build_engine(config)), args, report)
+    except (ConfigurationError, BenchmarkError, PeersError) as error:
         print(f"benchmark_offline.py: {error}", file=sys.stderr)
         return 2
-    report = {
-        "scale": args.scale,
-        "count_scale": args.scale if args.count_scale is None else args.count_scale,
-        "results": results,
-        **describe_environment(),
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+    if args.json is None:
+        print(report.text())
+    show(report.values, peers, args)
     return 0
 
 

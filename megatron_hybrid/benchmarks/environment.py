@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("megatron-hybrid", "torch", "megatron-core", "transformers", "numpy", "triton")
+_PACKAGES = (
+    "megatron-hybrid torch megatron-core transformers numpy triton flashinfer-python mamba-ssm "
+    "causal-conv1d"
+).split()
 
 
 def exact_command() -> str:
@@ -27,6 +30,8 @@ def describe_environment() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "versions": versions,

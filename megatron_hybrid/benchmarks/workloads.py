@@ -27,6 +27,7 @@ import numpy as np
 
 # Checkpoints keep their special tokens here, so no workload draws them.
 _RESERVED_IDS = 16
+SHARED_PREFIX = 8192  # tokens of shared_system's system prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,13 @@ class _Source:
     """
 
     def __init__(
-        self, name: str, vocab_size: int, seed: int, scale: float, count_scale: float
+        self,
+        name: str,
+        vocab_size: int,
+        seed: int,
+        scale: float,
+        count_scale: float,
+        shared_prefix: int,
     ) -> None:
         name_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         self._generator = np.random.Generator(np.random.PCG64([name_key, seed]))
@@ -118,6 +125,7 @@ class _Source:
         self._vocab_size = vocab_size
         self._scale = scale
         self._count_scale = count_scale
+        self.shared_prefix = shared_prefix
 
     def length(self, tokens: int) -> int:
         return max(2, round(tokens * self._scale))
@@ -141,7 +149,7 @@ def _unique(source: _Source) -> list[Round]:
 def _shared_system(source: _Source) -> list[Round]:
     """One long system prompt: one request alone first, then all the others at once."""
     answer = source.length(64)
-    system = source.tokens(8192)
+    system = source.tokens(source.shared_prefix)
     ids = [f"s{i}" for i in range(source.count(64))]
     first, *others = [WorkloadRequest(id_, id_, system + source.tokens(256), answer) for id_ in ids]
     return [(first,), tuple(others)]
@@ -219,11 +227,13 @@ def make_workload(
     seed: int = 0,
     scale: float = 1.0,
     count_scale: float | None = None,
+    shared_prefix: int = SHARED_PREFIX,
 ) -> Workload:
     """Build a workload; another seed gives other tokens of the same shape.
 
     scale: multiplies every token length. count_scale: multiplies the number of requests
     (default: the same as scale). Nothing becomes smaller than 2 tokens or 2 requests.
+    shared_prefix: tokens of shared_system's system prompt at scale 1; the others have none.
     """
     if name not in _PLANS:
         raise ValueError(f"There is no workload {name!r}; choose from {', '.join(_PLANS)}.")
@@ -232,5 +242,5 @@ def make_workload(
     counts = scale if count_scale is None else count_scale
     if not (scale > 0 and counts > 0):
         raise ValueError(f"scale ({scale}) and count_scale ({counts}) must be more than 0.")
-    source = _Source(name, vocab_size, seed, scale, counts)
+    source = _Source(name, vocab_size, seed, scale, counts, shared_prefix)
     return Workload(name, tuple(_PLANS[name](source)))

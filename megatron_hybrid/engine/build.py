@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +17,12 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.engine.sizing import derive_geometry, describe
+from megatron_hybrid.engine.profiling import measure_activations
+from megatron_hybrid.engine.sizing import MAX_REQUESTS, derive_geometry, describe, gpu_cache_bytes
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.cuda_graphs import graph_sizes
 from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -28,42 +33,36 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    config: EngineConfig, *, refuse_useless_budget: bool = False
+    config: EngineConfig,
+    *,
+    model: HybridModel | None = None,
+    refuse_useless_budget: bool = False,
 ) -> DynamicInferenceEngine:
-    """Join the process groups, load the model, divide the memory.
+    """Join the process groups, load the model, divide the memory, capture CUDA graphs.
 
-    `refuse_useless_budget`: a budget for states that holds none is an error, which a command line
-    wants, and not only a warning. Raises ConfigurationError for what the user can put right.
+    `model`: from `load_weights` of a configuration with the same model, for several engines on the
+    same weights. `refuse_useless_budget`: a budget for states that holds none is an error, which a
+    command line wants, and not only a warning. Raises ConfigurationError for what the user can put
+    right.
     """
-    folder = model_folder(config)
-    model_config = HybridModelConfig.from_folder(folder)
-    max_seq_length = _max_seq_length(config, model_config)
-    device = resolve_device(config)
-    parallel = initialize(config.tensor_model_parallel_size, device=device)
-    shapes = _without_weights(config, model_config, device, parallel)
-    planned = _geometry(config, shapes, device, parallel)
+    plan = _Plan.of(config)
+    device, parallel, model_config = plan.device, plan.parallel, plan.model_config
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    if refuse_useless_budget and given is not None and _is_useless_budget(config, planned):
-        raise ConfigurationError(_useless_budget(given, planned))
-    conv_dtype, ssm_dtype = _state_dtypes(config)
-    model = load_model(
-        folder,
-        device=device,
-        dtype=_dtype(config, model_config, device),
-        parallel=parallel,
-        conv_states_dtype=conv_dtype,
-        ssm_states_dtype=ssm_dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        progress=parallel.is_first,
-    )
-    geometry = _geometry(config, model, device, parallel)
+    if model is None:
+        planned = _geometry(plan, plan.shapes, loaded=False)
+        if refuse_useless_budget and given is not None and _is_useless_budget(config, planned):
+            raise ConfigurationError(_useless_budget(given, planned))
+        model = _load(plan)
+    else:
+        model = copy.copy(model)  # the weights are shared, what kernels keep is not
+    model.kernels = kernel_set.select(config.kernels, device)
+    geometry = _geometry(plan, model, loaded=True)
     if _is_useless_budget(config, geometry):
         logger.warning("%s", _useless_budget(given, geometry))
     context = DynamicInferenceContext(
         geometry,
         max_tokens=config.inference_dynamic_batching_max_tokens,
-        max_seq_length=max_seq_length,
+        max_seq_length=plan.max_seq_length,
         cache=_cache(config, geometry),
     )
     keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
@@ -83,9 +82,20 @@ def build_engine(
         logger.warning(
             "Chunked prefill stays on (--no-enable-chunked-prefill): caching states needs it."
         )
+    runner = ModelRunner(
+        model,
+        caches,
+        context.rows,
+        geometry.block_size,
+        device,
+        parallel,
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+    )
+    if sizes := _graph_sizes(plan, geometry.max_requests):
+        runner.capture_graphs(sizes, progress=parallel.is_first)
     return DynamicInferenceEngine(
         context,
-        ModelRunner(model, caches, context.rows, geometry.block_size, device, parallel),
+        runner,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         seed=config.seed,
@@ -93,6 +103,53 @@ def build_engine(
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
         or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
+    )
+
+
+def load_weights(config: EngineConfig) -> HybridModel:
+    """The model alone, for `build_engine`."""
+    plan = _Plan.of(config)
+    if plan.device.type == "cuda":
+        gpu_cache_bytes(plan.device, weights=_bytes_of(plan.shapes))  # refuses what does not fit
+    return _load(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is known before anything large is read."""
+
+    config: EngineConfig
+    folder: Path
+    model_config: HybridModelConfig
+    max_seq_length: int
+    device: torch.device
+    parallel: ParallelContext
+    shapes: HybridModel  # without weights
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> _Plan:
+        folder = model_folder(config)
+        model_config = HybridModelConfig.from_folder(folder)
+        max_seq_length = _max_seq_length(config, model_config)
+        device = resolve_device(config)
+        parallel = initialize(config.tensor_model_parallel_size, device=device)
+        shapes = _without_weights(config, model_config, device, parallel)
+        return cls(config, folder, model_config, max_seq_length, device, parallel, shapes)
+
+
+def _load(plan: _Plan) -> HybridModel:
+    config = plan.config
+    conv_dtype, ssm_dtype = _state_dtypes(config)
+    return load_model(
+        plan.folder,
+        device=plan.device,
+        dtype=_dtype(config, plan.model_config, plan.device),
+        parallel=plan.parallel,
+        conv_states_dtype=conv_dtype,
+        ssm_states_dtype=ssm_dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=plan.parallel.is_first,
     )
 
 
@@ -168,17 +225,55 @@ def _without_weights(
         return HybridModel(model_config, parallel, dtype, conv_dtype or dtype, ssm_dtype)
 
 
-def _geometry(
-    config: EngineConfig, model: HybridModel, device: torch.device, parallel: ParallelContext
-) -> CacheGeometry:
+def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:
+    """`loaded`: the weights are there, so that what a step takes can be measured."""
+    config, gpu_bytes = plan.config, None
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+        max_tokens = config.inference_dynamic_batching_max_tokens
+        given = config.inference_dynamic_batching_max_requests
+        max_requests = min(MAX_REQUESTS, max_tokens) if given is None else given
+
+        def measure() -> int:
+            return measure_activations(
+                model,
+                plan.parallel,
+                plan.device,
+                block_size=config.inference_dynamic_batching_block_size,
+                max_requests=max_requests,
+                max_tokens=max_tokens,
+                max_seq_length=plan.max_seq_length,
+            )
+
+        gpu_bytes = gpu_cache_bytes(
+            plan.device,
+            weights=0 if loaded else _bytes_of(model),
+            measure_activations=measure if loaded else lambda: 0,
+            graph_sizes=_graph_sizes(plan, max_requests),
+            vocab_size=plan.model_config.vocab_size,
+        )
     return derive_geometry(
         config,
         model.kv_specs.values(),
         model.state_specs.values(),
         model.config.vocab_size,
-        device,
-        parallel.minimum,
+        plan.parallel.minimum,
+        gpu_bytes,
     )
+
+
+def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[int, ...]:
+    """Numbers of decodes that get a CUDA graph."""
+    if (
+        plan.device.type != "cuda"
+        or not kernel_set.select(plan.config.kernels, plan.device).captures
+    ):
+        return ()
+    return graph_sizes(plan.config.inference_dynamic_batching_num_cuda_graphs, max_requests)
+
+
+def _bytes_of(model: HybridModel) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def _is_useless_budget(config: EngineConfig, geometry: CacheGeometry) -> bool:

@@ -223,7 +223,6 @@ class DynamicInferenceContext:
     def _fill_row(self, request: TrackedRequest, lease: Lease) -> None:
         rows, row, params = self.rows, request.row, request.params
         rows.set_blocks(row, lease.blocks)
-        rows.set_stop_ids(row, request.stop_ids)
         rows.generated[row] = len(request.output)
         rows.max_tokens[row] = request.max_tokens
         rows.temperature[row] = params.temperature

@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.scheduler import Scheduler
+from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
-from megatron_hybrid.execution.plan import Runner
+from megatron_hybrid.execution.plan import Launched, Runner, StepPlan
 from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.request import (
     RequestEvent,
@@ -27,10 +27,15 @@ from megatron_hybrid.request import (
 logger = logging.getLogger(__name__)
 
 
+class _ResultLostError(Exception):
+    """`Launched.result` raised what is its cause."""
+
+
 class DynamicInferenceEngine:
     """One rank's engine. All ranks of a model-parallel group make the same calls in the same order.
 
-    `build_engine` makes one from an EngineConfig.
+    `build_engine` makes one from an EngineConfig. With an asynchronous runner one step is in flight
+    between calls of `step`: the host plans the next one while the device computes.
     """
 
     def __init__(
@@ -61,33 +66,86 @@ class DynamicInferenceEngine:
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
         self._submitted = 0
+        self._in_flight: tuple[StepPlan, Launched] | None = None
 
     # --------------------------------------------------------------- the loop
 
     def step(self) -> list[RequestEvent]:
-        """Run one step and return what it did: new tokens and the ends of requests."""
-        plan = self.scheduler.schedule()
-        events = self.scheduler.take_events()
-        if plan.is_empty:
-            return events
+        """Run one step and return what is new: tokens and the ends of requests.
+
+        With an asynchronous runner these are of the step before. Raises DeviceLostError when
+        nothing can be computed any more.
+        """
+        self.statistics.begin_step()
         try:
-            result = self.runner.execute(plan)
+            self._step()
         except DeviceLostError:
-            raise  # nothing can be computed any more
+            raise
+        except _ResultLostError as lost:
+            self._fail_everything(lost.__cause__ or lost)
+        except BaseException as error:  # interrupted: what was launched may not be published
+            self._fail_everything(error)
+            raise
+        return self.scheduler.take_events()
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        if self._in_flight is not None and scheduler.needs_tokens:
+            scheduler.settle(self._receive())
+        plan = scheduler.schedule()
+        if plan.is_empty:
+            scheduler.settle(self._receive())
+            return
+        try:
+            launched = self.runner.launch(plan)
+        except DeviceLostError:
+            raise
         except Exception as error:
             logger.exception("step %d failed", plan.step)
-            events += self.scheduler.fail(plan, error)
-        else:
-            events += self.scheduler.commit(plan, result)
-            self._log()
-        return events
+            scheduler.drop(plan)
+            scheduler.settle(self._receive())
+            scheduler.fail(plan.owners, error)
+            return
+        received = self._receive()  # of the step before, if it is in flight
+        scheduler.publish(plan)
+        scheduler.settle(received)
+        self._in_flight = plan, launched
+        if not self.runner.asynchronous:
+            scheduler.settle(self._receive())
+        self._log()
+
+    def _receive(self) -> Received:
+        """Wait for the step in flight and note its tokens; none if there is no such step."""
+        if self._in_flight is None:
+            return []
+        plan, launched = self._in_flight
+        try:
+            result = launched.result()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise _ResultLostError from error
+        self._in_flight = None
+        return self.scheduler.receive(plan, result)
+
+    def _fail_everything(self, error: BaseException) -> None:
+        """A step was lost after what it computes was published, or before although it was
+        launched: nothing that is cached or runs can be trusted any more."""
+        logger.error(
+            "A step was lost: everything that runs fails, and the prefix cache is emptied.",
+            exc_info=error,
+        )
+        self._in_flight = None
+        self.reset()
+        self.scheduler.fail(self.scheduler.started(), error)
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     def dummy_forward(self) -> None:
-        """An idle step: run the model for nobody. Cache, counters and requests stay."""
+        """An idle step: run the model for nobody. Cache, counters, requests and a step in flight
+        stay."""
         self.runner.dummy_forward()
 
     # --------------------------------------------------------------- requests

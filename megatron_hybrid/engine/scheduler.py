@@ -1,8 +1,20 @@
 """Who runs in a step, and with which tokens; and what becomes of the results.
 
     schedule   plan the step: decodes, then started prefills, then admissions
-    commit     after the step: publish blocks and states, hand out tokens, finish requests
-    fail       the step raised: its requests end, nothing is published
+    publish    it was launched, and all its inputs are known: what it computes becomes visible
+    receive    its tokens are here
+    settle     hand them out; whoever they end gives back what it holds
+    drop, fail   its launch raised: its requests end, nothing is published
+
+While a step is in flight, the next one may be scheduled, but not published:
+
+    schedule 2, launch 2 | receive 1, publish 2, settle 1 | schedule 3, launch 3 | receive 2, ...
+
+A request that comes to its max_tokens has computed everything when its last step is launched, so
+it leaves with `publish`; only its last token is still to come. Another token that ends a request
+is known one step late: the request is in the next step already, whose token is dropped. What a
+step wrote may be read, and what it read be given away, as soon as it is published: later steps
+take effect later.
 
 Decisions are pure functions of the stream of submissions and steps: no clocks, no randomness.
 """
@@ -30,6 +42,8 @@ from megatron_hybrid.execution.plan import (
 )
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 
+Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
+
 
 class Scheduler:
     """The waiting queue and the running requests of one engine."""
@@ -55,29 +69,35 @@ class Scheduler:
         self._twins = Twins(context.cache) if twins is None else twins
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
         self._events: list[RequestEvent] = []  # not handed out yet
-        self._choices: dict[str, int] = {}  # request id -> answers that have not ended
+        # answers that have not ended, by request and index
+        self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
 
     # --------------------------------------------------------------- requests
 
     def submit(self, answers: Sequence[TrackedRequest]) -> None:
         """Queue a request: as many answers as it asks for, to one prompt."""
-        self._choices[answers[0].request_id] = len(answers)
+        self._open[answers[0].request_id] = {request.index: request for request in answers}
         if len(answers) > 1:
             self._context.share_keys(answers)
         for request in answers:
             self._waiting.add(request, self._step)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its answers, wherever it is. Unknown ids are ignored: it may
-        just have finished."""
-        known = [*self._waiting, *self._running.values()] if request_id in self._choices else ()
-        for request in known:
-            if request.request_id == request_id and index in (None, request.index):
-                self._events.append(self._finish(request, FinishReason.ABORT))
+        """End a request, or one of its answers, wherever it is; a token in flight is dropped.
+        Ignored are unknown ids, and answers whose last token is in flight."""
+        for request in list(self._open.get(request_id, {}).values()):
+            computes = request.status is RequestStatus.WAITING or request.lease is not None
+            if computes and index in (None, request.index):
+                self._finish(request, FinishReason.ABORT)
 
     def knows(self, request_id: str) -> bool:
-        return request_id in self._choices
+        return request_id in self._open
+
+    def started(self) -> list[TrackedRequest]:
+        """Those that run, and those whose last token is in flight."""
+        known = [request for answers in self._open.values() for request in answers.values()]
+        return [request for request in known if request.status is RequestStatus.RUNNING]
 
     @property
     def num_running(self) -> int:
@@ -89,7 +109,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything or return any event."""
+        """Whether a step would compute anything or return any event, besides those of a step in
+        flight."""
         return bool(len(self._waiting) or self._running or self._events)
 
     @property
@@ -108,15 +129,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------- plan
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the coming step may preempt a request: its tokens in flight have to be known
+        before, or what it has computed with them could not be found again."""
+        return len(self._context.rows_that_need_a_block()) > self._cache.kv.num_available
+
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens. Skipped tokens cost nothing."""
-        statistics = self._statistics
-        statistics.begin_step(self._step)
+        statistics, requests = self._statistics, self._context.requests
         self._cache.begin_step(self._step)
         self._extend_block_tables()
         decode_rows = self._context.rows.decoding.nonzero()[0]
         self._reserve_decode_checkpoints(decode_rows)
-        plan = StepPlan(step=self._step, decode_rows=decode_rows)
+        owners = [requests[row] for row in decode_rows.tolist()]
+        plan = StepPlan(step=self._step, decode_rows=decode_rows, decode_owners=owners)
         self._step += 1
         budget = self._context.max_tokens - len(decode_rows)
         self._look_ahead()
@@ -128,6 +155,7 @@ class Scheduler:
             self._admit_waiting(plan, budget)
             if plan.is_empty and len(self._waiting) and self._twins.release_holds():
                 self._admit_waiting(plan, budget)
+        statistics.step = plan.step
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
 
@@ -275,16 +303,22 @@ class Scheduler:
 
     # ----------------------------------------------------------------- commit
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestEvent]:
-        """Make a computed step's results visible; returns its events, one a sampled row."""
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """All that becomes of a step, where no other one is in flight."""
+        self.publish(plan)
+        self.settle(self.receive(plan, result))
+
+    def publish(self, plan: StepPlan) -> None:
+        """Count a launched step as computed and make what it leaves visible. Every token that it
+        feeds is known; requests whose last token it samples leave."""
         context, rows = self._context, self._context.rows
         context.states_were_read(plan.decode_rows)
         rows.position[plan.decode_rows] += 1
         context.publish_decoded_blocks(plan.decode_rows)
         for chunk in plan.prefills:
-            self._commit_chunk(chunk, result)
+            self._publish_chunk(chunk)
         for resumed in plan.resumed:
-            self._commit_resumed(resumed)
+            self._publish_resumed(resumed)
         for row, (checkpoint,) in self._checkpoints.items():  # those of decodes are left
             request = context.requests[row]
             assert request is not None
@@ -292,9 +326,14 @@ class Scheduler:
         self._checkpoints.clear()
         self._totals["steps"] += 1
         self._totals["decode_tokens"] += len(plan.decode_rows)
-        return self._hand_out(plan.sampled_rows, result)
+        sampled = plan.sampled_rows
+        rows.generated[sampled] += 1
+        for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
+            request = context.requests[row]
+            assert request is not None
+            self._leave(request)
 
-    def _commit_chunk(self, chunk: PrefillChunk, result: StepResult) -> None:
+    def _publish_chunk(self, chunk: PrefillChunk) -> None:
         request: TrackedRequest = chunk.owner
         context, cache, lease = self._context, self._cache, request.lease
         assert lease is not None
@@ -307,15 +346,11 @@ class Scheduler:
             position = checkpoint.position
             if cache.publish_state(lease, checkpoint, at_end=position == chunk.end):
                 self._twins.was_published(lease, position)
-        if chunk.logprob_targets is not None:
-            if request.prompt_logprobs is None:
-                request.prompt_logprobs = [None]
-            request.prompt_logprobs += result.prompt_logprobs[chunk.row]
         if chunk.samples:
             self._prefilling.remove(request)
             context.start_decoding(request)
 
-    def _commit_resumed(self, resumed: ResumedRow) -> None:
+    def _publish_resumed(self, resumed: ResumedRow) -> None:
         request: TrackedRequest = resumed.owner
         assert request.lease is not None
         self._cache.tail_was_copied(request.lease)
@@ -323,71 +358,85 @@ class Scheduler:
             self._cache.state_was_read(request.lease)
         self._context.start_decoding(request)
 
-    def _hand_out(self, sampled: np.ndarray, result: StepResult) -> list[RequestEvent]:
-        rows, requests = self._context.rows, self._context.requests
-        tokens = result.tokens
-        rows.last_token[sampled] = tokens
-        rows.generated[sampled] += 1
-        stopped = (tokens[:, None] == rows.stop_ids[sampled]).any(axis=1)
-        ended = stopped | (rows.generated[sampled] >= rows.max_tokens[sampled])
-        self._totals["generated_tokens"] += len(tokens)
-        events = []
-        for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
-            request = requests[row]
-            assert request is not None
+    def receive(self, plan: StepPlan, result: StepResult) -> Received:
+        """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
+        launch are dropped."""
+        # where a row has changed hands: before its new owner's first one
+        self._context.rows.last_token[plan.sampled_rows] = result.tokens
+        for chunk in plan.prefills:
+            if chunk.logprob_targets is not None and chunk.owner.is_open:
+                known = chunk.owner.prompt_logprobs or [None]
+                chunk.owner.prompt_logprobs = known + result.prompt_logprobs[chunk.row]
+        received: Received = []
+        rows, tokens = plan.sampled_rows.tolist(), result.tokens.tolist()
+        for row, request, token in zip(rows, plan.sampled_owners, tokens, strict=True):
+            if not request.is_open:
+                continue
             request.output.append(token)
             event = self._event(request)
             event.token_ids.append(token)
+            if (logprob := result.logprobs.get(row)) is not None:
+                event.logprobs = [logprob]
             if request.prompt_logprobs is not None:
                 event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-            events.append(event)
-        for row, logprob in result.logprobs.items():
-            at = int(np.flatnonzero(sampled == row)[0])
-            events[at].logprobs = [logprob]
-        for at in ended.nonzero()[0].tolist():
-            request = requests[sampled[at]]
-            assert request is not None
-            reason = FinishReason.STOP if stopped[at] else FinishReason.LENGTH
-            self._finish(request, reason, events[at])
-            if stopped[at]:
-                events[at].stop_token_id = int(tokens[at])
-        return events
+            received.append((request, event))
+        self._totals["generated_tokens"] += len(received)
+        return received
 
-    def fail(self, plan: StepPlan, error: BaseException) -> list[RequestEvent]:
-        """End the requests of a step that raised. Nothing of it is published."""
-        message = f"The step failed: {type(error).__name__}: {error}"
-        rows = plan.decode_rows.tolist() + [chunk.row for chunk in plan.prefills]
-        events = []
-        for row in rows + [resumed.row for resumed in plan.resumed]:
-            request = self._context.requests[row]
-            assert request is not None
-            event = self._finish(request, FinishReason.ERROR)
-            event.error = message
-            events.append(event)
-        return events
+    def settle(self, received: Received) -> None:
+        """Hand out the tokens of `receive`, and end the requests that end with them. The step
+        that was launched meanwhile is published: their states include what it fed."""
+        for request, event in received:
+            (token,) = event.token_ids
+            if token in request.stop_ids:
+                event.stop_token_id = token
+                self._finish(request, FinishReason.STOP, event)
+            elif len(request.output) == request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, event)
+            else:
+                self._events.append(event)
+
+    def drop(self, plan: StepPlan) -> None:
+        """A step could not be launched, which may have spoiled the states of its requests: they
+        give back what they hold. `fail` ends them."""
+        for request in plan.owners:
+            self._leave(request, keeps_end=False)
+
+    def fail(self, requests: Iterable[TrackedRequest], error: BaseException) -> None:
+        """End those of the requests that have not ended; nothing more of theirs is published."""
+        for request in requests:
+            if request.is_open:
+                event = self._event(request)
+                event.error = f"The step failed: {type(error).__name__}: {error}"
+                self._finish(request, FinishReason.ERROR, event)
 
     def _finish(
         self, request: TrackedRequest, reason: FinishReason, event: RequestEvent | None = None
-    ) -> RequestEvent:
-        """End a waiting or running request and give back what it holds."""
-        if request.status is RequestStatus.RUNNING:
-            # a step that failed may have spoiled the state; a prompt cut short is of no use
-            if reason is not FinishReason.ERROR and request not in self._prefilling:
-                self._context.keep_end(request, placement.ANSWER_END)
-            self._stop_running(request)
-        else:
+    ) -> None:
+        """End a request, wherever it is, with this last event or one of its own."""
+        if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
             self._twins.was_tried(request)
+        elif request.lease is not None:
+            # a step that failed may have spoiled the state
+            self._leave(request, keeps_end=reason is not FinishReason.ERROR)
         request.status = RequestStatus.FINISHED
         request.keys = None  # refers back to the request: without it, no cycle is left
-        self._choices[request.request_id] -= 1
-        if not self._choices[request.request_id]:
-            del self._choices[request.request_id]
+        del self._open[request.request_id][request.index]
+        if not self._open[request.request_id]:
+            del self._open[request.request_id]
         self._statistics.requests_finished[reason.value] += 1
         event = self._event(request) if event is None else event
         event.finish_reason = reason
         event.counters = dict(request.counters)
-        return event
+        self._events.append(event)
+
+    def _leave(self, request: TrackedRequest, *, keeps_end: bool = True) -> None:
+        """A running request computes nothing more: take back its row and lease."""
+        # a prompt cut short is of no use
+        if keeps_end and request not in self._prefilling:
+            self._context.keep_end(request, placement.ANSWER_END)
+        self._stop_running(request)
 
     def _stop_running(self, request: TrackedRequest) -> None:
         for checkpoint in self._checkpoints.pop(request.row, ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 import torch
@@ -16,9 +16,39 @@ from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 
 CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touched at start
 CPU_STATE_BYTES = GIB // 4
-GPU_SHARE = 0.85  # of what is free after the weights; the rest is for activations
+GPU_SHARE = 0.95  # of what is left for caches: allocators leave gaps
+WORKSPACE_BYTES = GIB  # of kernels and libraries
+GRAPH_BYTES = GIB // 32  # of a captured CUDA graph, besides the logits that it keeps
 MAX_REQUESTS = 256
 LOGITS_ITEM_BYTES = 4  # kept in float32
+
+
+def gpu_cache_bytes(
+    device: torch.device,
+    *,
+    weights: int = 0,
+    measure_activations: Callable[[], int] = lambda: 0,
+    graph_sizes: Sequence[int] = (),
+    vocab_size: int = 0,
+) -> int:
+    """Bytes that the caches can take of what is free on a GPU.
+
+    weights: bytes still to be loaded. measure_activations: bytes that a step takes besides weights
+    and caches; called once. graph_sizes: numbers of decodes for which CUDA graphs are to be
+    captured. Raises ConfigurationError when the weights alone do not fit.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if weights > free:
+        raise ConfigurationError(
+            f"The model's weights take {weights / GIB:.2f} GB; of the {total / GIB:.2f} GB of "
+            f"{device}, {free / GIB:.2f} GB are free. Use a larger GPU, or split the model over "
+            "several with --tensor-model-parallel-size."
+        )
+    activations = measure_activations()
+    free = torch.cuda.mem_get_info(device)[0]  # measuring loads libraries, which stay
+    graphs = sum(GRAPH_BYTES + size * vocab_size * LOGITS_ITEM_BYTES for size in graph_sizes)
+    left = free - weights - activations - WORKSPACE_BYTES - graphs
+    return max(0, int(left * GPU_SHARE))
 
 
 def derive_geometry(
@@ -26,12 +56,14 @@ def derive_geometry(
     kv_specs: Iterable[KVSpec],
     state_specs: Iterable[StateSpec],
     vocab_size: int,
-    device: torch.device,
     minimum: Callable[[int], int] = lambda value: value,
+    gpu_bytes: int | None = None,
 ) -> CacheGeometry:
-    """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small.
+    """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
+    or too large.
 
     `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
+    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
     block_size = config.inference_dynamic_batching_block_size
@@ -41,7 +73,11 @@ def derive_geometry(
     keeps_logits = caches and config.inference_dynamic_batching_prefix_caching_exact_ends
     bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
     bytes_per_slot = bytes_per_state + bytes_per_logits
-    buffer, states = _budgets(config, bytes_per_state, device)
+    if gpu_bytes is None:
+        buffer, states = _cpu_budgets(config)
+    else:
+        keeps_states = caches and bytes_per_state > 0
+        buffer, states = _gpu_budgets(config, keeps_states, minimum(gpu_bytes))
     max_requests = minimum(_max_requests(config, buffer, bytes_per_state and bytes_per_slot))
     cached = 0
     if bytes_per_state and caches:
@@ -73,25 +109,46 @@ def derive_geometry(
     )
 
 
-def _budgets(config: EngineConfig, bytes_per_state: int, device: torch.device) -> tuple[int, int]:
+def _cpu_budgets(config: EngineConfig) -> tuple[int, int]:
     """Bytes for KV blocks and live states, and bytes for cached states."""
-    given_buffer = config.inference_dynamic_batching_buffer_size_gb
-    given_states = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    if device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
-        wants_states = bytes_per_state > 0 and config.inference_dynamic_batching_prefix_caching
-        states = free // 2 if wants_states else 0
-        if given_states is not None:
-            states = int(given_states * GIB)
-        elif given_buffer is not None:
-            states = max(0, free - int(given_buffer * GIB)) if wants_states else 0
-        buffer = free - max(0, states)
-    else:
+    buffer = _bytes(config.inference_dynamic_batching_buffer_size_gb)
+    states = _bytes(config.inference_dynamic_batching_prefix_caching_mamba_gb)
+    if buffer is None:
         buffer = min(CPU_BUFFER_BYTES, psutil.virtual_memory().available // 2)
-        states = CPU_STATE_BYTES if given_states is None else int(given_states * GIB)
-    if given_buffer is not None:
-        buffer = int(given_buffer * GIB)
-    return buffer, states
+    return buffer, CPU_STATE_BYTES if states is None else states
+
+
+def _gpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
+    """As above; what is not given gets what is left, or half of it each."""
+    buffer = _bytes(config.inference_dynamic_batching_buffer_size_gb)
+    states = _bytes(config.inference_dynamic_batching_prefix_caching_mamba_gb)
+    if not keeps_states:
+        states = 0
+    given = [
+        (flag, size)
+        for flag, size in (
+            ("--inference-dynamic-batching-buffer-size-gb", buffer),
+            ("--inference-dynamic-batching-prefix-caching-mamba-gb", states),
+        )
+        if size
+    ]
+    wanted = sum(size for _, size in given)
+    if wanted > limit or limit == 0:
+        flags = " and ".join(f"{flag} is {size / GIB:.2f}" for flag, size in given)
+        raise ConfigurationError(
+            f"{flags or 'There is no memory for caches'}; beside the weights, the activations of "
+            "--inference-dynamic-batching-max-tokens "
+            f"{config.inference_dynamic_batching_max_tokens} and CUDA graphs, {limit / GIB:.2f} GB "
+            "of the GPU are left for caches."
+        )
+    if buffer is None:
+        states = limit // 2 if states is None else states
+        return limit - states, states
+    return buffer, limit - buffer if states is None else states
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else max(0, int(gigabytes * GIB))
 
 
 def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int) -> int:

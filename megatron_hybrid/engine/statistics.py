@@ -42,9 +42,8 @@ class Statistics:
         self._cache = cache
         self._before = self._figures()
 
-    def begin_step(self, step: int) -> None:
-        """What is counted from now on belongs to this step."""
-        self.step = step
+    def begin_step(self) -> None:
+        """What is counted from now on belongs to the coming step."""
         self._before = self._figures()
 
     def count_admission(self, request: TrackedRequest, match: PrefixMatch) -> None:

@@ -18,8 +18,9 @@ NO_ROW = -1
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """Waiting: neither lease nor row. Running: both. It is computed up to `position` while its
-    prompt is; after that the row table knows more.
+    """Waiting: neither lease nor row. Running: both, until the step that samples its last token is
+    launched. It is computed up to `position` while its prompt is; after that the row table knows
+    more.
 
     A preempted request waits again, with the tokens that it has generated behind its prompt.
     """
@@ -38,7 +39,7 @@ class TrackedRequest:
     status: RequestStatus = RequestStatus.WAITING
     rank: tuple[int, int] = (0, 0)  # in the waiting queue
     admission: int = 0  # counts admissions: the last one is preempted first
-    output: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)  # without what is in flight
     position: int = 0  # tokens computed or skipped, while its prompt is being computed
     prefill_tokens: int = 0  # to compute before it can decode: its tokens at admission
     seen: int = 0  # the most tokens that it ever had computed or skipped
@@ -55,6 +56,11 @@ class TrackedRequest:
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.index
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its last event is still to come."""
+        return self.status is not RequestStatus.FINISHED
 
     @property
     def prompt_tokens(self) -> int:

@@ -58,6 +58,7 @@ class StepPlan:
 
     step: int
     decode_rows: npt.NDArray[np.int64]
+    decode_owners: list[Any] = field(default_factory=list)  # of decode_rows; as in PrefillChunk
     prefills: list[PrefillChunk] = field(default_factory=list)
     resumed: list[ResumedRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -65,6 +66,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return len(self.decode_rows) == 0 and not self.prefills and not self.resumed
+
+    @property
+    def decodes_only(self) -> bool:
+        """Nothing but one token for each of `decode_rows`."""
+        return not (self.prefills or self.resumed or self.copies)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -79,6 +85,18 @@ class StepPlan:
             return self.decode_rows
         return np.concatenate([self.decode_rows, np.asarray(ended, dtype=np.int64)])
 
+    @property
+    def sampled_owners(self) -> list[Any]:
+        """Whose the `sampled_rows` are. A row may have another owner by the time of the result."""
+        ended = [chunk.owner for chunk in self.prefills if chunk.samples]
+        return self.decode_owners + ended + [resumed.owner for resumed in self.resumed]
+
+    @property
+    def owners(self) -> list[Any]:
+        """Everybody in the step."""
+        chunks = [chunk.owner for chunk in self.prefills]
+        return self.decode_owners + chunks + [resumed.owner for resumed in self.resumed]
+
 
 class StepResult(NamedTuple):
     """What the device returned."""
@@ -88,11 +106,36 @@ class StepResult(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of logprob_targets
 
 
+class Launched(Protocol):
+    """A step that was given to the device."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its tokens; called once. Raises DeviceLostError if nothing
+        that the device holds can be trusted any more."""
+
+
+class Computed(NamedTuple):
+    """A Launched step that is done already."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
 class Runner(Protocol):
     """What the engine asks of whatever computes its steps."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Raises on failure; caches of the step's own requests may be spoiled."""
+    # Whether `launch` returns before the step is done. Then the engine launches a step before it
+    # asks for the result of the one before, so tokens have to reach the next step on the device.
+    asynchronous: bool
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step; steps take effect in the order of their launches. What the plan and the
+        row table say is read before this returns: the engine changes the table right after.
+
+        Raises on failure; caches of the step's own requests may be spoiled then.
+        """
 
     def dummy_forward(self) -> None:
         """Run the model for nobody: join the collectives, change nothing."""

@@ -1,12 +1,14 @@
 """Logits -> tokens, with log-probabilities where they are wanted.
 
 A token is drawn by inverting the cumulative distribution at one uniform number, which depends on
-the request's seed and progress alone: see random_streams.
+the request's seed and progress alone: see random_streams. Nothing here waits for the device until
+the result is asked for.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,112 +18,157 @@ from torch import Tensor
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 
 
-class _Filters(NamedTuple):
-    temperature: Tensor  # [rows, 1]
-    top_k: Tensor  # [rows, 1]; 0 or less: off
-    top_p: Tensor  # [rows, 1]
-    min_p: Tensor  # [rows, 1]
+class Sampler:
+    """Chooses a token for every sampled row of a plan."""
+
+    def __init__(self, rows: RowTable, kernels: Any, parallel: ParallelContext) -> None:
+        """`kernels`: KernelSet.sampling."""
+        self._rows = rows
+        self._kernels = kernels
+        self._parallel = parallel
+
+    def sample(
+        self, logits: Tensor, plan: StepPlan, sampled_rows: Tensor, last_token: Tensor
+    ) -> Sampling:
+        """logits [sampled rows + prompt log-probability rows, vocabulary] in any float type;
+        sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens."""
+        rows, sampled = self._rows, plan.sampled_rows
+        count = len(sampled)
+        tokens = torch.argmax(logits[:count], dim=-1)
+        drawn = np.flatnonzero(rows.temperature[sampled] > 0)
+        if len(drawn):
+            self._draw(logits, tokens, sampled, drawn)
+        # the logits are equal on every rank, but only one may decide
+        tokens = self._parallel.broadcast(tokens)
+        last_token.index_copy_(0, sampled_rows[:count].long(), tokens)
+        wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
+        own = prompt = None
+        if len(wanted):
+            at = _upload(wanted, logits.device)
+            own = _Logprobs.of(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
+        chunks = [c for c in plan.prefills if c.logprob_targets is not None]
+        if chunks:
+            targets = np.concatenate([c.logprob_targets for c in chunks]).astype(np.int64)
+            tops = [np.full(len(c.logprob_targets), c.num_top_logprobs) for c in chunks]
+            prompt = _Logprobs.of(
+                logits[count:], _upload(targets, logits.device), np.concatenate(tops)
+            )
+        return Sampling(
+            tokens=_download(tokens),
+            own=own,
+            own_rows=sampled[wanted],
+            prompt=prompt,
+            prompt_rows=[(c.row, len(c.logprob_targets)) for c in chunks],
+            done=_done(logits.device),
+        )
+
+    def _draw(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        sampled: npt.NDArray[np.int64],
+        drawn: npt.NDArray[np.int64],
+    ) -> None:
+        """Replace the tokens of the rows that are not greedy."""
+        rows, who = self._rows, sampled[drawn]
+        top_k, top_p, min_p = rows.top_k[who], rows.top_p[who], rows.min_p[who]
+        point = uniform(rows.seed[who], rows.generated[who])
+        figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, point])
+        at, temperature, k, p, least, where = _upload(figures, logits.device)
+        index = at.long()
+        chosen = self._kernels.draw(
+            logits.index_select(0, index),
+            temperature.float(),
+            k.int(),
+            p.float(),
+            least.float(),
+            where,
+            uses_top_k=bool((top_k > 0).any()),
+            uses_top_p=bool((top_p < 1).any()),
+            uses_min_p=bool((min_p > 0).any()),
+        )
+        tokens.index_copy_(0, index, chosen)
 
 
-def sample(logits: Tensor, plan: StepPlan, rows: RowTable) -> StepResult:
-    """Choose a token for every sampled row of the plan.
+@dataclass(slots=True)
+class Sampling:
+    """The tokens of a step on their way to the host."""
 
-    logits: [sampled rows + prompt log-probability rows, vocabulary] float32.
-    """
-    sampled = plan.sampled_rows
-    count = len(sampled)
-    tokens = torch.argmax(logits[:count], dim=-1)
-    drawn = np.flatnonzero(rows.temperature[sampled] > 0)
-    if len(drawn):
-        at = torch.from_numpy(drawn).to(logits.device)
-        tokens[at] = _draw(logits[at], sampled[drawn], rows)
-    chosen = tokens.cpu().numpy()
-    return StepResult(
-        tokens=chosen,
-        logprobs=_logprobs(logits[:count], chosen, sampled, rows),
-        prompt_logprobs=_prompt_logprobs(logits[count:], plan),
-    )
+    tokens: Tensor
+    own: _Logprobs | None
+    own_rows: npt.NDArray[np.int64]
+    prompt: _Logprobs | None
+    prompt_rows: list[tuple[int, int]]  # (row, positions)
+    done: torch.cuda.Event | None
 
-
-def _draw(logits: Tensor, sampled: npt.NDArray[np.int64], rows: RowTable) -> Tensor:
-    """One token per row of logits [rows, vocabulary]."""
-
-    def column(values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(logits.device)[:, None]
-
-    filters = _Filters(
-        temperature=column(rows.temperature[sampled]),
-        top_k=column(rows.top_k[sampled]),
-        top_p=column(rows.top_p[sampled]),
-        min_p=column(rows.min_p[sampled]),
-    )
-    probability, order = _filtered(logits, filters)  # most likely first
-    point = column(uniform(rows.seed[sampled], rows.generated[sampled]))
-    cumulative = probability.double().cumsum(-1)
-    # scaled to the sum, so that rounding can't point past the last kept token
-    rank = torch.searchsorted(cumulative, point * cumulative[:, -1:], right=True)
-    last = (probability > 0).sum(-1, keepdim=True) - 1
-    return order.gather(1, torch.minimum(rank, last)).squeeze(1)
+    def result(self) -> StepResult:
+        """Wait for the step."""
+        if self.done is not None:
+            self.done.synchronize()
+        logprobs = {}
+        if self.own is not None:
+            logprobs = dict(zip(self.own_rows.tolist(), self.own.entries(), strict=True))
+        prompt_logprobs = {}
+        if self.prompt is not None:
+            entries = self.prompt.entries()
+            for row, count in self.prompt_rows:
+                prompt_logprobs[row], entries = entries[:count], entries[count:]
+        return StepResult(self.tokens.numpy(), logprobs, prompt_logprobs)
 
 
-def _filtered(logits: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
-    """Unnormalised probabilities after temperature, top-k, top-p and min-p, in falling order,
-    and the tokens that they belong to. The most likely token always stays."""
-    # stable: equal logits keep the order of their ids on every device
-    ordered, order = torch.sort(
-        logits / filters.temperature.clamp(min=1e-5), dim=-1, descending=True, stable=True
-    )
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    top_k = torch.where(filters.top_k > 0, filters.top_k, logits.shape[-1])
-    probability = torch.softmax(ordered.masked_fill(rank >= top_k, -torch.inf), dim=-1)
-    before = probability.cumsum(-1) - probability  # mass of the more likely ones
-    keep = (before < filters.top_p) & (probability >= filters.min_p * probability[:, :1])
-    keep[:, 0] = True
-    return probability * keep, order
+@dataclass(slots=True)
+class _Logprobs:
+    """Log-probabilities of the model's own distribution, before temperature and filters."""
+
+    tokens: Tensor  # [rows]
+    own: Tensor  # [rows]
+    top: Tensor  # [rows, most]
+    top_ids: Tensor  # [rows, most]
+    counts: npt.NDArray[np.int64]  # [rows]: how many of `top` each row wants
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, counts: npt.NDArray[np.int64]) -> _Logprobs:
+        """Of `tokens` [rows] under logits [rows, vocabulary]."""
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        own = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        values, ids = logprobs.topk(min(int(counts.max()), logits.shape[-1]), dim=-1)
+        return cls(_download(tokens), _download(own), _download(values), _download(ids), counts)
+
+    def entries(self) -> list[TokenLogprob]:
+        """After the step is done."""
+        rows = zip(
+            self.tokens.tolist(), self.own.tolist(), self.top_ids.tolist(), self.top.tolist(),
+            self.counts.tolist(), strict=True,
+        )  # fmt: skip
+        return [
+            TokenLogprob(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
+            for token, own, ids, values, count in rows
+        ]
 
 
-def _logprobs(
-    logits: Tensor, tokens: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64], rows: RowTable
-) -> dict[int, TokenLogprob]:
-    """Of the model's own distribution, before temperature and filters."""
-    wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
-    if not len(wanted):
-        return {}
-    at = torch.from_numpy(wanted).to(logits.device)
-    counts = rows.logprobs[sampled[wanted]]
-    entries = token_logprobs(logits[at], tokens[wanted], counts)
-    return dict(zip(sampled[wanted].tolist(), entries, strict=True))
+def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":  # from pageable memory the copy would wait for the device
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
-def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
-    found: dict[int, list[TokenLogprob]] = {}
-    offset = 0
-    for chunk in plan.prefills:
-        if chunk.logprob_targets is not None:
-            count = len(chunk.logprob_targets)
-            tops = np.full(count, chunk.num_top_logprobs)
-            part = logits[offset : offset + count]
-            found[chunk.row] = token_logprobs(part, chunk.logprob_targets, tops)
-            offset += count
-    return found
+def _download(values: Tensor) -> Tensor:
+    """On the host once the step is done."""
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
-def token_logprobs(
-    logits: Tensor, tokens: npt.NDArray[np.integer], num_top: npt.NDArray[np.int64]
-) -> list[TokenLogprob]:
-    """Log-probability of `tokens` [rows] under logits [rows, vocabulary], with the `num_top` [rows]
-    most likely tokens of each row."""
-    if len(tokens) == 0:
-        return []
-    logprobs = torch.log_softmax(logits, dim=-1)
-    index = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
-    own = logprobs.gather(1, index[:, None]).squeeze(1).tolist()
-    values, ids = logprobs.topk(min(int(num_top.max()), logits.shape[-1]), dim=-1)
-    rows = zip(tokens.tolist(), own, ids.tolist(), values.tolist(), num_top.tolist(), strict=True)
-    return [
-        TokenLogprob(token, logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
-        for token, logprob, top_ids, top_values, count in rows
-    ]
+def _done(device: torch.device) -> torch.cuda.Event | None:
+    """An event at this point of the device's work."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

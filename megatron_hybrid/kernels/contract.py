@@ -6,6 +6,8 @@ The tokens of a step are packed, decodes first:
     sequences    0  1  2 |           3     4        5
                  num_decodes = 3
 
+Integer tensors are int64 on a CPU (what torch indexes with) and int32 on a GPU.
+
 A recurrent kernel sees one of the two parts, as `DecodeSlots` or `PrefillSegments`; an attention
 kernel sees all sequences at once as `PagedSequences`.
 """
@@ -13,17 +15,23 @@ kernel sees all sequences at once as `PagedSequences`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSlots:
     """One token a sequence. Read and write slot may be the same; slot 0 reads as zeros and is
-    never written."""
+    never written. A padded row has both 0."""
 
-    read_slot: Tensor  # [decodes] int64
-    write_slot: Tensor  # [decodes] int64
+    read_slot: Tensor  # [decodes]
+    write_slot: Tensor  # [decodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +43,22 @@ class PrefillSegments:
     write_slot[s]. Checkpoint c stores the state after absolute position checkpoint_position[c]
     (that many tokens of the sequence have gone in) of sequence checkpoint_sequence[c] in
     checkpoint_slot[c]; start < position <= end, on the kernel's chunk grid, which is counted
-    from position 0 of the sequence. Entries of -1 do nothing. All initial states are read
-    before anything is written.
+    from position 0 of the sequence. Checkpoints are sorted by sequence, then by position;
+    slots of 0 or less are not written. All initial states are read before anything is written.
+
+    Padding: sequences of length 0 with slots 0 at the end, and tokens past cu_seqlens[S], whose
+    sequence_of_token is -1 and whose outputs nobody reads.
     """
 
-    cu_seqlens: Tensor  # [S + 1] int64, from 0 to T
-    start_position: Tensor  # [S] int64
-    read_slot: Tensor  # [S] int64
-    write_slot: Tensor  # [S] int64
-    checkpoint_sequence: Tensor  # [C] int64
-    checkpoint_position: Tensor  # [C] int64
-    checkpoint_slot: Tensor  # [C] int64
+    cu_seqlens: Tensor  # [S + 1], from 0 to T
+    start_position: Tensor  # [S]
+    read_slot: Tensor  # [S]
+    write_slot: Tensor  # [S]
+    cu_checkpoints: Tensor  # [S + 1]: the checkpoints of sequence s are [s] to [s + 1] of these:
+    checkpoint_sequence: Tensor  # [C]
+    checkpoint_position: Tensor  # [C]
+    checkpoint_slot: Tensor  # [C]
+    sequence_of_token: Tensor  # [T]
     longest: int  # tokens of the longest segment
 
     def checkpoints(self) -> list[tuple[int, int, int]]:
@@ -66,18 +79,69 @@ class PagedSequences:
     Query i of sequence s stands at absolute position kv_length[s] - query_length[s] + i and
     attends to every position up to its own. `kv_slot` is block * block_size + offset of where each
     token's KV is written; masked writes go to the dummy block 0, which no sequence reads.
+
+    The same lengths and tables lie on the host, so that planning a step never waits for the
+    device. `static`: the device tensors stay where they are from step to step (a CUDA graph reads
+    them there); then every sequence has one query, and padded ones read one token of block 0.
     """
 
-    cu_seqlens: Tensor  # [sequences + 1] int64, over all tokens, decodes included
-    kv_length: Tensor  # [sequences] int64, this step's tokens included
-    block_table: Tensor  # [sequences, blocks] int64, padded with 0
-    kv_slot: Tensor  # [tokens] int64
+    cu_seqlens: Tensor  # [sequences + 1], over all tokens, decodes included
+    kv_length: Tensor  # [sequences], this step's tokens included
+    kv_indptr: Tensor  # [sequences + 1]: the blocks of sequence s are [s] to [s + 1] of these:
+    kv_indices: Tensor  # [blocks of all sequences; more where static]
+    last_block_length: Tensor  # [sequences]: tokens in each sequence's last block
+    kv_slot: Tensor  # [tokens]
     num_decodes: int
+    host: PagedHost
+    static: bool = False
+
+
+class PagedHost(NamedTuple):
+    """The figures of PagedSequences on the host, int32 each."""
+
+    cu_seqlens: Ints
+    kv_length: Ints
+    kv_indptr: Ints
+    kv_indices: Ints
+    last_block_length: Ints
+
+    @classmethod
+    def of(
+        cls, query_length: Ints, kv_length: Ints, block_table: Ints, block_size: int
+    ) -> PagedHost:
+        """query_length, kv_length [sequences]; block_table [sequences, blocks], what is past a
+        sequence's end is ignored. Every sequence has at least one token of KV."""
+        blocks = -(-kv_length // block_size)
+        used = np.arange(block_table.shape[1]) < blocks[:, None]
+        return cls(
+            cu_seqlens=_cumulative(query_length),
+            kv_length=kv_length.astype(np.int32),
+            kv_indptr=_cumulative(blocks),
+            kv_indices=block_table[used].astype(np.int32),
+            last_block_length=(kv_length - (blocks - 1) * block_size).astype(np.int32),
+        )
+
+
+def _cumulative(lengths: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same for every attention layer of a model, on this rank."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    block_size: int
+    dtype: torch.dtype  # of queries, keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one attention layer, [blocks, block_size, kv_heads, head_dim] each."""
+    """Keys and values of one attention layer, [blocks, block_size, kv_heads, head_dim] each,
+    contiguous."""
 
     key: Tensor
     value: Tensor

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.contract import DecodeSlots
+
 
 @dataclass(frozen=True, slots=True)
 class SlotReads:
@@ -75,14 +77,15 @@ class DecodePlan:
     in_place: tuple[int, int] | None
 
 
-def plan_decode(read_slot: Tensor, write_slot: Tensor) -> DecodePlan:
-    """Once a step: [decodes] int64 read and write slots -> what the layers' decode calls need."""
-    read: list[int] = read_slot.tolist()
-    write: list[int] = write_slot.tolist()
+def plan_decode(slots: DecodeSlots) -> DecodePlan:
+    """Once a step: what the recurrent layers' decode calls need."""
+    read: list[int] = slots.read_slot.tolist()
+    write: list[int] = slots.write_slot.tolist()
+    device = slots.read_slot.device
     first = read[0]
     consecutive = first > 0 and read == list(range(first, first + len(read)))
     return DecodePlan(
-        reads=SlotReads.of(read, read_slot.device),
-        writes=SlotWrites.of(write, write_slot.device),
+        reads=SlotReads.of(read, device),
+        writes=SlotWrites.of(write, device),
         in_place=(first, len(read)) if consecutive and read == write else None,
     )

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels import paged_attention
+from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, WeightPart, section, shard, whole
-from megatron_hybrid.layers.rope import rotate
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 
@@ -75,6 +74,13 @@ class Attention(nn.Module):
     def kv_spec(self) -> KVSpec:
         return KVSpec(self.kv_heads, self.config.head_dim, self.qkv_proj.weight.dtype)
 
+    def shape(self, block_size: int) -> AttentionShape:
+        """What the kernels need to know of every attention layer of the model."""
+        config, dtype = self.config, self.qkv_proj.weight.dtype
+        return AttentionShape(
+            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, dtype
+        )
+
     def weight_parts(self) -> Parts:
         yield from self._qkv_parts("weight", self.qkv_proj.weight)
         if self.qkv_proj.bias is not None:
@@ -101,17 +107,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
-        assert step.attention is not None
+        kernels = step.kernels
         tokens, dim = x.shape[0], self.config.head_dim
         qkv = self.qkv_proj(x).view(tokens, self.heads + 2 * self.kv_heads, dim)
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+            qk = torch.cat((self.q_norm(query, kernels), self.k_norm(key, kernels)), dim=1)
         if step.rotation is not None:
-            qk = rotate(qk, *step.rotation)
+            qk = kernels.rope.rotate(qk, step.rotation)
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
         cache = step.caches.kv[self.layer]
-        paged_attention.append(key, value, cache, step.attention.kv_slot)
-        out = paged_attention.attend(query, cache, self.config.scale, step.attention)
+        kernels.attention.append(key, value, cache, step.attention)
+        out = kernels.attention.attend(query, cache, step.attention)
         return self.o_proj(out.view(tokens, self.heads * dim))

@@ -18,7 +18,7 @@ from megatron_hybrid.kernels.contract import (
 
 @dataclass(frozen=True, slots=True)
 class CacheMoves:
-    """What a step moves in the caches outside of the layers. All tensors int64, on the model's
+    """What a step moves in the caches outside of the layers. All tensors are on the model's
     device; a place is block * block_size + offset."""
 
     copy_source: Tensor  # [copied tokens] places whose KV is copied before the step writes any
@@ -32,13 +32,15 @@ class CacheMoves:
 class StepInputs:
     """One step's tokens and where their past is. All tensors on the model's device."""
 
-    token_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64, absolute
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens], absolute
     num_decodes: int  # the first sequences; one token each
     paged: PagedSequences
     decode: DecodeSlots | None  # None when the step has no decodes
     prefill: PrefillSegments | None  # None when the step has no prefill
-    logits_index: Tensor  # [rows] int64: tokens whose logits are wanted
+    logits_index: Tensor  # [rows]: tokens whose logits are wanted
+    decode_rows: Tensor  # [decodes] rows of the row table
+    sampled_rows: Tensor  # [sampled] rows of the row table that get a token
     moves: CacheMoves | None = None  # None when the step moves nothing
 
     @property
@@ -109,18 +111,26 @@ def allocate_caches(
             key=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
             value=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
         )
-    state = {}
-    for layer, spec in state_specs.items():
-        state[layer] = RecurrentState(
-            conv=torch.empty(
-                (num_slots, *spec.conv_shape), dtype=spec.conv_dtype, device=device
-            ).zero_(),
+    state = {
+        layer: RecurrentState(
+            conv=_conv_states(num_slots, spec, device),
             ssm=torch.empty(
                 (num_slots, *spec.ssm_shape), dtype=spec.ssm_dtype, device=device
             ).zero_(),
         )
+        for layer, spec in state_specs.items()
+    }
     end_logits = torch.empty((num_slots, end_logits_vocab), dtype=torch.float32, device=device)
     return LayerCaches(kv=kv, state=state, end_logits=end_logits.zero_())
+
+
+def _conv_states(num_slots: int, spec: StateSpec, device: torch.device) -> Tensor:
+    """[slots, channels, width - 1], zeroed."""
+    if device.type == "cpu":
+        return torch.zeros((num_slots, *spec.conv_shape), dtype=spec.conv_dtype)
+    # channels lie side by side, as in the activations: neighbouring threads read neighbours
+    shape = (num_slots, *reversed(spec.conv_shape))
+    return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(1, 2)
 
 
 def _prod(shape: tuple[int, ...]) -> int:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels import causal_conv1d, mamba2_scan
-from megatron_hybrid.kernels.contract import PrefillSegments, RecurrentState
+from megatron_hybrid.kernels.contract import RecurrentState
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.norm import GatedRMSNorm
 from megatron_hybrid.layers.parts import Parts, WeightPart, section, shard, whole
-from megatron_hybrid.layers.step import PrefillPlan, Step
+from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 
 
@@ -90,6 +89,7 @@ class Mamba2(nn.Module):
         self.dt_bias = _parameter((self.heads,), torch.float32)
         self.A_log = _parameter((self.heads,), torch.float32)
         self.D = _parameter((self.heads,), torch.float32)
+        self.A: Tensor  # [heads] float32, negative; see after_loading
         self.norm = GatedRMSNorm(config.inner_size, config.num_groups, eps, dtype, parallel)
         self.spec = StateSpec(
             conv_shape=(channels, config.conv_width - 1),
@@ -136,54 +136,59 @@ class Mamba2(nn.Module):
         yield section(role, b, 0, after_x + group, total)
         yield section(role, c, 0, after_x + all_groups + group, total)
 
-    def plan_prefill(self, segments: PrefillSegments) -> PrefillPlan:
-        """Once a step; all Mamba2 layers of a model can use the same plan."""
-        return PrefillPlan(
-            conv=causal_conv1d.plan(segments, self.config.conv_width),
-            scan=mamba2_scan.plan(segments, self.config.kernel_chunk),
-        )
+    def after_loading(self) -> None:
+        """What is made from the weights once."""
+        self.A = -self.A_log.exp()
+        if self.conv_weight.is_cuda:  # channels side by side, as in the activations
+            self.conv_weight.data = self.conv_weight.t().contiguous().t()
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         state = step.caches.state[self.layer]
         gate, convolved, dt = self.in_proj(x).split(self.in_sections, dim=1)
         n = step.num_decodes
-        if step.prefill is None:
+        if step.scan is None:
             y = self._decode(convolved, dt, state, step)
         elif n == 0:
             y = self._prefill(convolved, dt, state, step)
         else:
-            y = torch.cat(
-                (
-                    self._decode(convolved[:n], dt[:n], state, step),
-                    self._prefill(convolved[n:], dt[n:], state, step),
-                )
-            )
-        return self.out_proj(self.norm(y, gate))
+            y = x.new_empty((x.shape[0], self.heads, self.config.head_dim))
+            self._decode(convolved[:n], dt[:n], state, step, y[:n])
+            self._prefill(convolved[n:], dt[n:], state, step, y[n:])
+        y = y.view(-1, self.inner)
+        return self.out_proj(self.norm(y, gate, step.kernels))
 
-    def _prefill(self, convolved: Tensor, dt: Tensor, state: RecurrentState, step: Step) -> Tensor:
-        assert step.prefill is not None
-        xbc = causal_conv1d.prefill(
-            convolved, self.conv_weight, self.conv_bias, state.conv, step.prefill.conv
+    def _prefill(
+        self,
+        convolved: Tensor,
+        dt: Tensor,
+        state: RecurrentState,
+        step: Step,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        xbc = step.kernels.conv.prefill(
+            convolved, self.conv_weight, self.conv_bias, state.conv, step.conv
         )
-        x, b, c = self._heads(xbc)
-        y = mamba2_scan.prefill(
-            x, b, c, dt, -self.A_log.exp(), self.D, self.dt_bias, self.config.dt_limit,
-            state.ssm, step.prefill.scan,
+        return step.kernels.scan.prefill(
+            *self._heads(xbc), dt, self.A, self.D, self.dt_bias, self.config.dt_limit,
+            state.ssm, step.scan, out,
         )  # fmt: skip
-        return y.view(-1, self.inner)
 
-    def _decode(self, convolved: Tensor, dt: Tensor, state: RecurrentState, step: Step) -> Tensor:
-        assert step.decode is not None
-        xbc = causal_conv1d.decode(
+    def _decode(
+        self,
+        convolved: Tensor,
+        dt: Tensor,
+        state: RecurrentState,
+        step: Step,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        xbc = step.kernels.conv.decode(
             convolved, self.conv_weight, self.conv_bias, state.conv, step.decode
         )
-        x, b, c = self._heads(xbc)
-        y = mamba2_scan.decode(
-            x, b, c, dt, -self.A_log.exp(), self.D, self.dt_bias, self.config.dt_limit,
-            state.ssm, step.decode,
+        return step.kernels.scan.decode(
+            *self._heads(xbc), dt, self.A, self.D, self.dt_bias, self.config.dt_limit,
+            state.ssm, step.decode, out,
         )  # fmt: skip
-        return y.view(-1, self.inner)
 
     def _heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[tokens, channels] -> x [tokens, heads, head_dim], B and C [tokens, groups, state]."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
@@ -15,18 +13,11 @@ from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 
 
-def relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square_()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu2": relu2}
-
-
 @dataclass(frozen=True)
 class MLPConfig:
     intermediate_size: int
     gated: bool
-    activation: str  # a key of ACTIVATIONS
+    activation: str  # a key of kernels.activation's ACTIVATIONS
     bias: bool = False
 
 
@@ -45,7 +36,6 @@ class MLP(nn.Module):
             )
         self.config = config
         self.parallel = parallel
-        self.activation = ACTIVATIONS[config.activation]
         columns = 2 * size if config.gated else size
         self.up_proj = ColumnParallelLinear(
             hidden_size, columns, bias=config.bias, dtype=dtype, parallel=parallel
@@ -66,10 +56,10 @@ class MLP(nn.Module):
         if self.down_proj.bias is not None:
             yield whole("down_proj.bias", self.down_proj.bias)
 
-    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
+        config = self.config
         inner = self.up_proj(x)
-        if self.config.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            return self.down_proj(self.activation(gate).mul_(up))
-        return self.down_proj(self.activation(inner))
+        return self.down_proj(
+            step.kernels.activation.activate(inner, config.activation, config.gated)
+        )

@@ -5,7 +5,6 @@ Every rank holds all experts, each expert's inner size split over the ranks like
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.parts import Parts, WeightPart, shard, whole
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ParallelContext
@@ -47,11 +46,9 @@ class SoftmaxRouter(nn.Module):
     def weight_parts(self) -> Parts:
         yield whole("router.weight", self.weight)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
-        logits = F.linear(x, self.weight).float()
-        best, experts = logits.topk(self.chosen, dim=-1)
-        return experts, torch.softmax(best, dim=-1)
+        return step.kernels.experts.route(F.linear(x, self.weight), self.chosen)
 
 
 class SigmoidRouter(nn.Module):
@@ -67,7 +64,7 @@ class SigmoidRouter(nn.Module):
         yield whole("router.weight", self.weight)
         yield whole("router.bias", self.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         config = self.config
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
@@ -101,7 +98,6 @@ class MoE(nn.Module):
             )
         self.config = config
         self.parallel = parallel
-        self.activation = ACTIVATIONS[config.expert.activation]
         router = SigmoidRouter if config.scoring == "sigmoid" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype)
         width = config.latent_size or hidden_size
@@ -138,43 +134,18 @@ class MoE(nn.Module):
                 if projection.bias is not None:
                     yield whole(f"{name}.bias", projection.bias)
 
-    def forward(self, x: Tensor, step: Step | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        experts, weights = self.router(x)
+        experts, weights = self.router(x, step)
         inner = x if self.to_latent is None else self.to_latent(x)
-        routed = self._experts(inner, experts, weights)
+        expert = self.config.expert
+        routed = step.kernels.experts.mix(
+            inner, experts, weights, self.up_proj, self.down_proj, expert.activation, expert.gated
+        )
         routed = self.parallel.all_reduce(routed)
         if self.from_latent is not None:
             routed = self.from_latent(routed)
-        return routed if self.shared is None else routed + self.shared(x)
-
-    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, width], experts and weights [tokens, chosen] -> [tokens, width]."""
-        chosen = experts.shape[1]
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        tokens = order // chosen
-        share = weights.flatten().index_select(0, order)[:, None].to(x.dtype)
-        inputs = x.index_select(0, tokens)
-        outputs = torch.empty_like(inputs)
-        for expert, begin, end in self._ranges(flat):
-            up = F.linear(inputs[begin:end], self.up_proj[expert])
-            if self.config.expert.gated:
-                gate, up = up.chunk(2, dim=-1)
-                up = self.activation(gate).mul_(up)
-            else:
-                up = self.activation(up)
-            outputs[begin:end] = F.linear(up, self.down_proj[expert])
-        return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
-
-    def _ranges(self, flat: Tensor) -> Iterator[tuple[int, int, int]]:
-        """(expert, begin, end) of the sorted assignments, for experts that have any."""
-        begin = 0
-        counts: list[int] = torch.bincount(flat, minlength=self.config.num_experts).tolist()
-        for expert, count in enumerate(counts):
-            if count:
-                yield expert, begin, begin + count
-                begin += count
+        return routed if self.shared is None else routed + self.shared(x, step)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -6,17 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.parts import Parts, shard, whole
 from megatron_hybrid.parallel import ParallelContext
-
-
-def inverse_rms(x: Tensor, size: int, eps: float) -> Tensor:
-    """1 / sqrt(sum of squares over the last dimension / size + eps), [..., 1] float32.
-
-    On a CPU this is much faster than F.rms_norm: 0.1 ms against 2 ms for [3000, 256].
-    """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.square_().div_(size).add_(eps).rsqrt_()
 
 
 class RMSNorm(nn.Module):
@@ -30,11 +22,15 @@ class RMSNorm(nn.Module):
     def weight_parts(self) -> Parts:
         yield whole("weight", self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
         """[..., size] -> [..., size] in the weight's dtype."""
-        dtype = self.weight.dtype
-        scaled = x.to(dtype) * inverse_rms(x, x.shape[-1], self.eps)
-        return scaled.to(dtype).mul_(self.weight)
+        return kernels.norm.rms_norm(x, self.weight, self.eps)
+
+    def after_adding(
+        self, x: Tensor, residual: Tensor, multiplier: float, kernels: KernelSet
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of residual + multiplier * x, and that sum; `residual` may be overwritten."""
+        return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -59,7 +55,6 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
         self.parallel = parallel
         local = channels // parallel.size
-        self.local_groups = max(groups // parallel.size, 1)
         self.spans_ranks = groups < parallel.size
         # With fewer groups than ranks: which group this rank has a part of.
         self.groups = groups
@@ -69,14 +64,12 @@ class GatedRMSNorm(nn.Module):
     def weight_parts(self) -> Parts:
         yield shard("weight", self.weight, 0, self.parallel.rank, self.channels)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor, kernels: KernelSet) -> Tensor:
         """x, gate [tokens, channels / ranks] -> the same in the weight's dtype."""
+        if not self.spans_ranks:
+            return kernels.norm.gated_rms_norm(x, gate, self.weight, self.group_size, self.eps)
         gated = F.silu(gate.float()).mul_(x)
-        by_group = gated.view(gated.shape[0], self.local_groups, -1)
-        if self.spans_ranks:
-            by_group.mul_(self._inverse_rms_over_ranks(by_group))
-        else:
-            by_group.mul_(inverse_rms(by_group, self.group_size, self.eps))
+        gated.mul_(self._inverse_rms_over_ranks(gated[:, None])[:, 0])
         return gated.to(self.weight.dtype).mul_(self.weight)
 
     def _inverse_rms_over_ranks(self, part: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021), on the first dimensions of a head."""
+"""The frequencies of the rotary position embedding; kernels/rope rotates."""
 
 from __future__ import annotations
 
@@ -39,26 +39,3 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
         blend = blend.clamp(0.0, 1.0)
         return (1 - blend) * frequencies / config.factor + blend * frequencies
     return frequencies
-
-
-def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [tokens] -> cosines and signed sines [tokens, 1, rotary_dim], once a step.
-
-    The sines of the first half are negative: x * cos + swap_halves(x) * sin rotates.
-    """
-    angles = positions[:, None].float() * frequencies
-    cosine, sine = angles.cos(), angles.sin()
-    cosines = torch.cat((cosine, cosine), dim=1).to(dtype)
-    sines = torch.cat((-sine, sine), dim=1).to(dtype)
-    return cosines[:, None], sines[:, None]
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x [tokens, heads, head_dim], its first rotary_dim dimensions rotated."""
-    rotary_dim = cosines.shape[-1]
-    half = rotary_dim // 2
-    swapped = torch.cat((x[..., half:rotary_dim], x[..., :half]), dim=-1)
-    rotated = torch.addcmul(x[..., :rotary_dim] * cosines, swapped, sines)
-    if rotary_dim == x.shape[-1]:
-        return rotated
-    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels import paged_attention
-from megatron_hybrid.kernels.slots import plan_decode
+from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, StepInputs
 from megatron_hybrid.layers.mamba2 import Mamba2
@@ -18,7 +19,7 @@ from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import WeightPart, section
-from megatron_hybrid.layers.rope import inverse_frequencies, rotation
+from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.parallel import (
@@ -29,17 +30,12 @@ from megatron_hybrid.parallel import (
 
 
 class Block(nn.Module):
-    """x + residual_multiplier * mixer(norm(x))."""
+    """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
 
-    def __init__(self, norm: RMSNorm, mixer: nn.Module, residual_multiplier: float) -> None:
+    def __init__(self, norm: RMSNorm, mixer: nn.Module) -> None:
         super().__init__()
         self.norm = norm
         self.mixer = mixer
-        self.residual_multiplier = residual_multiplier
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        return torch.add(x, self.mixer(self.norm(x), step), alpha=self.residual_multiplier)
 
 
 class HybridModel(nn.Module):
@@ -59,6 +55,7 @@ class HybridModel(nn.Module):
         self.config = config
         self.parallel = parallel
         self.dtype = dtype
+        self.kernels = REFERENCE
         ranks = parallel.size
         padded_vocab = -(-config.vocab_size // ranks) * ranks
         self.embedding = VocabParallelEmbedding(
@@ -68,7 +65,7 @@ class HybridModel(nn.Module):
         for layer, letter in enumerate(config.pattern):
             norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
             mixer = self._mixer(letter, layer, conv_states_dtype, ssm_states_dtype)
-            self.blocks.append(Block(norm, mixer, config.residual_multiplier))
+            self.blocks.append(Block(norm, mixer))
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.lm_head: ColumnParallelLinear | None = None
         if not config.tie_word_embeddings:
@@ -86,6 +83,7 @@ class HybridModel(nn.Module):
             i: mixer.state_spec() for i, mixer in enumerate(mixers) if isinstance(mixer, Mamba2)
         }
         self._mamba = next((m for m in mixers if isinstance(m, Mamba2)), None)
+        self._attention = next((m for m in mixers if isinstance(m, Attention)), None)
         # Past this block tokens do not see each other any more.
         self._last_mixing = max([*self.kv_specs, *self.state_specs], default=-1)
 
@@ -103,6 +101,12 @@ class HybridModel(nn.Module):
         if letter == "E" and config.moe is not None:
             return MoE(config.moe, hidden, dtype, parallel)
         raise ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")
+
+    def after_loading(self) -> None:
+        """To be called when the weights are in place."""
+        for block in self._blocks():
+            if isinstance(block.mixer, Mamba2):
+                block.mixer.after_loading()
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
@@ -133,39 +137,63 @@ class HybridModel(nn.Module):
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: LayerCaches) -> Tensor:
-        """Run one step; writes the caches. Returns float32 logits [rows, vocab_size] of the tokens
-        in `inputs.logits_index`, the same on every rank."""
-        step = self._plan(inputs, caches)
-        hidden = self.embedding(inputs.token_ids)  # [tokens, hidden]
-        if self.config.embedding_multiplier != 1.0:
-            hidden = hidden * self.config.embedding_multiplier
-        if self.config.residual_in_fp32:
-            hidden = hidden.float()
-        for index, block in enumerate(self.blocks):
-            hidden = block(hidden, step)
+        """Run one step; writes the caches. Returns logits [rows, vocab_size] of the tokens in
+        `inputs.logits_index`, in the weights' dtype, the same on every rank."""
+        return self.compute(inputs, self.plan(inputs, caches))
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs, step: Step) -> Tensor:
+        """`forward` after `plan`: only this part is captured in a CUDA graph."""
+        config, kernels = self.config, self.kernels
+        if self.frequencies is not None and self._attention is not None:
+            rotation = kernels.rope.plan(inputs.positions, self.frequencies, self.dtype)
+            step = replace(step, rotation=rotation)
+        residual = self.embedding(inputs.token_ids)  # [tokens, hidden]
+        if config.embedding_multiplier != 1.0:
+            residual = residual * config.embedding_multiplier
+        if config.residual_in_fp32:
+            residual = residual.float()
+        mixed: Tensor | None = None  # the last block's output, not added yet
+        for index, block in enumerate(self._blocks()):
+            if mixed is None:
+                x = block.norm(residual, kernels)
+            else:
+                x, residual = block.norm.after_adding(
+                    mixed, residual, config.residual_multiplier, kernels
+                )
+            mixed = block.mixer(x, step)
             if index == self._last_mixing:
-                hidden = hidden.index_select(0, inputs.logits_index)
+                mixed = mixed.index_select(0, inputs.logits_index)
+                residual = residual.index_select(0, inputs.logits_index)
         if self._last_mixing < 0:
-            hidden = hidden.index_select(0, inputs.logits_index)
-        hidden = self.final_norm(hidden)
+            residual = residual.index_select(0, inputs.logits_index)
+            mixed = None if mixed is None else mixed.index_select(0, inputs.logits_index)
+        if mixed is None:
+            hidden = self.final_norm(residual, kernels)
+        else:
+            hidden, _ = self.final_norm.after_adding(
+                mixed, residual, config.residual_multiplier, kernels
+            )
         head = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(hidden, head).float()
+        logits = F.linear(hidden, head)
         if self.config.logits_divisor != 1.0:
-            logits = logits / self.config.logits_divisor
+            logits = logits.float() / self.config.logits_divisor
         logits = self.parallel.all_gather(logits)
         return logits[:, : self.config.vocab_size]
 
-    def _plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
-        """What the layers share: gather indices, masks, rotations."""
-        attention = decode = prefill = rotated = None
-        if self.kv_specs:
+    def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
+        """What kernels work out on the host once a step, for all layers."""
+        kernels = self.kernels
+        plans: dict[str, Any] = {}
+        if self._attention is not None:
             block_size = next(iter(caches.kv.values())).key.shape[1]
-            attention = paged_attention.plan(inputs.paged, block_size, self.dtype)
-            if self.frequencies is not None:
-                rotated = rotation(inputs.positions, self.frequencies, self.dtype)
+            shape = self._attention.shape(block_size)
+            plans["attention"] = kernels.attention.plan(inputs.paged, shape)
         if self._mamba is not None:
+            config = self._mamba.config
             if inputs.decode is not None:
-                decode = plan_decode(inputs.decode.read_slot, inputs.decode.write_slot)
+                plans["decode"] = kernels.plan_decode(inputs.decode)
             if inputs.prefill is not None:
-                prefill = self._mamba.plan_prefill(inputs.prefill)
-        return Step(caches, inputs.num_decodes, attention, decode, prefill, rotated)
+                plans["conv"] = kernels.conv.plan(inputs.prefill, config.conv_width)
+                plans["scan"] = kernels.scan.plan(inputs.prefill, config.kernel_chunk)
+        return Step(caches, kernels, inputs.num_decodes, **plans)

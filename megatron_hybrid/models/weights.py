@@ -54,6 +54,7 @@ def load_model(
     else:
         checkpoint = _Checkpoint.open(folder, family_of(config.model_type))
         _read(model, checkpoint, progress and parallel.is_first)
+    model.after_loading()
     return model
 
 

@@ -79,13 +79,6 @@ class _Request:
         self.pending = traced.n
 
 
-class _TotalsOnly(Statistics):
-    """Without the last step's share, which nobody asks for here."""
-
-    def begin_step(self, step: int) -> None:
-        self.step = step
-
-
 class _NoTwins(Twins):
     """Nobody waits for anybody."""
 
@@ -108,7 +101,7 @@ class Simulation:
         self.context = DynamicInferenceContext(
             cache.geometry, max_tokens=MAX_TOKENS, max_seq_length=MAX_CONTEXT, cache=cache
         )
-        self.statistics = _TotalsOnly(cache)
+        self.statistics = Statistics(cache)
         self.scheduler = Scheduler(
             self.context, self.statistics, twins=None if twins else _NoTwins(cache)
         )
@@ -168,10 +161,11 @@ class Simulation:
         started = perf_counter()
         plan = scheduler.schedule()
         self._stalled = plan.is_empty or (quiet and not plan.prefills and not plan.resumed)
-        events = [] if plan.is_empty else scheduler.commit(plan, self._execute(plan))
+        if not plan.is_empty:
+            scheduler.commit(plan, self._execute(plan))
         self.result.scheduler_seconds += perf_counter() - started
         self.result.executed_steps += 1
-        for event in events:
+        for event in scheduler.take_events():
             if event.finish_reason is not None:
                 self._ended((event.request_id, event.index))
         if self._fast_forward:

@@ -16,10 +16,12 @@ from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
 VOCAB = 97
+default_asynchronous = False
 EMPTY = 0
 
 
@@ -40,11 +42,36 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class SymbolicRunner:
-    """Holds what the tensors would hold. `fail_next` makes the coming step raise."""
+class SymbolicLaunch:
+    """A step that was computed when it was launched; its result may be asked for once."""
 
-    def __init__(self, context: DynamicInferenceContext) -> None:
+    def __init__(
+        self, runner: SymbolicRunner, result: StepResult, error: BaseException | None
+    ) -> None:
+        self._runner, self._result, self._error = runner, result, error
+
+    def result(self) -> StepResult:
+        assert self._runner.in_flight.pop(0) is self, "results are asked for in order, and once"
+        if self._error is not None:
+            self._runner.in_flight.clear()  # nobody asks for what was launched behind it
+            raise self._error
+        return self._result
+
+
+class SymbolicRunner:
+    """Holds what the tensors would hold. `fail_next` makes the coming launch raise, `lose_next` the
+    result of the coming step.
+
+    `asynchronous`: it takes the tokens that rows go on with from its own memory, as a device does,
+    and the engine must not know them when it launches.
+    """
+
+    def __init__(self, context: DynamicInferenceContext, *, asynchronous: bool = False) -> None:
         self._context = context
+        self.asynchronous = asynchronous
+        self.in_flight: list[SymbolicLaunch] = []
+        self._last_token = np.full(context.geometry.max_requests, -1)
+        self.lose_next: BaseException | None = None
         self._kv: dict[int, int] = {}
         self._states: dict[int, int] = {0: EMPTY}
         self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
@@ -55,13 +82,32 @@ class SymbolicRunner:
     def dummy_forward(self) -> None:
         pass
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> SymbolicLaunch:
         self.plans.append(plan)
         try:
-            return self._execute(plan)
+            assert len(self.in_flight) <= self.asynchronous, "too many steps in flight"
+            result = self._execute(plan)
         except AssertionError as error:  # the engine survives a failing step, the test must not
             self.wrong = error
             raise
+        self._last_token[plan.sampled_rows] = result.tokens
+        launched = SymbolicLaunch(self, result, self.lose_next)
+        self.in_flight.append(launched)
+        self.lose_next = None
+        return launched
+
+    def _history(self, row: int) -> np.ndarray:
+        """The tokens of a row that decodes, the one that it feeds now being the last."""
+        request, position = self._context.requests[row], int(self._context.rows.position[row])
+        assert request is not None
+        if not self.asynchronous:
+            assert request.output[-1] == self._context.rows.last_token[row]
+            return request.tokens(0, position + 1)
+        if not self.in_flight:  # the engine has asked for all results
+            assert request.output[-1] == self._last_token[row]
+        else:
+            assert request.num_tokens == position, "the engine knows a token that is in flight"
+        return np.append(request.tokens(0, position), self._last_token[row])
 
     def _execute(self, plan: StepPlan) -> StepResult:
         context, rows = self._context, self._context.rows
@@ -72,11 +118,8 @@ class SymbolicRunner:
         kept_logits = dict(self._logits)  # what is read was stored by an earlier step
         self._copy_blocks(plan)
         for row in plan.decode_rows.tolist():
-            request = context.requests[row]
-            assert request is not None
-            end = int(rows.position[row]) + 1
-            history = request.tokens(0, end)
-            assert history[-1] == rows.last_token[row]
+            history = self._history(row)
+            end = len(history)
             reads = int(rows.read_slot[row]), int(rows.write_slot[row])
             tokens.append(self._segment(row, history, end - 1, end, 0, *reads, (), writes))
         for chunk in plan.prefills:
@@ -118,7 +161,9 @@ class SymbolicRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the step was made to fail")
-        return StepResult(np.asarray(tokens, dtype=np.int64), {}, prompt_logprobs)
+        sampled = zip(plan.sampled_rows.tolist(), tokens, strict=True)
+        logprobs = {r: TokenLogprob(t, -2.0) for r, t in sampled if rows.logprobs[r] >= 0}
+        return StepResult(np.asarray(tokens, dtype=np.int64), logprobs, prompt_logprobs)
 
     def _segment(
         self, row: int, history: np.ndarray, start: int, end: int, write_from: int,
@@ -177,11 +222,20 @@ class SymbolicRunner:
 class CheckedEngine(DynamicInferenceEngine):
     """Fails when its runner read something wrong."""
 
+    runner: SymbolicRunner
+
     def step(self) -> list[RequestEvent]:
         events = super().step()
-        if isinstance(self.runner, SymbolicRunner) and self.runner.wrong is not None:
+        if self.runner.wrong is not None:
             raise self.runner.wrong
         return events
+
+    def preempt(self, request: TrackedRequest) -> None:
+        """As the scheduler would."""
+        if self._in_flight is not None:
+            self.scheduler.settle(self._receive())
+        if request.lease is not None:  # else its last token has ended it
+            self.scheduler._preempt(request)
 
 
 def make_engine(
@@ -201,7 +255,9 @@ def make_engine(
     exact_ends: bool = False,
     interval: int = 0,
     policy: str = "replay_cost",
-) -> DynamicInferenceEngine:
+    asynchronous: bool | None = None,
+) -> CheckedEngine:
+    """`asynchronous`: None for what the test is run with, see conftest.py."""
     geometry = CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk if recurrent else 1,
@@ -220,7 +276,9 @@ def make_engine(
     )
     return CheckedEngine(
         context,
-        SymbolicRunner(context),
+        SymbolicRunner(
+            context, asynchronous=default_asynchronous if asynchronous is None else asynchronous
+        ),
         vocab_size=VOCAB,
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",

@@ -15,7 +15,7 @@ from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
-from tests.engine.symbolic import SymbolicRunner, expected_answer, make_engine, random_tokens
+from tests.engine.symbolic import expected_answer, make_engine, random_tokens
 
 ROOT = Path(__file__).parents[2]
 Answer = tuple[str, int]  # request id and index
@@ -44,9 +44,9 @@ class Crowd:
             "exact_ends": bool(rng.random() < 0.7),
             "interval": int(rng.choice([0, 8, 24])),
             "policy": str(rng.choice(["replay_cost", "lru", "ref_zero"])),
+            "asynchronous": seed // 5 % 2 == 1,
         }
         self.engine = make_engine(**(options | fixed))  # type: ignore[arg-type]
-        assert isinstance(self.engine.runner, SymbolicRunner)
         self.runner = self.engine.runner
         self.bases = [random_tokens(seed * 10 + i, 100) for i in range(3)]
         self.prompts: dict[Answer, list[int]] = {}
@@ -74,7 +74,7 @@ class Crowd:
         elif action < 0.455:
             self.engine.reset()
         elif action < 0.47 and (running := list(self.engine.context.running())):
-            self.engine.scheduler._preempt(running[int(rng.integers(len(running)))])
+            self.engine.preempt(running[int(rng.integers(len(running)))])
             self.preempted_by_hand += 1
 
     def submit(self) -> None:
@@ -212,9 +212,9 @@ def test_the_same_stream_of_events_gives_the_same_decisions():
     """Every rank of a model-parallel group decides alike, however its process hashes strings."""
     code = (
         "from tests.engine.test_fuzz import Crowd\n"
-        "print([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 3, 4)])"
+        "print([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 6, 7)])"
     )
-    mine = str([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 3, 4)])
+    mine = str([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 6, 7)])
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(

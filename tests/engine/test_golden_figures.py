@@ -27,7 +27,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     path = tmp_path_factory.mktemp("golden")
     make_tiny_model("nemotron_h", path, chunk_size=256)
 
-    def build(mode: str, budget: int, *, exact_ends: bool, max_requests: int = 5) -> LLM:
+    def build(
+        mode: str,
+        budget: int,
+        *,
+        exact_ends: bool,
+        max_requests: int = 5,
+        asynchronous: bool = False,
+    ) -> LLM:
         llm = LLM(
             str(path),
             inference_dynamic_batching_block_size=256,
@@ -38,6 +45,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             prefill_checkpoint_mode=mode,
         )
         assert llm.engine.context.geometry.grid == 256
+        llm.engine.runner.asynchronous = asynchronous
         return llm
 
     return build
@@ -94,6 +102,20 @@ def test_with_exact_ends_the_five_compute_300_500_0_0_and_300(
     assert tokens == [answers[tuple(prompt)] for prompt in FIVE]
     assert computed == [300, 500, 0, 0, 300]
     assert llm.stats()["skipped_tokens"] == 2700
+
+
+@AT_ONCE
+@pytest.mark.parametrize(
+    ("exact_ends", "expected"),
+    [(False, [300, 544, 32, 32, 332]), (True, [300, 500, 0, 0, 300])],
+)
+def test_with_a_step_in_flight_the_five_compute_the_same(
+    engine: Engine, answers, at_once: bool, exact_ends: bool, expected: list[int]
+):
+    llm = engine("extract", 300, exact_ends=exact_ends, asynchronous=True)
+    computed, tokens = run(llm, FIVE, at_once)
+    assert tokens == [answers[tuple(prompt)] for prompt in FIVE]
+    assert computed == expected
 
 
 @MODES

@@ -9,6 +9,7 @@ from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens, run
 
 T = random_tokens(41, 2000)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 
 
 def greedy(max_tokens: int, **options) -> SamplingParams:  # type: ignore[no-untyped-def]
@@ -61,12 +62,11 @@ def test_the_last_one_admitted_makes_room_and_goes_on_where_it_was():
 def test_with_room_for_its_state_a_preempted_request_computes_next_to_nothing_again():
     engine = make_engine(num_blocks=64, max_requests=2, exact_ends=True)
     engine.add_request("a", prompt(0, 30), greedy(20))
-    for _ in range(8):
-        engine.step()
+    events = [event for _ in range(8) for event in engine.step()]
     (request,) = engine.context.running()
-    engine.scheduler._preempt(request)
+    engine.preempt(request)
     engine.check_integrity()
-    assert len(answer(run(engine)["a"])) == 12
+    assert answer(events + run(engine)["a"]) == expected_answer(prompt(0, 30), 20)
     stats = engine.stats()
     assert stats["recomputed_tokens"] == 1  # the last token was sampled, but not fed
     assert stats["reskipped_tokens"] == 37 and stats["skipped_tokens"] == 0
@@ -80,7 +80,7 @@ def test_a_prompt_that_is_preempted_half_way_goes_on(steps):
     for _ in range(steps):
         engine.step()
     (request,) = engine.context.running()
-    engine.scheduler._preempt(request)
+    engine.preempt(request)
     events = run(engine)["a"]
     tokens = [token for event in events for token in event.token_ids]
     assert tokens == expected_answer(prompt(0, 40), 5)[-len(tokens) :]

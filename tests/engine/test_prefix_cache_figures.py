@@ -9,6 +9,7 @@ from tests.engine.symbolic import generate, make_engine, random_tokens
 
 T = random_tokens(1, 2000)
 U = random_tokens(2, 2000)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 
 MODES = pytest.mark.parametrize("mode", ["extract", "break"])
 BUDGETS = pytest.mark.parametrize("budget", [8192, 300, 256, 128, 100])

@@ -12,6 +12,7 @@ from tests.engine.symbolic import answer, expected_answer, make_engine, random_t
 
 T = random_tokens(51, 400)
 U = random_tokens(52, 400)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -150,7 +151,7 @@ def test_a_request_that_goes_on_after_a_preemption_places_no_checkpoints_of_a_pr
     for _ in range(8):
         engine.step()
     (request,) = engine.context.running()
-    engine.scheduler._preempt(request)
+    engine.preempt(request)
     engine.reset()  # all of it has to be computed again
     before = dict(engine.stats()["checkpoints_published"])
     run(engine)

@@ -17,6 +17,7 @@ from tests.engine.symbolic import (
 )
 
 T = random_tokens(11, 500)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 
 
 def greedy(max_tokens: int | None = 4, **options) -> SamplingParams:  # type: ignore[no-untyped-def]
@@ -226,9 +227,10 @@ def test_a_failing_step_ends_its_requests_with_the_reason_and_publishes_nothing(
     assert isinstance(engine.runner, SymbolicRunner)
     engine.runner.fail_next = True
     events = engine.step()
-    reasons = {event.request_id: event.finish_reason for event in events}
-    assert reasons == dict.fromkeys("ab", FinishReason.ERROR)
-    assert all("the step was made to fail" in (e.error or "") for e in events)
+    last = {event.request_id: event for event in events}
+    assert last.keys() == {"a", "b"}
+    assert all(event.finish_reason is FinishReason.ERROR for event in last.values())
+    assert all("the step was made to fail" in (event.error or "") for event in last.values())
     assert engine.context.kv_hash_to_block_id == published
     engine.check_integrity()
     generate(engine, [T[:12], T[100:112]])
@@ -237,13 +239,22 @@ def test_a_failing_step_ends_its_requests_with_the_reason_and_publishes_nothing(
 def test_a_lost_device_is_not_survived():
     engine = make_engine()
 
-    def execute(plan):  # type: ignore[no-untyped-def]
+    def launch(plan):  # type: ignore[no-untyped-def]
         raise DeviceLostError("gone")
 
-    engine.runner.execute = execute  # type: ignore[method-assign]
+    engine.runner.launch = launch  # type: ignore[method-assign]
     engine.add_request("a", T[:12], greedy())
     with pytest.raises(DeviceLostError):
         engine.step()
+
+
+def test_every_token_comes_with_its_logprob_and_to_whom_wants_one():
+    engine = make_engine(max_requests=2)
+    for i in range(6):  # the rows change hands
+        engine.add_request(f"r{i}", T[20 * i :][:9], greedy(3 + i, logprobs=0 if i % 2 else None))
+    for i, events in enumerate(run(engine).values()):
+        found = [entry.token_id for event in events for entry in event.logprobs or ()]
+        assert found == (answer(events) if i % 2 else [])
 
 
 def test_prompt_logprobs_come_once_with_the_first_token():

@@ -9,6 +9,7 @@ from tests.engine.symbolic import answer, expected_answer, generate, make_engine
 
 T = random_tokens(21, 4000)
 OWN = random_tokens(22, 60_000)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 
 MODES = pytest.mark.parametrize("mode", ["extract", "break"])
 SIZES = pytest.mark.parametrize(("block", "chunk"), [(64, 64), (64, 128), (256, 256), (16, 16)])

@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.request import FinishReason, SamplingParams
-from tests.engine.symbolic import SymbolicRunner, expected_answer, make_engine, random_tokens
+from tests.engine.symbolic import expected_answer, make_engine, random_tokens
 
 BASES = [random_tokens(seed, 120) for seed in range(3)]
 Answer = tuple[str, int]  # request id and index
@@ -31,10 +30,11 @@ class EngineMachine(RuleBasedStateMachine):
         exact_ends=st.sampled_from([True, True, False]),
         interval=st.sampled_from([0, 8, 20]),
         policy=st.sampled_from(["replay_cost", "replay_cost", "lru", "ref_zero"]),
+        asynchronous=st.booleans(),
     )
     def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
         self.exact_ends = options["exact_ends"]
-        self.engine: DynamicInferenceEngine = make_engine(
+        self.engine = make_engine(
             attention=kind != "recurrent", recurrent=kind != "attention", **options
         )
         self.submitted = 0
@@ -138,16 +138,23 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def fail_a_step(self) -> None:
         runner = self.engine.runner
-        assert isinstance(runner, SymbolicRunner)
         runner.fail_next = True
         self.step(1)
         runner.fail_next = False
+
+    @rule()
+    def lose_a_result(self) -> None:
+        runner = self.engine.runner
+        runner.lose_next = RuntimeError("the result was made to be lost")
+        self.step(1)
+        runner.lose_next = None
+        self.step(1)
 
     @rule(data=st.data())
     def preempt(self, data) -> None:  # type: ignore[no-untyped-def]
         running = sorted(self.engine.context.running(), key=lambda request: request.key)
         if running:
-            self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
+            self.engine.preempt(data.draw(st.sampled_from(running)))
 
     @rule()
     def idle(self) -> None:

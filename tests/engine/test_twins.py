@@ -17,6 +17,7 @@ from tests.engine.symbolic import run as run_all
 
 T = random_tokens(31, 1000)
 U = random_tokens(32, 1000)
+pytestmark = pytest.mark.usefixtures("asynchronous")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -104,7 +105,7 @@ def test_the_end_of_the_producer_frees_those_that_wait(end):
         assert [e.finish_reason for e in engine.step()] == [FinishReason.ERROR]
     else:
         (producer,) = engine.context.running()
-        engine.scheduler._preempt(producer)
+        engine.preempt(producer)
     engine.step()
     assert admitted(engine) == {"twin"} if end != "preempt" else {"first"}
     finish(engine, twin=T[:200])

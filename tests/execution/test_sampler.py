@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import stream_seed, uniform
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.sampler import sample, token_logprobs
+from megatron_hybrid.execution.sampler import Sampler
+from megatron_hybrid.kernels.sampling import reference
+from megatron_hybrid.parallel import initialize
 
 
 def table(n: int, **columns: object) -> RowTable:
@@ -20,9 +22,19 @@ def table(n: int, **columns: object) -> RowTable:
     return rows
 
 
+def sample(logits: torch.Tensor, rows: RowTable) -> StepResult:
+    """Every row decodes; each one's last token is kept for its next decode."""
+    count = len(logits)
+    last_token = torch.full((count,), -1)
+    sampler = Sampler(rows, reference, initialize())
+    plan = StepPlan(0, np.arange(count))
+    result = sampler.sample(logits, plan, torch.arange(count), last_token).result()
+    assert last_token.tolist() == result.tokens.tolist()
+    return result
+
+
 def draw(logits: torch.Tensor, rows: RowTable) -> np.ndarray:
-    plan = StepPlan(0, np.arange(len(logits)))
-    return sample(logits, plan, rows).tokens
+    return sample(logits, rows).tokens
 
 
 def frequencies(logits: list[float], count: int = 20_000, **columns: object) -> np.ndarray:
@@ -110,7 +122,7 @@ def test_extreme_logits_give_a_token_of_the_vocabulary():
 def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
     rows = table(3, temperature=0.3, logprobs=np.asarray([-1, 0, 2]))
     logits = torch.tensor([LOGITS] * 3)
-    found = sample(logits, StepPlan(0, np.arange(3)), rows)
+    found = sample(logits, rows)
     assert set(found.logprobs) == {1, 2}
     truth = np.log(softmax(LOGITS))
     for row, entry in found.logprobs.items():
@@ -121,5 +133,5 @@ def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
 
 
 def test_logprobs_ask_for_no_more_than_the_vocabulary_has():
-    (entry,) = token_logprobs(torch.tensor([[0.0, 1.0]]), np.asarray([0]), np.asarray([20]))
-    assert len(entry.top) == 2
+    found = sample(torch.tensor([[0.0, 1.0]]), table(1, temperature=0.0, logprobs=20))
+    assert len(found.logprobs[0].top) == 2

@@ -26,18 +26,20 @@ def int64(values: list[int]) -> Tensor:
 
 
 def prefill_segments(segments: list[Segment], padding: int = 0) -> PrefillSegments:
-    """`padding` appends that many checkpoints of -1 and as many empty sequences."""
+    """`padding` appends that many empty sequences."""
     lengths = [0] + [s.length for s in segments] + [0] * padding
     checkpoints = [(i, p, slot) for i, s in enumerate(segments) for p, slot in s.checkpoints]
-    checkpoints += [(-1, -1, -1)] * padding
+    per_sequence = [len(s.checkpoints) for s in segments] + [0] * padding
     return PrefillSegments(
         cu_seqlens=int64(lengths).cumsum(0),
         start_position=int64([s.start for s in segments] + [0] * padding),
         read_slot=int64([s.read for s in segments] + [-1] * padding),
         write_slot=int64([s.write for s in segments] + [-1] * padding),
+        cu_checkpoints=int64([0] + per_sequence).cumsum(0),
         checkpoint_sequence=int64([c[0] for c in checkpoints]),
         checkpoint_position=int64([c[1] for c in checkpoints]),
         checkpoint_slot=int64([c[2] for c in checkpoints]),
+        sequence_of_token=torch.arange(len(lengths) - 1).repeat_interleave(int64(lengths[1:])),
         longest=max(lengths),
     )
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels import causal_conv1d
+from megatron_hybrid.kernels.causal_conv1d import reference as causal_conv1d
+from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
@@ -149,7 +150,7 @@ def test_decode_equals_prefill_of_one_token(weights: tuple[Tensor, Tensor]) -> N
     state = poisoned(6, CHANNELS, WIDTH - 1)
     state[2], state[3] = window_after(x, 6), window_after(x, 7)
     batch = torch.stack((x[6], x[7], x[0], x[1]))
-    plan = plan_decode(int64([2, 3, 0, -1]), int64([2, 4, 0, -1]))
+    plan = plan_decode(DecodeSlots(int64([2, 3, 0, -1]), int64([2, 4, 0, -1])))
     y = causal_conv1d.decode(batch, *weights, state, plan)
     expected = naive(x, torch.zeros(CHANNELS, WIDTH - 1), *weights)
     torch.testing.assert_close(y[:3].double(), expected[[6, 7, 0]], atol=1e-5, rtol=1e-5)
@@ -163,7 +164,9 @@ def test_slot_0_and_padding_are_never_written(weights: tuple[Tensor, Tensor]) ->
     state = poisoned(3, CHANNELS, WIDTH - 1)
     segments = prefill_segments([Segment(0, 4, 0, 0), Segment(0, 4, -1, -1)], padding=1)
     y = causal_conv1d.prefill(tokens(8), *weights, state, causal_conv1d.plan(segments, WIDTH))
-    causal_conv1d.decode(tokens(2), *weights, state, plan_decode(int64([0, -1]), int64([0, -1])))
+    causal_conv1d.decode(
+        tokens(2), *weights, state, plan_decode(DecodeSlots(int64([0, -1]), int64([0, -1])))
+    )
     assert y.isfinite().all()
     assert state.isnan().all()
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels import mamba2_scan
+from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.mamba2_scan.reference import tile_size
+from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
@@ -230,7 +231,7 @@ def test_slot_0_and_padding_are_never_written() -> None:
     assert y.isfinite().all()
     for slots in ([0, -1], [0], [-1]):
         rows = data.rows(0, len(slots))
-        plan = plan_decode(int64(slots), int64(slots))
+        plan = plan_decode(DecodeSlots(int64(slots), int64(slots)))
         z = mamba2_scan.decode(*rows.arguments(), state, plan)
         close(z[0], naive(data.rows(0, 1))[0][0])
     assert state.isnan().all()
@@ -243,7 +244,7 @@ def test_decode_equals_the_token_loop(slots: list[int]) -> None:
     state = poisoned(6, *SHAPE)
     for one, slot in zip(data, slots, strict=True):
         run(one.rows(0, 3), [Segment(0, 3, 0, slot)], state)
-    plan = plan_decode(int64(slots), int64(slots))
+    plan = plan_decode(DecodeSlots(int64(slots), int64(slots)))
     for t in range(3, 6):
         rows = [one.rows(t, t + 1) for one in data]
         step = Data(
@@ -262,7 +263,7 @@ def test_decode_reads_one_slot_and_writes_another() -> None:
     data, state = Data.draw(5), poisoned(4, *SHAPE)
     run(data.rows(0, 4), [Segment(0, 4, 0, 1)], state)
     before = state[1].clone()
-    plan = plan_decode(int64([1]), int64([3]))
+    plan = plan_decode(DecodeSlots(int64([1]), int64([3])))
     y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state, plan)
     expected, states = naive(data)
     close(y[0], expected[4])

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots, PagedSequences, PrefillSegments
+from megatron_hybrid.kernels.contract import (
+    DecodeSlots,
+    PagedHost,
+    PagedSequences,
+    PrefillSegments,
+)
 from megatron_hybrid.layers.inputs import StepInputs, allocate_caches
 from megatron_hybrid.models import HybridModel
 
@@ -90,12 +97,11 @@ class Driver:
                 positions.append(position)
                 block = sequence.blocks[position // self.block_size]
                 kv_slot.append(block * self.block_size + position % self.block_size)
-        widest = max(len(s.sequence.blocks) for s in ordered)
         checkpoints = [
             (index, position, slot)
             for index, segment in enumerate(prefills)
             for position, slot in segment.checkpoints
-        ] + [(-1, -1, -1)]
+        ]
         decode = prefill = None
         if num_decodes:
             slots = _int([s.sequence.slot for s in ordered[:num_decodes]])
@@ -106,28 +112,41 @@ class Driver:
                 start_position=_int([s.sequence.length for s in prefills]),
                 read_slot=_int([s.sequence.read_slot for s in prefills]),
                 write_slot=_int([s.sequence.slot for s in prefills]),
+                cu_checkpoints=_int([0, *accumulate(len(s.checkpoints) for s in prefills)]),
                 checkpoint_sequence=_int([c[0] for c in checkpoints]),
                 checkpoint_position=_int([c[1] for c in checkpoints]),
                 checkpoint_slot=_int([c[2] for c in checkpoints]),
+                sequence_of_token=torch.arange(len(prefills)).repeat_interleave(
+                    _int([len(s.tokens) for s in prefills])
+                ),
                 longest=max(len(s.tokens) for s in prefills),
             )
         return StepInputs(
             token_ids=_int([token for s in ordered for token in s.tokens]),
             positions=_int(positions),
             num_decodes=num_decodes,
-            paged=PagedSequences(
-                cu_seqlens=_bounds(ordered),
-                kv_length=_int([s.sequence.length + len(s.tokens) for s in ordered]),
-                block_table=_int(
-                    [s.sequence.blocks + [0] * (widest - len(s.sequence.blocks)) for s in ordered]
-                ),
-                kv_slot=_int(kv_slot),
-                num_decodes=num_decodes,
-            ),
+            paged=self._paged(ordered, kv_slot, num_decodes),
             decode=decode,
             prefill=prefill,
             logits_index=torch.arange(len(positions)),
+            decode_rows=_int(range(num_decodes)),
+            sampled_rows=_int(range(len(ordered))),
         )
+
+    def _paged(
+        self, ordered: list[Segment], kv_slot: list[int], num_decodes: int
+    ) -> PagedSequences:
+        widest = max(len(s.sequence.blocks) for s in ordered)
+        host = PagedHost.of(
+            np.asarray([len(s.tokens) for s in ordered]),
+            np.asarray([s.sequence.length + len(s.tokens) for s in ordered]),
+            np.asarray(
+                [s.sequence.blocks + [0] * (widest - len(s.sequence.blocks)) for s in ordered]
+            ),
+            self.block_size,
+        )
+        on_device = (torch.from_numpy(part) for part in host)
+        return PagedSequences(*on_device, _int(kv_slot), num_decodes, host)
 
 
 def run_in_segments(model: HybridModel, tokens: list[int], lengths: list[int]) -> Tensor:

@@ -97,7 +97,6 @@ def test_only_the_rows_asked_for_have_logits(tiny: Tiny, family: str) -> None:
     again = Driver(model)
     for wanted in ([19], [3, 0], []):
         (logits,) = again.step([Segment(again.sequence(), tokens)], wanted)
-        assert logits.dtype == torch.float32
         assert logits.shape == (len(wanted), 160)
         close(logits, every[wanted])
 
@@ -174,8 +173,7 @@ def test_bfloat16_weights_follow_float32(
     ours = load(model.folder, parallel, dtype=torch.bfloat16)
     logits = run_in_segments(ours, tokens, [16, 20, 1, 1])
     expected = model.expected(tokens)
-    assert logits.dtype == torch.float32
-    assert (logits - expected).std() < 0.05 * expected.std()
+    assert (logits.float() - expected).std() < 0.05 * expected.std()
 
 
 def test_states_are_kept_in_the_dtype_asked_for(tiny: Tiny, parallel: ParallelContext) -> None:

@@ -71,6 +71,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
         ),
         ({INTERVAL: -1}, "checkpoint-interval is -1; it must be 0 .none. or more"),
         ({EXACT_ENDS: "yes"}, "exact-ends is 'yes'"),
+        ({"kernels": "fast"}, "--kernels is 'fast'; it must be one of auto, reference"),
+        ({"inference_dynamic_batching_num_cuda_graphs": -2}, "num-cuda-graphs is -2"),
+        (
+            {"inference_dynamic_batching_cuda_graph_mixed_prefill_count": -1},
+            "mixed-prefill-count is -1",
+        ),
         (
             {
                 "inference_dynamic_batching_max_requests": 9,
@@ -99,3 +105,18 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str):
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")))
 def test_the_shipped_files_are_valid(path: Path):
     EngineConfig.from_yaml(path)
+
+
+def test_a_files_model_is_looked_for_beside_the_file(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("load: models/m\n")
+    assert parse("--config", str(path)).load == str(tmp_path / "models" / "m")
+    assert parse("--config", str(path), "--load", "n").load == "n"  # a flag's is as it is
+    path.write_text("load: /models/m\n")
+    assert EngineConfig.from_yaml(path).load == "/models/m"
+
+
+def test_a_model_that_a_shipped_file_names_is_shipped_too():
+    for path in Path(__file__).parents[2].glob("configs/*.yaml"):
+        load = EngineConfig.from_yaml(path).load
+        assert load is None or (Path(load) / "config.json").is_file()

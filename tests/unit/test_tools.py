@@ -117,13 +117,72 @@ def test_pairs_compare_the_same_work_with_and_without_caching(tmp_path, monkeypa
         assert ratio["min"] <= ratio["median"] <= ratio["max"]
 
 
+def test_what_a_workload_left_is_there_in_the_next_one(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    flags = ("--workload", "shared_system,shared_system", "--scale", 0.01, "--shared-prefix", 7000)
+    more = ("--keep-cache", "--repeats", 2, "--warm-up", 0, "--json", out)
+    assert run("tools/benchmark_offline.py", *flags, *more, monkeypatch=monkeypatch) == 0
+    report = json.loads(out.read_text())
+    (result,) = report["results"]  # the same name twice is one row: all of its runs
+    assert len(result["walls_s"]) == 4
+    first = result["rounds"][0]
+    assert first["prompt_tokens"] == 70 + 3
+    assert report["engine"]["kernels"] == "auto"
+    assert "reference_model on" in capsys.readouterr().err
+
+
+def test_an_earlier_runs_figures_stand_beside_a_peers(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    flags = ("--workload", "decode_1", "--scale", 0.01, "--json", out)
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    flags = ("--from-json", out, "--peer", ROOT / "docs" / "peers.json", "--plot", tmp_path)
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    assert "Peers are left out" in capsys.readouterr().err
+    assert (tmp_path / "workloads_reference_model.png").stat().st_size > 1000
+
+    report = json.loads(out.read_text())
+    report |= {"model": "nemotron-h-8b", "scale": 1.0, "count_scale": 1.0}
+    out.write_text(json.dumps(report))
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().err
+    assert "off 1.28, align 1.48, all 1.29" in shown and "ours / best" in shown
+    assert (tmp_path / "workloads_nemotron-h-8b.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("model", ["nemotron-h-8b", "granite-4.0-h-tiny"])
+def test_every_kernel_is_timed(model, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    flags = ("--model", model, "--device", "cpu", "--json", out)
+    assert run("tools/benchmark_kernels.py", *flags, monkeypatch=monkeypatch) == 0
+    report = json.loads(out.read_text())
+    names = {row["name"] for row in report["rows"]}
+    assert names >= {"state update", "scan", "conv decode", "conv prefill", "append KV", "rope"}
+    assert names >= {"attention decode", "attention prefill", "add_rms_norm", "gated_rms_norm"}
+    assert names >= {"activation", "draw"} and ("experts" in names) == (model[0] == "g")
+    for row in report["rows"]:
+        assert "failed" not in row
+        assert row["us"] > 0 and row["floor_us"] > 0
+    assert "matrix product" in capsys.readouterr().out
+
+
+def test_only_the_kernels_that_are_named_are_timed(monkeypatch, capsys):
+    flags = ("--device", "cpu", "--only", "draw,rope")
+    assert run("tools/benchmark_kernels.py", *flags, monkeypatch=monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert {line.split()[1] for line in lines} == {"draw", "rope"}
+    assert run("tools/benchmark_kernels.py", "--only", "none", monkeypatch=monkeypatch) == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (("--scale", "0"), "--scale"),
         (("--pairs", "0"), "--pairs"),
-        (("--keep-cache",), "--compare"),
-        (("--workload", "uniq"), "unique"),
+        (("--warm-up", "2"), "--warm-up is 2"),
+        (("--shared-prefix", "0"), "--shared-prefix is 0"),
+        (("--workload", "unique,uniq"), "'uniq' is not one of unique"),
+        (("--peer", "/nowhere.json"), "--peer /nowhere.json cannot be read"),
+        (("--peer", str(ROOT / "pyproject.toml")), "docs/peers.json is one"),
         (("--workload", "long_resume", "--scale", "100"), "--inference-max-seq-length"),
         (("--load", "/nowhere"), "/nowhere"),
     ],

@@ -40,6 +40,14 @@ OTHER_SEED_AND_COUNT = {
 }
 
 
+def test_the_shared_prefix_can_have_another_length():
+    usual = make_workload("shared_system", 512, scale=0.02)
+    longer = make_workload("shared_system", 512, scale=0.02, shared_prefix=9000)
+    assert [len(r.new_tokens) for r in usual.requests()] == [164 + 5] * 2
+    assert [len(r.new_tokens) for r in longer.requests()] == [180 + 5] * 2
+    assert make_workload("unique", 512, scale=0.02, shared_prefix=9000).digest() == TINY["unique"]
+
+
 def test_every_workload_has_a_fixed_digest():
     assert tuple(TINY) == WORKLOAD_NAMES
 

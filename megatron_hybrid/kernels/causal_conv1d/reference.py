@@ -70,10 +70,16 @@ def plan(segments: PrefillSegments, width: int) -> ConvPlan:
 
 
 def prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, plan: ConvPlan
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    plan: ConvPlan,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, channels], weight [channels, W], bias [channels], state [slots, channels, W - 1]
-    (read and written) -> [T, channels], after SiLU."""
+    """x [T, channels] (rows may be strided), weight [channels, W], bias [channels], state
+    [slots, channels, W - 1] (read and written; any strides) -> [T, channels], after SiLU, in `out`
+    if that is given."""
     channels, width = weight.shape
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     if plan.token_rows is None or plan.old_rows is None:
@@ -99,17 +105,23 @@ def prefill(
         F.silu(part, inplace=True)
     if plan.token_rows is not None:
         y = y.index_select(0, plan.token_rows - (width - 1))
-    return y.to(x.dtype)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, plan: DecodePlan
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    plan: DecodePlan,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """One token a sequence: x [N, channels] -> [N, channels], after SiLU. Same state as above."""
+    """One token a sequence: as above with T = N sequences."""
     old = plan.reads.gather(state).to(x.dtype)  # [N, channels, W - 1]
     rows = torch.cat((old, x[:, :, None]), dim=2)  # [N, channels, W]
     plan.writes.scatter(state, rows[:, :, 1:])
     y = (rows.float() * weight.float()).sum(dim=2)
     if bias is not None:
         y = y + bias
-    return F.silu(y, inplace=True).to(x.dtype)
+    F.silu(y, inplace=True)
+    return y.to(x.dtype) if out is None else out.copy_(y)

@@ -129,17 +129,19 @@ def prefill(
     dt_limit: tuple[float, float],
     state: Tensor,
     plan: ScanPlan,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, heads, head_dim], B and C [T, groups, state], dt [T, heads] before bias and softplus,
     A (negative), D and dt_bias [heads] float32, state [slots, heads, head_dim, state] (read and
-    written) -> y [T, heads, head_dim] in x's dtype."""
+    written) -> y [T, heads, head_dim] in x's dtype, in `out` if that is given. Rows of x, B, C and
+    dt may be strided."""
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     shape = (plan.num_tiles, plan.tile_length)
     initial = plan.reads.gather(state).float()  # [S, heads, head_dim, state]
     if plan.num_tiles == 0:
         plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return torch.empty_like(x)
+        return _into(out, torch.empty_like(x))
 
     # From here on: c tiles, l and s places in a tile, h heads, g groups, p head_dim, n state.
     dt = _step_sizes(dt, dt_bias, dt_limit)
@@ -188,7 +190,7 @@ def prefill(
     y = y.reshape(-1, heads, head_dim)
     if plan.places is not None:
         y = y.index_select(0, plan.places)
-    return y.to(x.dtype)
+    return _into(out, y.to(x.dtype))
 
 
 def _carry(states: Tensor, decay: Tensor, plan: ScanPlan) -> None:
@@ -215,6 +217,7 @@ def decode(
     dt_limit: tuple[float, float],
     state: Tensor,
     plan: DecodePlan,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
     rows, heads, head_dim = x.shape
@@ -234,7 +237,7 @@ def decode(
     y = y.view(rows, heads, head_dim)
     if not in_place:
         plan.writes.scatter(state, states)
-    return y.addcmul_(xs, D[:, None]).to(x.dtype)
+    return _into(out, y.addcmul_(xs, D[:, None]).to(x.dtype))
 
 
 def _step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:
@@ -243,3 +246,7 @@ def _step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:
     if limit != (0.0, float("inf")):  # softplus is positive
         steps.clamp_(*limit)
     return steps
+
+
+def _into(out: Tensor | None, values: Tensor) -> Tensor:
+    return values if out is None else out.copy_(values)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
@@ -40,36 +41,37 @@ class AttentionPlan:
 
     groups: list[_Group]
     kv_slot: Tensor  # [tokens]
+    scale: float
 
 
-def plan(paged: PagedSequences, block_size: int, dtype: torch.dtype) -> AttentionPlan:
-    """Once a step. `dtype` is the queries' and keys' dtype."""
-    bounds: list[int] = paged.cu_seqlens.tolist()
-    kv_length: list[int] = paged.kv_length.tolist()
+def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
+    """Once a step."""
+    host, device = paged.host, paged.kv_slot.device
+    bounds: list[int] = host.cu_seqlens.tolist()
+    kv_length: list[int] = host.kv_length.tolist()
     alike: dict[tuple[int, int], list[int]] = {}
     groups: list[_Group] = []
     for sequence, keys in enumerate(kv_length):
         queries = bounds[sequence + 1] - bounds[sequence]
         if queries > _SHORT_QUERIES:
-            groups += _long(paged, sequence, bounds, keys, block_size, dtype)
+            groups += _long(host, sequence, bounds, keys, shape, device)
         elif queries > 0:
             # Powers of two: padding at most doubles the work.
             kind = ((queries - 1).bit_length(), (max(keys, 64) - 1).bit_length())
             alike.setdefault(kind, []).append(sequence)
     for members in alike.values():
-        groups.append(_short(paged, members, bounds, kv_length, block_size, dtype))
-    return AttentionPlan(groups, paged.kv_slot)
+        groups.append(_short(host, members, bounds, kv_length, shape, device))
+    return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
 
 
 def _short(
-    paged: PagedSequences,
+    host: PagedHost,
     members: list[int],
     bounds: list[int],
     kv_length: list[int],
-    block_size: int,
-    dtype: torch.dtype,
+    shape: AttentionShape,
+    device: torch.device,
 ) -> _Group:
-    device = paged.kv_slot.device
     queries = [bounds[s + 1] - bounds[s] for s in members]
     keys = [max(kv_length[s], 1) for s in members]
     number, most_queries, most_keys = len(members), max(queries), max(keys)
@@ -83,7 +85,7 @@ def _short(
         last_key = first[:, None] + torch.arange(most_queries, device=device)
         last_key = torch.minimum(last_key, lengths[:, None] - 1)
         hidden = columns > last_key[:, :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device)
         mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
 
     contiguous = members == list(range(members[0], members[0] + number))
@@ -99,29 +101,29 @@ def _short(
             valid = (offsets < count).flatten().nonzero().squeeze(1)
         tokens = query_rows if valid is None else query_rows.index_select(0, valid)
     if number == 1:
-        key_rows = _rows(paged, members[0], keys[0], block_size)
+        key_rows = _rows(host, members[0], keys[0], shape.block_size, device)
     else:
         positions = torch.minimum(columns, lengths[:, None] - 1)
-        table = paged.block_table.index_select(0, torch.tensor(members, device=device))
-        blocks = table.gather(1, positions // block_size)
-        key_rows = (blocks * block_size + positions % block_size).flatten()
+        first_block = torch.from_numpy(host.kv_indptr[members]).to(device)
+        every_block = torch.from_numpy(host.kv_indices).to(device)
+        blocks = every_block[first_block[:, None] + positions // shape.block_size]
+        key_rows = (blocks * shape.block_size + positions % shape.block_size).flatten()
     return _Group(
         query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys)
     )
 
 
 def _long(
-    paged: PagedSequences,
+    host: PagedHost,
     sequence: int,
     bounds: list[int],
     keys: int,
-    block_size: int,
-    dtype: torch.dtype,
+    shape: AttentionShape,
+    device: torch.device,
 ) -> list[_Group]:
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
-    device = paged.kv_slot.device
     begin, end = bounds[sequence], bounds[sequence + 1]
-    rows = _rows(paged, sequence, keys, block_size)
+    rows = _rows(host, sequence, keys, shape.block_size, device)
     if end - begin == keys:
         tokens = slice(begin, end)
         return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
@@ -130,7 +132,9 @@ def _long(
     rows_of_mask = min(end - begin, _QUERY_TILE)
     hidden = torch.ones((rows_of_mask, keys), dtype=torch.bool, device=device)
     hidden = hidden.triu_(keys - rows_of_mask + 1)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(
+        hidden, -torch.inf
+    )
     groups = []
     for first in range(begin, end, _QUERY_TILE):
         tokens = slice(first, min(first + _QUERY_TILE, end))
@@ -141,31 +145,34 @@ def _long(
     return groups
 
 
-def _rows(paged: PagedSequences, sequence: int, keys: int, block_size: int) -> slice | Tensor:
+def _rows(
+    host: PagedHost, sequence: int, keys: int, block_size: int, device: torch.device
+) -> slice | Tensor:
     """A sequence's rows of the flattened cache: a slice, read without a copy, when its blocks
     follow one another."""
-    table = paged.block_table[sequence]
-    blocks: list[int] = table[: -(-keys // block_size)].tolist()
-    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-        return slice(blocks[0] * block_size, blocks[0] * block_size + keys)
-    positions = torch.arange(keys, device=table.device)
-    return table.index_select(0, positions // block_size) * block_size + positions % block_size
+    blocks = host.kv_indices[host.kv_indptr[sequence] : host.kv_indptr[sequence + 1]]
+    if (np.diff(blocks) == 1).all():
+        start = int(blocks[0]) * block_size
+        return slice(start, start + keys)
+    positions = np.arange(keys)
+    rows = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return torch.from_numpy(rows).to(device)
 
 
-def append(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
-    """key and value [tokens, kv_heads, head_dim] into the cache at kv_slot [tokens]."""
-    cache.key.flatten(0, 1).index_copy_(0, kv_slot, key)
-    cache.value.flatten(0, 1).index_copy_(0, kv_slot, value)
+def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> None:
+    """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+    cache.key.flatten(0, 1).index_copy_(0, plan.kv_slot, key)
+    cache.value.flatten(0, 1).index_copy_(0, plan.kv_slot, value)
 
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """KV at the places source [tokens] to the places destination [tokens]; a place is counted like
-    PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
+    PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source or named twice."""
     for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
-        rows.index_copy_(0, destination, rows.index_select(0, source))
+        rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 
 
-def attend(query: Tensor, cache: KVCache, scale: float, plan: AttentionPlan) -> Tensor:
+def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """query [tokens, heads, head_dim] -> [tokens, heads, head_dim]; the step's own keys and values
     are in the cache already."""
     heads, head_dim = query.shape[1:]
@@ -180,7 +187,7 @@ def attend(query: Tensor, cache: KVCache, scale: float, plan: AttentionPlan) -> 
         if queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=plan.scale)
         else:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -188,7 +195,7 @@ def attend(query: Tensor, cache: KVCache, scale: float, plan: AttentionPlan) -> 
                 v,
                 attn_mask=group.mask,
                 is_causal=group.causal,
-                scale=scale,
+                scale=plan.scale,
                 enable_gqa=heads != kv_heads,
             ).transpose(1, 2)
         out = out.reshape(-1, heads, head_dim)

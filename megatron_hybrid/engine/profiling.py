@@ -1,0 +1,91 @@
+"""The memory that a step takes besides weights and caches, measured on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.parallel import ParallelContext
+
+
+def measure_activations(
+    model: HybridModel,
+    parallel: ParallelContext,
+    device: torch.device,
+    *,
+    block_size: int,
+    max_requests: int,
+    max_tokens: int,
+    max_seq_length: int,
+) -> int:
+    """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough.
+
+    Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
+    """
+    torch.cuda.empty_cache()
+    rows, plan = largest_step(
+        block_size=block_size,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_seq_length=max_seq_length,
+    )
+    caches = allocate_caches(
+        model.kv_specs,
+        model.state_specs,
+        num_blocks=int(rows.block_table.max()) + 1,
+        block_size=block_size,
+        num_slots=len(plan.prefills) + 1,
+        device=device,
+    )
+    runner = ModelRunner(
+        model, caches, rows, block_size, device, parallel, max_tokens=max_tokens, asynchronous=False
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.execute(plan)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del runner, caches
+    torch.cuda.empty_cache()
+    return peak
+
+
+def largest_step(
+    *, block_size: int, max_requests: int, max_tokens: int, max_seq_length: int
+) -> tuple[RowTable, StepPlan]:
+    """A step of `max_tokens` tokens that samples, with every filter, for as many rows as there can
+    be. Prompts are as long as can be; decodes read slot 0 and write nowhere."""
+    prompts = min(-(-max_tokens // max_seq_length), max_requests)
+    decodes = min(max_requests - prompts, max_tokens - prompts)
+    rows = RowTable(prompts + decodes, -(-max_seq_length // block_size))
+    rows.temperature[:], rows.top_k[:], rows.top_p[:], rows.min_p[:] = 1.0, 50, 0.9, 0.01
+    chunks: list[PrefillChunk] = []
+    left, next_block = max_tokens - decodes, 1
+    for row in range(decodes, decodes + prompts):
+        others = decodes + prompts - row - 1
+        length = min(max_seq_length, left - others)
+        blocks = list(range(next_block, next_block - (-length // block_size)))
+        rows.set_blocks(row, blocks)
+        chunks.append(
+            PrefillChunk(
+                row=row,
+                owner=None,
+                tokens=np.zeros(length, dtype=np.int32),
+                start=0,
+                end=length,
+                write_from=0,
+                read_slot=0,
+                write_slot=len(chunks) + 1,
+                checkpoints=(),
+                samples=True,
+                logprob_targets=None,
+                num_top_logprobs=0,
+            )
+        )
+        left, next_block = left - length, blocks[-1] + 1
+    decode_rows = np.arange(decodes, dtype=np.int64)
+    return rows, StepPlan(step=0, decode_rows=decode_rows, prefills=chunks)

@@ -1,0 +1,1 @@
+"""Activations of MLPs, with the gate where there is one."""

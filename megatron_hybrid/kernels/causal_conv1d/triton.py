@@ -1,0 +1,340 @@
+"""Causal depthwise convolution in Triton; the calls and their meaning are those of reference.py.
+
+Taps are added from the newest input to the oldest, in prefill and in decode, so an output has the
+same bits however its sequence was cut into segments.
+
+All tensors may have any strides, but rows of x and out are contiguous. Loads are vectorised along
+channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `weight` as
+[W, channels] (both passed as transposed views).
+"""
+
+# Kernels are typed by their launches: only constexpr arguments are annotated.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+
+# These differ from step to step, and so would their alignment: no compilation for each of those.
+_INDICES = (
+    "cu_seqlens sequence_of_token start_position read_slot write_slot "
+    "checkpoint_sequence checkpoint_position checkpoint_slot"
+).split()
+_kernel = triton.jit(
+    do_not_specialize=["tokens", "sequences"], do_not_specialize_on_alignment=_INDICES
+)
+
+
+def plan(segments: PrefillSegments, width: int) -> PrefillSegments:
+    """Nothing to prepare: the kernels read the segments on the device."""
+    return segments
+
+
+def prefill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    plan: PrefillSegments,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, channels], weight [channels, W], bias [channels], state [slots, channels, W - 1] (read
+    and written) -> [T, channels], after SiLU; zeros for padding tokens. Two slots that are
+    written in one call must differ, unless both windows are the same."""
+    return _launch_prefill(x, weight, bias, state, plan, out)
+
+
+def _launch_prefill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    segments: PrefillSegments,
+    out: Tensor | None,
+    block_tokens: int = 16,
+    block_channels: int = 512,
+    num_warps: int = 4,
+) -> Tensor:
+    tokens, channels = x.shape
+    width = weight.shape[1]
+    sequences, checkpoints = segments.read_slot.shape[0], segments.checkpoint_slot.shape[0]
+    out = x.new_empty((tokens, channels)) if out is None else out
+    # The windows that were read: the second launch needs some of them after it overwrote others.
+    old = x.new_empty((sequences, width - 1, channels))
+    # Channels are the fast axis of the grid: programs that run together read whole rows.
+    grid = triton.cdiv(channels, block_channels), max(triton.cdiv(tokens, block_tokens), 1)
+    _outputs_kernel[grid](
+        x, weight, bias, state, out, old,
+        segments.cu_seqlens, segments.sequence_of_token, segments.read_slot,
+        tokens, channels, sequences,
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
+        WIDTH=width, BLOCK_T=block_tokens, BLOCK_C=block_channels, num_warps=num_warps,
+    )  # fmt: skip
+    grid = triton.cdiv(channels, 512), sequences + checkpoints
+    _windows_kernel[grid](
+        x, state, old,
+        segments.cu_seqlens, segments.start_position, segments.read_slot, segments.write_slot,
+        segments.checkpoint_sequence, segments.checkpoint_position, segments.checkpoint_slot,
+        channels, sequences, x.stride(0), *state.stride(),
+        WIDTH=width, BLOCK_C=512, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+def decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    plan: DecodeSlots,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token a sequence: as above with T = N sequences; zeros for padded rows."""
+    # 16 bytes a thread when there is enough work to fill the device, else more programs.
+    return _launch_decode(
+        x, weight, bias, state, plan, out, block_channels=1024 if x.numel() >= 2**20 else 256
+    )
+
+
+def _launch_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: DecodeSlots,
+    out: Tensor | None,
+    block_channels: int,
+    num_warps: int = 4,
+) -> Tensor:
+    rows, channels = x.shape
+    out = x.new_empty((rows, channels)) if out is None else out
+    _decode_kernel[(triton.cdiv(channels, block_channels), rows)](
+        x, weight, bias, state, out, slots.read_slot, slots.write_slot, channels,
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
+        WIDTH=weight.shape[1], BLOCK_C=block_channels, num_warps=num_warps,
+    )  # fmt: skip
+    return out
+
+
+@_kernel
+def _outputs_kernel(
+    x, weight, bias, state, out, old,
+    cu_seqlens, sequence_of_token, read_slot,
+    tokens, channels, sequences,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Outputs of BLOCK_T tokens; copies the windows that are read to old [S, W - 1, channels]."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    weights = weight + channel * weight_channel
+    tap0 = _tap(weights, WIDTH - 1, weight_tap, is_channel)
+    tap1 = _tap(weights, WIDTH - 2, weight_tap, is_channel)
+    tap2 = _tap(weights, WIDTH - 3, weight_tap, is_channel)
+    tap3 = _tap(weights, WIDTH - 4, weight_tap, is_channel)
+    offset = _bias(bias, channel, is_channel)
+
+    first = tl.program_id(1) * BLOCK_T
+    last = first + BLOCK_T - 1
+    sequence = tl.load(sequence_of_token + first, mask=first < tokens, other=-1)
+    start = tl.load(cu_seqlens + sequence, mask=sequence >= 0, other=0)
+    is_inside = (sequence >= 0) & (first - start >= WIDTH - 1)
+    if is_inside & (tl.load(sequence_of_token + last, mask=last < tokens, other=-1) == sequence):
+        # No token of the block needs the state. Each input is loaded once, and all before the first
+        # store, behind which the compiler would not move them: so they are in flight together.
+        inputs = x + first.to(tl.int64) * x_row + channel
+        rows = (tl.load(inputs - (WIDTH - 1) * x_row, mask=is_channel, other=0),)
+        for t in tl.static_range(2 - WIDTH, BLOCK_T):
+            next_row = tl.load(inputs + t * x_row, mask=is_channel, other=0)
+            rows = rows + (next_row,)  # type: ignore[assignment]
+        outputs = out + first.to(tl.int64) * out_row + channel
+        for t in tl.static_range(BLOCK_T):
+            newest = rows[t + WIDTH - 1].to(tl.float32)
+            back1 = rows[t + WIDTH - 2].to(tl.float32)
+            back2 = back1
+            back3 = back1
+            if WIDTH > 2:
+                back2 = rows[t + WIDTH - 3].to(tl.float32)
+            if WIDTH > 3:
+                back3 = rows[t].to(tl.float32)
+            y = _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH)
+            tl.store(outputs + t * out_row, y, mask=is_channel)
+    else:
+        for t in range(0, BLOCK_T, 4):
+            row = first + t + tl.arange(0, 4)
+            is_token = row < tokens
+            in_sequence = tl.load(sequence_of_token + row, mask=is_token, other=-1)
+            is_read = in_sequence >= 0
+            # Of a token: how many of its segment come before it.
+            age = row - tl.load(cu_seqlens + in_sequence, mask=is_read, other=0)
+            slot = tl.load(read_slot + in_sequence, mask=is_read, other=0).to(tl.int64)
+            inputs = x + row.to(tl.int64)[:, None] * x_row + channel[None, :]
+            window = state + (slot * state_slot)[:, None] + (channel * state_channel)[None, :]
+            mask = is_channel[None, :]
+            in0 = tl.load(inputs, mask=is_read[:, None] & mask, other=0).to(tl.float32)
+            in1 = _past_input(
+                inputs, window, age, slot, 1, x_row, state_column, is_read, mask, WIDTH
+            )
+            in2 = in1
+            in3 = in1
+            if WIDTH > 2:
+                in2 = _past_input(
+                    inputs, window, age, slot, 2, x_row, state_column, is_read, mask, WIDTH
+                )
+            if WIDTH > 3:
+                in3 = _past_input(
+                    inputs, window, age, slot, 3, x_row, state_column, is_read, mask, WIDTH
+                )
+            outs = _convolve(
+                offset[None, :], in0, in1, in2, in3,
+                tap0[None, :], tap1[None, :], tap2[None, :], tap3[None, :], WIDTH,
+            )  # fmt: skip
+            tl.store(
+                out + row.to(tl.int64)[:, None] * out_row + channel[None, :],
+                tl.where(is_read[:, None], outs, 0),
+                mask=is_token[:, None] & mask,
+            )
+
+    for s in range(tl.program_id(1), sequences, tl.num_programs(1)):
+        read = tl.load(read_slot + s).to(tl.int64)
+        has_window = channel < tl.where(read > 0, channels, 0)
+        for column in tl.static_range(WIDTH - 1):
+            source = state + read * state_slot + column * state_column + channel * state_channel
+            target = old + (s * (WIDTH - 1) + column) * channels + channel
+            tl.store(target, tl.load(source, mask=has_window), mask=has_window)
+
+
+@_kernel
+def _windows_kernel(
+    x, state, old,
+    cu_seqlens, start_position, read_slot, write_slot,
+    checkpoint_sequence, checkpoint_position, checkpoint_slot,
+    channels, sequences, x_row, state_slot, state_channel, state_column,
+    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One window that is written a program: first those at the sequences' ends, then the
+    checkpoints'."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    entry = tl.program_id(1)
+    if entry < sequences:
+        sequence = entry.to(tl.int64)
+        slot = tl.load(write_slot + sequence).to(tl.int64)
+        begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+        taken = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - begin
+    else:
+        checkpoint = entry - sequences
+        sequence = tl.load(checkpoint_sequence + checkpoint).to(tl.int64)
+        sequence = tl.maximum(sequence, 0)  # of padding, whose slot is not written
+        slot = tl.load(checkpoint_slot + checkpoint).to(tl.int64)
+        begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+        position = tl.load(checkpoint_position + checkpoint).to(tl.int64)
+        taken = position - tl.load(start_position + sequence).to(tl.int64)
+    if slot > 0:
+        has_window = channel < tl.where(tl.load(read_slot + sequence) > 0, channels, 0)
+        for column in tl.static_range(WIDTH - 1):
+            # The window after `taken` tokens, counted from the segment's first token.
+            token = taken - (WIDTH - 1) + column
+            if token >= 0:
+                inputs = tl.load(x + (begin + token) * x_row + channel, mask=is_channel, other=0)
+            else:
+                old_row = (sequence + 1) * (WIDTH - 1) + token
+                inputs = tl.load(old + old_row * channels + channel, mask=has_window, other=0)
+            target = state + slot * state_slot + column * state_column + channel * state_channel
+            tl.store(target, inputs, mask=is_channel)
+
+
+@_kernel
+def _decode_kernel(
+    x, weight, bias, state, out, read_slot, write_slot, channels,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    row = tl.program_id(1).to(tl.int64)
+    read = tl.load(read_slot + row).to(tl.int64)
+    write = tl.load(write_slot + row).to(tl.int64)
+    if (read > 0) | (write > 0):
+        newest = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
+        has_window = channel < tl.where(read > 0, channels, 0)
+        window = state + read * state_slot + channel * state_channel
+        # The whole window is read before any of it is written: both may be the same slot.
+        back1 = tl.load(window + (WIDTH - 2) * state_column, mask=has_window, other=0)
+        back2 = back1
+        back3 = back1
+        if WIDTH > 2:
+            back2 = tl.load(window + (WIDTH - 3) * state_column, mask=has_window, other=0)
+        if WIDTH > 3:
+            back3 = tl.load(window + (WIDTH - 4) * state_column, mask=has_window, other=0)
+        weights = weight + channel * weight_channel
+        y = _convolve(
+            _bias(bias, channel, is_channel),
+            newest.to(tl.float32),
+            back1.to(newest.dtype).to(tl.float32),
+            back2.to(newest.dtype).to(tl.float32),
+            back3.to(newest.dtype).to(tl.float32),
+            _tap(weights, WIDTH - 1, weight_tap, is_channel),
+            _tap(weights, WIDTH - 2, weight_tap, is_channel),
+            _tap(weights, WIDTH - 3, weight_tap, is_channel),
+            _tap(weights, WIDTH - 4, weight_tap, is_channel),
+            WIDTH,
+        )
+        tl.store(out + row * out_row + channel, y, mask=is_channel)
+        if write > 0:
+            window = state + write * state_slot + channel * state_channel
+            tl.store(window + (WIDTH - 2) * state_column, newest, mask=is_channel)
+            if WIDTH > 2:
+                tl.store(window + (WIDTH - 3) * state_column, back1, mask=is_channel)
+            if WIDTH > 3:
+                tl.store(window + (WIDTH - 4) * state_column, back2, mask=is_channel)
+    else:
+        tl.store(out + row * out_row + channel, tl.zeros((BLOCK_C,), tl.float32), mask=is_channel)
+
+
+@triton.jit
+def _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH: tl.constexpr):
+    """silu(offset + taps * inputs), newest input first."""
+    y = offset + tap0 * newest
+    y += tap1 * back1
+    if WIDTH > 2:
+        y += tap2 * back2
+    if WIDTH > 3:
+        y += tap3 * back3
+    return y / (1 + tl.exp(-y))
+
+
+@triton.jit
+def _tap(weights, tap: tl.constexpr, weight_tap, mask):
+    """A column of the weights; zeros where they have no such column."""
+    values = tl.zeros(mask.shape, tl.float32)
+    if tap >= 0:
+        values = tl.load(weights + tap * weight_tap, mask=mask, other=0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _bias(bias, channel, mask):
+    values = tl.zeros(mask.shape, tl.float32)
+    if bias is not None:
+        values = tl.load(bias + channel, mask=mask, other=0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _past_input(
+    inputs, window, age, slot, back: tl.constexpr, x_row, state_column, is_read, mask,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The inputs `back` tokens before tokens of age [rows]: from x, or from the state."""
+    new = tl.load(inputs - back * x_row, mask=(is_read & (age >= back))[:, None] & mask, other=0)
+    from_state = is_read & (age < back) & (slot > 0)
+    column = age - back + (WIDTH - 1)
+    old = tl.load(
+        window + (column * state_column)[:, None], mask=from_state[:, None] & mask, other=0
+    )
+    return tl.where((age >= back)[:, None], new, old.to(new.dtype)).to(tl.float32)

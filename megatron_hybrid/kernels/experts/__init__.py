@@ -1,0 +1,1 @@
+"""The experts of a mixture: every token through those that its router chose."""

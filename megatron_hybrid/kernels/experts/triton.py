@@ -1,0 +1,458 @@
+"""Experts without a loop over them and without waiting for the device, in Triton.
+
+A pair is a token and one of the experts that its router chose; pair p belongs to token
+p // chosen. Two ways:
+
+- few tokens: each pair by itself, as products of a matrix and a vector;
+- otherwise pairs are sorted by expert into blocks of rows that share an expert, and two grouped
+  matrix products run over the blocks. The first one gathers its rows from x and ends with the
+  activation, the second one spreads its rows back to the pairs; a token's pairs are summed last.
+
+Sums are in float32 and in a fixed order (no atomics): the same input gives the same output.
+Nothing depends on values on the host, so that every call may be captured in a CUDA graph.
+"""
+
+# Kernels are typed by their launches: only constexpr arguments are annotated.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """How a program of a product covers its weights."""
+
+    columns: int  # rows of the weights: columns of the product
+    depth: int  # of the inner dimension, a step
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    rows: int  # pairs in a block
+    up: Tile
+    down: Tile
+
+
+# At most so many tokens go pair by pair: more would read experts that they share too often.
+FEW_TOKENS = 4
+FEW_UP = Tile(columns=8, depth=512, warps=4, stages=1)
+FEW_DOWN = Tile(columns=8, depth=512, warps=4, stages=1)
+
+
+def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) -> Tiles:
+    """Tiles for grouped products, by how many rows an expert has on average."""
+    average = pairs / num_experts
+    halves = 2 if gated else 1  # a gated tile has as many columns of the gate besides
+    if dtype.itemsize > 2:
+        narrow = Tile(32, 32, warps=4, stages=2)
+        return Tiles(16 if average < 32 else 64, narrow, narrow)
+    if average <= 8:
+        return Tiles(16, Tile(64 // halves, 128, 4, 4), Tile(64, 128, 4, 4))
+    if average <= 32:
+        return Tiles(32, Tile(64 // halves, 128, 4, 4), Tile(64, 128, 4, 4))
+    if average <= 96:
+        return Tiles(64, Tile(128 // halves, 64, 4, 4), Tile(128, 64, 4, 4))
+    return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
+
+
+def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
+    """The `chosen` best experts of every token and the softmax over their logits.
+
+    logits [tokens, experts] -> experts int32 and weights float32, [tokens, chosen] each, the best
+    first; of equal logits the one of the lower expert.
+    """
+    tokens, num_experts = logits.shape
+    logits = logits.contiguous()
+    experts = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
+    rows = 4
+    if tokens:
+        _route_kernel[(triton.cdiv(tokens, rows),)](
+            logits, experts, weights, tokens, num_experts, chosen, rows,
+            triton.next_power_of_2(num_experts), triton.next_power_of_2(chosen), num_warps=1,
+        )  # fmt: skip
+    return experts, weights
+
+
+def mix(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """As experts.reference.mix; `experts` must lie within [0, number of experts)."""
+    tokens, chosen = experts.shape
+    if tokens == 0:
+        return torch.empty_like(x)
+    x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
+    if tokens <= FEW_TOKENS:
+        tiles = Tiles(1, FEW_UP, FEW_DOWN)
+        function = mix_few
+    else:
+        tiles = choose_tiles(tokens * chosen, up_proj.shape[0], gated, x.dtype)
+        function = mix_grouped
+    return function(x, experts, weights, up_proj, down_proj, activation, gated, tiles)
+
+
+def mix_few(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    gated: bool,
+    tiles: Tiles,
+) -> Tensor:
+    """mix, pair by pair. `tiles.rows` has no meaning here."""
+    tokens, chosen = experts.shape
+    width, inner = down_proj.shape[1:]
+    hidden = x.new_empty(tokens * chosen, inner)
+    _few_up_kernel[(triton.cdiv(inner, tiles.up.columns), tokens * chosen)](
+        x, experts, up_proj, hidden, chosen, width, inner, activation, gated,
+        **_options(tiles.up),
+    )  # fmt: skip
+    y = x.new_empty(tokens, width)
+    _few_down_kernel[(triton.cdiv(width, tiles.down.columns), tokens)](
+        hidden, experts, weights, down_proj, y, chosen, width, inner, **_options(tiles.down)
+    )
+    return y
+
+
+def mix_grouped(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    gated: bool,
+    tiles: Tiles,
+) -> Tensor:
+    """mix, with pairs sorted by expert."""
+    groups = group(experts, up_proj.shape[0], tiles.rows)
+    hidden = grouped_up(x, groups, up_proj, experts.shape[1], activation, gated, tiles)
+    parts = grouped_down(hidden, groups, weights, down_proj, tiles)
+    return sum_pairs(parts, experts.shape[1])
+
+
+class Groups(NamedTuple):
+    """Pairs by expert, cut into blocks of at most `rows` that share an expert."""
+
+    order: Tensor  # [pairs] int32: pairs sorted by expert, then by pair
+    blocks: Tensor  # [3, blocks] int32: expert, first row in `order`, end row; empty where equal
+
+
+def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
+    """experts [tokens, chosen] -> Groups. The number of blocks depends on shapes only: expert e's
+    blocks begin at (rows of experts before e) // rows + e, which leaves room for its last, partly
+    filled block and makes pairs // rows + experts in all."""
+    pairs = experts.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    blocks = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
+    chunk = min(max(triton.next_power_of_2(pairs), 128), 8192)
+    _group_kernel[(num_experts,)](
+        experts, order, blocks, pairs, blocks.shape[1], rows, chunk,
+        num_warps=min(max(chunk // 512, 1), 16),
+    )  # fmt: skip
+    return Groups(order, blocks)
+
+
+def grouped_up(
+    x: Tensor,
+    groups: Groups,
+    up_proj: Tensor,
+    chosen: int,
+    activation: str,
+    gated: bool,
+    tiles: Tiles,
+) -> Tensor:
+    """act(up[e] x[t]) of every pair -> [pairs, inner] in the order of `groups`."""
+    inner, width = up_proj.shape[1] // (2 if gated else 1), up_proj.shape[2]
+    hidden = x.new_empty(groups.order.shape[0], inner)
+    count = groups.blocks.shape[1]
+    _up_kernel[(count * triton.cdiv(inner, tiles.up.columns),)](
+        x, up_proj, hidden, groups.order, groups.blocks, count, chosen, width, inner,
+        activation, gated, tiles.rows, **_options(tiles.up),
+    )  # fmt: skip
+    return hidden
+
+
+def grouped_down(
+    hidden: Tensor, groups: Groups, weights: Tensor, down_proj: Tensor, tiles: Tiles
+) -> Tensor:
+    """weight * down[e] hidden of every pair -> [pairs, width], in the order of pairs."""
+    width, inner = down_proj.shape[1:]
+    parts = hidden.new_empty(hidden.shape[0], width)
+    count = groups.blocks.shape[1]
+    _down_kernel[(count * triton.cdiv(width, tiles.down.columns),)](
+        hidden, down_proj, weights, parts, groups.order, groups.blocks, count, width, inner,
+        tiles.rows, **_options(tiles.down),
+    )  # fmt: skip
+    return parts
+
+
+def sum_pairs(parts: Tensor, chosen: int) -> Tensor:
+    """[pairs, width] -> [tokens, width]: the sum over each token's pairs."""
+    width = parts.shape[1]
+    y = parts.new_empty(parts.shape[0] // chosen, width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _sum_kernel[(y.shape[0], triton.cdiv(width, block))](
+        parts, y, chosen, width, block, num_warps=4
+    )
+    return y
+
+
+def _options(tile: Tile) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
+# Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    logits, experts, weights, tokens, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_E)
+    source = tl.minimum(row, tokens - 1)[:, None] * EXPERTS + column[None, :]
+    left = tl.load(logits + source, mask=(column < EXPERTS)[None, :], other=float("-inf"))
+    left = left.to(tl.float32)
+    # Rows of NaN (the padding of a captured step may hold any bits) still choose real experts.
+    left = tl.where(left == left, left, float("-inf"))
+    place = tl.arange(0, BLOCK_C)
+    best = tl.full((ROWS, BLOCK_C), float("-inf"), tl.float32)
+    expert = tl.zeros((ROWS, BLOCK_C), tl.int32)
+    for j in tl.static_range(CHOSEN):
+        value, index = tl.max(left, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        here = (place == j)[None, :]
+        best = tl.where(here, value[:, None], best)
+        expert = tl.where(here, index[:, None], expert)
+        left = tl.where(column[None, :] == index[:, None], float("-inf"), left)
+    share = tl.exp(best - tl.max(best, axis=1)[:, None])
+    share = share / tl.sum(share, axis=1)[:, None]
+    target = row[:, None] * CHOSEN + place[None, :]
+    valid = (row < tokens)[:, None] & (place < CHOSEN)[None, :]
+    tl.store(experts + target, expert, mask=valid)
+    tl.store(weights + target, share, mask=valid)
+
+
+@triton.jit(do_not_specialize=["pairs", "num_blocks"])
+def _group_kernel(
+    experts, order, blocks, pairs, num_blocks, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One program an expert: it counts the pairs of lower experts, which gives its first row,
+    and its own, then places these."""
+    expert = tl.program_id(0)
+    offset = tl.arange(0, CHUNK)
+    lower = tl.zeros((CHUNK,), tl.int32)
+    own = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + offset
+        chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
+        lower += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    begin = tl.sum(lower, axis=0)
+    end = begin + tl.sum(own, axis=0)
+
+    first = begin // BLOCK_M + expert
+    last = end // BLOCK_M + expert + 1  # where the next expert's blocks begin
+    step = tl.arange(0, 64)
+    for start in range(first, last, 64):
+        block = start + step
+        valid = block < last
+        row = tl.minimum(begin + (block - first) * BLOCK_M, end)
+        tl.store(blocks + block, expert + 0 * block, mask=valid)
+        tl.store(blocks + num_blocks + block, row, mask=valid)
+        tl.store(blocks + 2 * num_blocks + block, tl.minimum(row + BLOCK_M, end), mask=valid)
+
+    place = begin
+    for start in range(0, pairs, CHUNK):
+        pair = start + offset
+        chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, axis=0) - 1, pair, mask=mine != 0)
+        place += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    else:
+        tl.static_assert(ACTIVATION == "relu2", "activations are silu and relu2")
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
+
+
+@triton.jit
+def _load(pointers, valid, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[rows, BLOCK_K] of rows that are SIZE long, from column k on; zeros where not `valid`
+    [rows, 1] and past the end."""
+    if SIZE % BLOCK_K:
+        valid = valid & (k + tl.arange(0, BLOCK_K) < SIZE)[None, :]
+    return tl.load(pointers + k, mask=valid, other=0.0)
+
+
+@triton.jit
+def _load_weights(pointers, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """_load of weights, whose rows are all valid: without a mask where that can be."""
+    if SIZE % BLOCK_K:
+        valid = (k + tl.arange(0, BLOCK_K) < SIZE)[None, :]
+        return tl.load(pointers + k, mask=valid, other=0.0)
+    else:
+        return tl.load(pointers + k)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _up_kernel(
+    x, weight, hidden, order, blocks, num_blocks, CHOSEN: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # All columns of a block, then the next block: what runs at a time shares rows and weights.
+    block = tl.program_id(0) // tl.cdiv(INNER, BLOCK_N)
+    n = tl.program_id(0) % tl.cdiv(INNER, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(blocks + num_blocks + block)
+    end = tl.load(blocks + 2 * num_blocks + block)
+    expert = tl.load(blocks + block).to(tl.int64)
+    if begin >= end:
+        return
+    row = begin + tl.arange(0, BLOCK_M)
+    valid = (row < end)[:, None]
+    token = tl.load(order + row, mask=row < end, other=0).to(tl.int64) // CHOSEN
+    k = tl.arange(0, BLOCK_K)
+    inputs = x + token[:, None] * WIDTH + k[None, :]
+    # Columns past the end repeat the last one; they are computed but not stored.
+    column = tl.minimum(n, INNER - 1)
+    weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
+    weights += column[:, None] * WIDTH + k[None, :]
+    first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if GATED:
+        second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+            rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
+            gate = _load_weights(weights, start, WIDTH, BLOCK_K)
+            up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
+            first = tl.dot(rows, tl.trans(gate), first, input_precision="ieee")
+            second = tl.dot(rows, tl.trans(up), second, input_precision="ieee")
+        first = _activate(first, ACTIVATION) * second
+    else:
+        for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+            rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
+            up = _load_weights(weights, start, WIDTH, BLOCK_K)
+            first = tl.dot(rows, tl.trans(up), first, input_precision="ieee")
+        first = _activate(first, ACTIVATION)
+    target = hidden + row[:, None].to(tl.int64) * INNER + n[None, :]
+    tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _down_kernel(
+    hidden, weight, shares, parts, order, blocks, num_blocks,
+    WIDTH: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_N)
+    n = tl.program_id(0) % tl.cdiv(WIDTH, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(blocks + num_blocks + block)
+    end = tl.load(blocks + 2 * num_blocks + block)
+    expert = tl.load(blocks + block).to(tl.int64)
+    if begin >= end:
+        return
+    row = begin + tl.arange(0, BLOCK_M)
+    valid = (row < end)[:, None]
+    k = tl.arange(0, BLOCK_K)
+    inputs = hidden + row[:, None].to(tl.int64) * INNER + k[None, :]
+    column = tl.minimum(n, WIDTH - 1)
+    weights = weight + expert * (WIDTH * INNER) + column[:, None] * INNER + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+        rows = _load(inputs, valid, start, INNER, BLOCK_K)
+        down = _load_weights(weights, start, INNER, BLOCK_K)
+        total = tl.dot(rows, tl.trans(down), total, input_precision="ieee")
+    pair = tl.load(order + row, mask=row < end, other=0).to(tl.int64)
+    total *= tl.load(shares + pair, mask=row < end, other=0.0)[:, None]
+    target = parts + pair[:, None] * WIDTH + n[None, :]
+    tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
+
+
+@triton.jit
+def _sum_kernel(parts, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(CHOSEN):
+        part = tl.load(parts + (token * CHOSEN + j) * WIDTH + column, mask=valid, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _few_up_kernel(
+    x, experts, weight, hidden, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(experts + pair).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    column = tl.minimum(n, INNER - 1)
+    weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
+    weights += column[:, None] * WIDTH + k[None, :]
+    inputs = x + pair // CHOSEN * WIDTH + k
+    first = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    second = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+        row = tl.load(inputs + start, mask=start + k < WIDTH, other=0.0).to(tl.float32)
+        first += _load_weights(weights, start, WIDTH, BLOCK_K).to(tl.float32) * row[None, :]
+        if GATED:
+            up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
+            second += up.to(tl.float32) * row[None, :]
+    value = _activate(tl.sum(first, axis=1), ACTIVATION)
+    if GATED:
+        value *= tl.sum(second, axis=1)
+    tl.store(hidden + pair * INNER + n, value.to(hidden.dtype.element_ty), mask=n < INNER)
+
+
+@triton.jit
+def _few_down_kernel(
+    hidden, experts, shares, weight, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One token's columns n: the loop over its pairs is here, so that nothing is left to sum."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    column = tl.minimum(n, WIDTH - 1)
+    weights = weight + column[:, None] * INNER + k[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for pair in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + pair
+        own = weights + tl.load(experts + pair).to(tl.int64) * (WIDTH * INNER)
+        share = tl.load(shares + pair)
+        for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+            inputs = hidden + pair * INNER + start + k
+            row = tl.load(inputs, mask=start + k < INNER, other=0.0).to(tl.float32) * share
+            total += _load_weights(own, start, INNER, BLOCK_K).to(tl.float32) * row[None, :]
+    value = tl.sum(total, axis=1)
+    tl.store(y + token * WIDTH + n, value.to(y.dtype.element_ty), mask=n < WIDTH)

@@ -1,0 +1,100 @@
+"""Which implementation of each operation a model runs on.
+
+reference   plain torch: the meaning, and what a CPU runs
+gpu         Triton kernels of ours, and flashinfer where it is installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_hybrid.kernels.activation import reference as activation
+from megatron_hybrid.kernels.causal_conv1d import reference as conv
+from megatron_hybrid.kernels.experts import reference as experts
+from megatron_hybrid.kernels.mamba2_scan import reference as scan
+from megatron_hybrid.kernels.norm import reference as norm
+from megatron_hybrid.kernels.paged_attention import reference as attention
+from megatron_hybrid.kernels.rope import reference as rope
+from megatron_hybrid.kernels.sampling import reference as sampling
+from megatron_hybrid.kernels.slots import plan_decode
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """One implementation of each operation: a module, or an object that keeps workspaces. All
+    implementations of an operation have the calls of its reference.py."""
+
+    name: str
+    attention: Any
+    plan_decode: Callable[..., Any]  # DecodeSlots -> the plan of conv.decode and scan.decode
+    conv: Any
+    scan: Any
+    norm: Any
+    activation: Any
+    experts: Any
+    rope: Any
+    sampling: Any
+    captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
+
+
+REFERENCE = KernelSet(
+    name="reference",
+    attention=attention,
+    plan_decode=plan_decode,
+    conv=conv,
+    scan=scan,
+    norm=norm,
+    activation=activation,
+    experts=experts,
+    rope=rope,
+    sampling=sampling,
+    captures=False,
+)
+
+
+def select(name: str, device: torch.device) -> KernelSet:
+    """`name`: "reference", or "auto": the fastest for the device."""
+    if name == "reference" or device.type == "cpu":
+        return REFERENCE
+    return _gpu()
+
+
+def _gpu() -> KernelSet:
+    # Triton is not installed on every machine.
+    from megatron_hybrid.kernels.activation import triton as activation
+    from megatron_hybrid.kernels.causal_conv1d import triton as conv
+    from megatron_hybrid.kernels.experts import triton as experts
+    from megatron_hybrid.kernels.mamba2_scan import triton as scan
+    from megatron_hybrid.kernels.norm import triton as norm
+
+    attention: Any
+    rotary: Any
+    drawing: Any
+    if importlib.util.find_spec("flashinfer") is not None:
+        from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+        from megatron_hybrid.kernels.rope import flashinfer as fast_rope
+        from megatron_hybrid.kernels.sampling import flashinfer as fast_sampling
+
+        attention, rotary, drawing = FlashInferAttention(), fast_rope, fast_sampling
+    else:
+        from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
+
+        attention, rotary, drawing = TritonAttention(), rope, sampling
+    return KernelSet(
+        name="gpu",
+        attention=attention,
+        plan_decode=lambda slots: slots,  # the kernels read the slots themselves
+        conv=conv,
+        scan=scan,
+        norm=norm,
+        activation=activation,
+        experts=experts,
+        rope=rotary,
+        sampling=drawing,
+        captures=True,
+    )

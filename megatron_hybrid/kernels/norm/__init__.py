@@ -1,0 +1,1 @@
+"""RMS norms, alone and fused with what comes before them in the model."""

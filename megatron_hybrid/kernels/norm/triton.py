@@ -1,0 +1,166 @@
+"""RMS norms in Triton; the calls, their meaning and their roundings are those of reference.py.
+
+Each program normalises a few whole rows, so a row's bits do not depend on what it is batched with.
+"""
+
+# Kernels are typed by their launches: only constexpr arguments are annotated.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
+    weight's dtype."""
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    # Heads of a wider projection are read where they lie.
+    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    return _launch_rms_norm(rows, weight, eps, out)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, multiplier: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of residual + multiplier * x, and that sum, in `residual`'s place.
+
+    x, residual [tokens, size] (rows may be strided) -> norm in weight's dtype, residual.
+    """
+    return _launch_add_rms_norm(x, residual, multiplier, weight, eps), residual
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """weight * norm(x * silu(gate)), each group of channels normalised by itself.
+
+    x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
+    """
+    return _launch_gated_rms_norm(x, gate, weight, group_size, eps)
+
+
+def _warps(elements: int, per_thread: int = 16) -> int:
+    return min(max(elements // (32 * per_thread), 1), 16)
+
+
+def _launch_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    block_elements: int = 1024,
+    num_warps: int | None = None,
+) -> Tensor:
+    """x [tokens, heads, size]."""
+    tokens, heads, size = x.shape
+    block = triton.next_power_of_2(size)
+    block_rows = max(block_elements // block, 1)
+    if tokens:
+        _rms_norm_kernel[(triton.cdiv(tokens * heads, block_rows),)](
+            x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
+            ROWS=block_rows, BLOCK=block, num_warps=num_warps or _warps(block_rows * block),
+        )  # fmt: skip
+    return out
+
+
+def _launch_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    multiplier: float,
+    weight: Tensor,
+    eps: float,
+    num_warps: int | None = None,
+) -> Tensor:
+    tokens, size = x.shape
+    block = triton.next_power_of_2(size)
+    out = torch.empty((tokens, size), dtype=weight.dtype, device=x.device)
+    if tokens:
+        _add_rms_norm_kernel[(tokens,)](
+            x, residual, weight, out, size, x.stride(0), residual.stride(0), multiplier, eps,
+            BLOCK=block, num_warps=num_warps or _warps(block),
+        )  # fmt: skip
+    return out
+
+
+def _launch_gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    num_warps: int | None = None,
+) -> Tensor:
+    tokens, channels = x.shape
+    block = triton.next_power_of_2(group_size)
+    out = torch.empty((tokens, channels), dtype=weight.dtype, device=x.device)
+    if tokens:
+        _gated_rms_norm_kernel[(tokens * (channels // group_size),)](
+            x, gate, weight, out, channels, group_size, x.stride(0), gate.stride(0), eps,
+            BLOCK=block, num_warps=num_warps or _warps(block, per_thread=8),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])  # compiled once, not once for multiples of 16
+def _rms_norm_kernel(
+    x, weight, out, rows, heads, size, token_stride, head_stride, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows)[:, None] & (column < size)
+    source = (row // heads) * token_stride + (row % heads) * head_stride
+    values = tl.load(x + source[:, None] + column, mask=mask, other=0)
+    weights = tl.load(weight + column, mask=column < size, other=0)
+    normed = _scaled(values.to(weights.dtype), _inverse_rms(values, size, eps), weights)
+    tl.store(out + row[:, None] * size + column, normed, mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, residual, weight, out, size, x_row, residual_row, multiplier, eps, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < size
+    inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
+    carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
+    weights = tl.load(weight + column, mask=mask, other=0)
+    # Rounded before the norm is taken: the norm is that of the residual as it is kept.
+    total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
+    tl.store(residual + row * residual_row + column, total, mask=mask)
+    normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
+    tl.store(out + row * size + column, normed, mask=mask)
+
+
+@triton.jit
+def _gated_rms_norm_kernel(
+    x, gate, weight, out, channels, group_size, x_row, gate_row, eps, BLOCK: tl.constexpr
+):
+    groups = channels // group_size
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < group_size
+    column += tl.program_id(0) % groups * group_size
+    inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
+    gates = tl.load(gate + row * gate_row + column, mask=mask, other=0).to(tl.float32)
+    weights = tl.load(weight + column, mask=mask, other=0)
+    gated = gates * tl.sigmoid(gates) * inputs
+    normed = _scaled(gated, _inverse_rms(gated, group_size, eps), weights)
+    tl.store(out + row * channels + column, normed, mask=mask)
+
+
+@triton.jit
+def _inverse_rms(values, size, eps):
+    """values [rows, columns], zeros past `size` -> [rows, 1] float32."""
+    values = values.to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / size + eps)
+
+
+@triton.jit
+def _scaled(values, scale, weights):
+    """values * scale * weights in float32, rounded to weights' dtype between the two."""
+    scaled = (values.to(tl.float32) * scale).to(weights.dtype)
+    return scaled.to(tl.float32) * weights.to(tl.float32)

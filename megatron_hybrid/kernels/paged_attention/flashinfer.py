@@ -1,0 +1,222 @@
+"""Paged attention with flashinfer's kernels; the calls are those of reference.py.
+
+Decodes run on the tensor-core decode wrapper, which splits long KV over programs; prefills on the
+prefill wrapper (FlashAttention 3 on Hopper, else 2). Both are planned once a step, from the host
+arrays, for every layer: a plan is a schedule that goes to the device from the wrapper's own pinned
+buffer, so a step's plan is made only when the copies of the step before have been executed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import flashinfer
+import numpy as np
+import torch
+from flashinfer.decode import fast_decode_plan
+from flashinfer.prefill import get_batch_prefill_module
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import AttentionShape, Ints, KVCache, PagedSequences
+from megatron_hybrid.kernels.paged_attention.triton import (
+    TritonAttention,
+    TritonPlan,
+    copy_tokens,
+    store_kv,
+)
+
+_HEAD_DIMS = (64, 128, 256)
+# The schedule of a decode batch takes about 30 bytes a sequence and 15 a program, thousands at
+# most; the wrapper's own 8 MiB times the number of graphs would be wasted.
+_GRAPH_SCHEDULE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPlan:
+    """The wrappers as they are planned: only the latest plan of a FlashInferAttention may run."""
+
+    decode: Any  # None where the step has no decodes
+    prefill: Any  # None where it has no prefills
+    num_decodes: int
+    num_tokens: int
+    kv_slot: Tensor  # [tokens]
+
+
+class FlashInferAttention:
+    """The calls of reference.py. What flashinfer has no kernel for goes to TritonAttention."""
+
+    def __init__(self, workspace_bytes: int = 512 << 20) -> None:
+        """`workspace_bytes`: room for partial results where KV is split over programs. A CUDA
+        graph of n decodes takes 4 * n * heads * head_dim * t bytes: t = 16 for up to 16 query
+        heads a KV head, 64 for up to 64. flashinfer raises an error where it is not enough."""
+        self._workspace_bytes = workspace_bytes
+        self._triton = TritonAttention()
+        self._wrappers: dict[AttentionShape, _Wrappers | None] = {}
+
+    def plan(self, paged: PagedSequences, shape: AttentionShape) -> FlashInferPlan | TritonPlan:
+        """Once a step. Waits for nothing."""
+        if shape not in self._wrappers:
+            self._wrappers[shape] = self._choose(shape, paged.kv_slot.device)
+        wrappers = self._wrappers[shape]
+        if wrappers is None:
+            return self._triton.plan(paged, shape)
+        decodes = paged.num_decodes
+        return FlashInferPlan(
+            decode=wrappers.plan_decodes(paged) if decodes else None,
+            prefill=wrappers.plan_prefills(paged) if len(paged.kv_length) > decodes else None,
+            num_decodes=decodes,
+            num_tokens=int(paged.host.cu_seqlens[-1]),
+            kv_slot=paged.kv_slot,
+        )
+
+    def append(
+        self, key: Tensor, value: Tensor, cache: KVCache, plan: FlashInferPlan | TritonPlan
+    ) -> None:
+        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+        store_kv(key, value, cache, plan.kv_slot)
+
+    def attend(self, query: Tensor, cache: KVCache, plan: FlashInferPlan | TritonPlan) -> Tensor:
+        """query [tokens, heads, head_dim], tokens may be strided -> [tokens, heads, head_dim]."""
+        if isinstance(plan, TritonPlan):
+            return self._triton.attend(query, cache, plan)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        kv = (cache.key, cache.value)
+        middle, end = plan.num_decodes, plan.num_tokens
+        if plan.decode is not None:
+            plan.decode.run(query[:middle], kv, out=output[:middle])
+        if plan.prefill is not None:
+            plan.prefill.run(query[middle:end], kv, out=output[middle:end])
+        return output
+
+    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
+        """KV at the places source [tokens] to the places destination [tokens], counted like
+        PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
+        copy_tokens(cache, source, destination)
+
+    def _choose(self, shape: AttentionShape, device: torch.device) -> _Wrappers | None:
+        """The wrappers for `shape`; None where flashinfer can't do it."""
+        if shape.dtype not in (torch.bfloat16, torch.float16) or shape.head_dim not in _HEAD_DIMS:
+            return None
+        if not _has_kernels("fa2", shape):
+            warnings.warn(
+                f"flashinfer has no attention kernels for {shape.dtype} and heads of "
+                f"{shape.head_dim}, so slower ones are used. To build them unset "
+                f"FLASHINFER_DISABLE_JIT and install flashinfer-python with a CUDA compiler.",
+                stacklevel=4,
+            )
+            return None
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        prefill = "fa3" if hopper and _has_kernels("fa3", shape) else "fa2"
+        # flashinfer wants zeros at first use
+        workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
+        return _Wrappers(shape, workspace, prefill)
+
+
+class _Wrappers:
+    """flashinfer's wrappers for one shape; a decode graph has one of its own, which keeps reading
+    the tensors that the graph was captured with. All share the workspace."""
+
+    def __init__(self, shape: AttentionShape, workspace: Tensor, prefill_backend: str) -> None:
+        self._shape = shape
+        self._workspace = workspace
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", backend=prefill_backend
+        )
+        # by the number of decodes and the address of their tables; None: outside of graphs
+        self._decode: dict[tuple[int, int] | None, Any] = {}
+
+    def plan_decodes(self, paged: PagedSequences) -> Any:
+        """The decode wrapper, planned for the first num_decodes sequences."""
+        shape, count = self._shape, paged.num_decodes
+        key = (count, paged.kv_indices.data_ptr()) if paged.static else None
+        wrapper = self._decode.get(key)
+        indptr = torch.from_numpy(paged.host.kv_indptr[: count + 1])
+        last_length = torch.from_numpy(paged.host.last_block_length[:count])
+        heads = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
+        types = {
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
+            "sm_scale": shape.scale,
+        }
+        if wrapper is None:
+            wrapper = self._decode[key] = self._new_decode_wrapper(paged)
+            wrapper.plan(indptr, paged.kv_indices, last_length, *heads, **types)
+            return wrapper
+        # plan() again would take microseconds a sequence and copy tables that are there already
+        fast_decode_plan(
+            wrapper,
+            paged.kv_indptr[: count + 1],
+            paged.kv_indices,
+            last_length,
+            *heads,
+            **types,
+            global_override_indptr_cpu=indptr,
+        )
+        if not paged.static:
+            # It keeps the host array that it was given instead of reading the device's.
+            wrapper._paged_kv_last_page_len_buf = paged.last_block_length[:count]
+        return wrapper
+
+    def plan_prefills(self, paged: PagedSequences) -> Any:
+        """The prefill wrapper, planned for the sequences after the decodes."""
+        shape, host, first = self._shape, paged.host, paged.num_decodes
+        # The blocks keep their places in kv_indices, the queries are counted from the first one.
+        query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
+        self._prefill.plan(
+            _pinned(query_indptr),
+            _pinned(host.kv_indptr[first:]),
+            paged.kv_indices,
+            _pinned(host.last_block_length[first:]),
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            seq_lens=_pinned(host.kv_length[first:]),
+            max_token_per_sequence=int(np.diff(query_indptr).max()),
+        )
+        return self._prefill
+
+    def _new_decode_wrapper(self, paged: PagedSequences) -> Any:
+        buffers = {}
+        if paged.static:
+            buffers = {
+                "paged_kv_indptr_buffer": paged.kv_indptr,
+                "paged_kv_indices_buffer": paged.kv_indices,
+                "paged_kv_last_page_len_buffer": paged.last_block_length,
+            }
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=paged.static,
+            use_tensor_cores=True,
+            **buffers,
+        )
+        if paged.static:
+            schedule = torch.empty(
+                _GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.device
+            )
+            wrapper.reset_workspace_buffer(self._workspace, schedule)
+        return wrapper
+
+
+def _has_kernels(backend: str, shape: AttentionShape) -> bool:
+    """Whether flashinfer has, or can build, the module of a shape."""
+    dtype, dim = shape.dtype, shape.head_dim
+    # no position encoding (0), sliding window, logit cap or fp16 accumulation
+    variant = (0, False, False, False)
+    try:
+        get_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, dim, dim, *variant)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _pinned(values: Ints) -> Tensor:
+    # from pageable memory a copy may wait for the device
+    return torch.from_numpy(np.ascontiguousarray(values)).pin_memory()

@@ -1,0 +1,245 @@
+"""Paged attention in Triton, for any dtype and head size: machines without flashinfer, float32
+models, shapes flashinfer has no kernel for. The calls are those of reference.py.
+
+A program computes a tile of the queries of one sequence that share a KV head, with the softmax
+taken as the keys go by (Dao et al., "FlashAttention", 2022). The query heads of a KV head are rows
+of the same tile, so that their keys and values are read once.
+"""
+
+# Kernels are typed by their launches: only constexpr arguments are annotated.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """The step as it came: nothing is planned but the size of the grid."""
+
+    paged: PagedSequences
+    shape: AttentionShape
+    longest: int  # queries of the longest sequence
+
+    @property
+    def kv_slot(self) -> Tensor:
+        return self.paged.kv_slot
+
+
+class TritonAttention:
+    """The calls of reference.py; keeps nothing between steps and may be captured in a CUDA graph
+    (of decodes: the grid follows the longest segment)."""
+
+    def plan(self, paged: PagedSequences, shape: AttentionShape) -> TritonPlan:
+        """Once a step."""
+        return TritonPlan(paged, shape, int(np.diff(paged.host.cu_seqlens).max(initial=0)))
+
+    def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: TritonPlan) -> None:
+        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+        store_kv(key, value, cache, plan.kv_slot)
+
+    def attend(self, query: Tensor, cache: KVCache, plan: TritonPlan) -> Tensor:
+        """query [tokens, heads, head_dim], heads may be strided -> [tokens, heads, head_dim]."""
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        group = query.shape[1] // cache.key.shape[2]
+        # 16 rows are the least of a matrix product; a decode has no use for more
+        rows = 16 if plan.longest * group <= 16 else 64
+        num_warps = 4 if query.shape[2] <= 128 else 8
+        _launch_attend(query, cache, output, plan, rows, 32, num_warps)
+        return output
+
+    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
+        """KV at the places source [tokens] to the places destination [tokens], counted like
+        PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
+        copy_tokens(cache, source, destination)
+
+
+def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
+    """See TritonAttention.copy_tokens."""
+    source, destination = source.long(), destination.long()
+    for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
+        rows.index_copy_(0, destination, rows.index_select(0, source))
+
+
+def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
+    """Rows of key and value [tokens, kv_heads, head_dim] (strided, but for head_dim) to the places
+    kv_slot [tokens] of the cache.
+
+    Not flashinfer's append: it derives a token's place from the block table, while ours may be
+    turned to block 0, where the KV of shared positions is not to be written again.
+    """
+    tokens, kv_heads, head_dim = key.shape
+    if not tokens:
+        return
+    width = kv_heads * head_dim
+    _store_kv_kernel[(tokens,)](
+        key,
+        value,
+        cache.key,
+        cache.value,
+        kv_slot,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        head_dim,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=min(max(triton.next_power_of_2(width) // 256, 1), 8),
+    )
+
+
+@triton.jit
+def _store_kv_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    kv_slot,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(kv_slot + token).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    head, dim = at // head_dim, at % head_dim
+    k = tl.load(key + token * key_stride + head * key_head_stride + dim, mask=inside)
+    v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask=inside)
+    tl.store(key_cache + place + at, k, mask=inside)
+    tl.store(value_cache + place + at, v, mask=inside)
+
+
+def _launch_attend(
+    query: Tensor,
+    cache: KVCache,
+    output: Tensor,
+    plan: TritonPlan,
+    block_rows: int,
+    block_keys: int,
+    num_warps: int,
+    num_stages: int = 2,
+) -> None:
+    paged = plan.paged
+    _, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = cache.key.shape
+    sequences = len(paged.kv_length)
+    group = heads // kv_heads
+    if not plan.longest:
+        return
+    # x is the one dimension of a grid that may exceed 65535
+    _attend_kernel[(triton.cdiv(plan.longest * group, block_rows), kv_heads, sequences)](
+        query,
+        cache.key,
+        cache.value,
+        output,
+        paged.cu_seqlens,
+        paged.kv_length,
+        paged.kv_indptr,
+        paged.kv_indices,
+        # exp2 is what the device has
+        plan.shape.scale * 1.4426950408889634,
+        query.stride(0),
+        query.stride(1),
+        kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=block_rows,
+        KEYS=block_keys,
+        DIMS=max(triton.next_power_of_2(head_dim), 16),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    key_cache,
+    value_cache,
+    output,
+    cu_seqlens,
+    kv_length,
+    kv_indptr,
+    kv_indices,
+    scale,
+    query_stride,
+    query_head_stride,
+    kv_heads,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    first_row = tl.program_id(0) * ROWS
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
+    queries = (tl.load(cu_seqlens + sequence + 1) - first_token).to(tl.int32)
+    if first_row >= queries * GROUP:
+        return
+    keys = tl.load(kv_length + sequence).to(tl.int32)
+    blocks = kv_indices + tl.load(kv_indptr + sequence)
+
+    # row = query * GROUP + head of the group
+    row = first_row + tl.arange(0, ROWS)
+    row_inside = row < queries * GROUP
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    position = keys - queries + row // GROUP
+    dim = tl.arange(0, DIMS)
+    dim_inside = dim < HEAD_DIM
+    q = tl.load(
+        query + (token * query_stride + head * query_head_stride)[:, None] + dim[None, :],
+        mask=row_inside[:, None] & dim_inside[None, :],
+        other=0.0,
+    )
+
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, DIMS], tl.float32)
+    end = tl.minimum(keys, keys - queries + (first_row + ROWS - 1) // GROUP + 1)
+    for first_key in range(0, end, KEYS):
+        at = first_key + tl.arange(0, KEYS)
+        # what lies past a sequence's end was never written: it is not read
+        inside = at < keys
+        block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
+        where = place[:, None] + dim[None, :]
+        readable = inside[:, None] & dim_inside[None, :]
+        k = tl.load(key_cache + where, mask=readable, other=0.0)
+        v = tl.load(value_cache + where, mask=readable, other=0.0)
+        # full float32 products for float32; other types have no effect from input_precision
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        # Key 0 is seen by every row, so the maximum is finite from the first keys on.
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(largest - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None]
+        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = larger
+    result = result / total[:, None]
+    tl.store(
+        output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :],
+        result.to(output.dtype.element_ty),
+        mask=row_inside[:, None] & dim_inside[None, :],
+    )

@@ -1,0 +1,58 @@
+"""Sampling in plain torch.
+
+A token is drawn by inverting the cumulative distribution, taken in the order of token ids, at one
+uniform number: whatever the batch, the same number draws the same token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    point: Tensor,
+    *,
+    uses_top_k: bool = True,
+    uses_top_p: bool = True,
+    uses_min_p: bool = True,
+) -> Tensor:
+    """logits [rows, vocabulary], the others [rows]: temperature above 0, top_k int (0 or less:
+    off), top_p (1: off), min_p (0: off), point float64 in [0, 1) -> token ids [rows] int64.
+
+    top-k first, then top-p and min-p of what is left; the most likely token always stays.
+    `uses_...`: False when no row uses the filter; a row's token does not depend on these.
+    """
+    logits = logits.float()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5)[:, None]
+    weights = scaled.exp()  # the most likely token has 1
+    if uses_min_p:
+        weights = weights.masked_fill(weights < min_p[:, None], 0.0)
+    if uses_top_k or uses_top_p:
+        # stable: equal logits keep the order of their ids on every device
+        ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[-1], device=logits.device)
+        most = torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
+        probability = torch.softmax(ordered.masked_fill(rank >= most, -torch.inf), dim=-1)
+        before = probability.cumsum(-1) - probability  # mass of the more likely ones
+        dropped = (rank >= most) | ((before >= top_p[:, None]) & (top_p < 1)[:, None])
+        dropped[:, 0] = False
+        weights = weights.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), 0.0)
+    return invert(weights, point)
+
+
+def invert(weights: Tensor, point: Tensor) -> Tensor:
+    """weights [rows, vocabulary] not negative, with a positive sum; point [rows] in [0, 1) -> the
+    token at that share of the cumulative sum, [rows] int64; never one of weight 0."""
+    cumulative = weights.double().cumsum(-1)
+    # scaled to the sum, so that rounding can't point past the last weight
+    target = point[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, target, right=True)
+    positive = weights > 0
+    last = weights.shape[-1] - 1 - positive.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.minimum(found, last).squeeze(1)

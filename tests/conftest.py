@@ -1,0 +1,11 @@
+"""Without a GPU Triton's kernels run in its interpreter, which is chosen when triton is imported:
+before any test module does that."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,141 @@
+"""The Triton convolution, norms and activations on a GPU, at the sizes of real models, against
+float64 and, where it is installed, against causal_conv1d."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.contract import DecodeSlots
+from tests.kernels.activation_cases import check_activate
+from tests.kernels.conv_cases import Conv, check_decode, check_prefill, on
+from tests.kernels.norm_cases import check_add_rms_norm, check_gated_rms_norm, check_rms_norm
+from tests.kernels.segments import Segment, int64, prefill_segments
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
+from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
+from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
+
+DTYPES = [torch.bfloat16, torch.float32]
+NEMOTRON, GRANITE = 10240, 3328  # channels of the convolution
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """Tensors are allocated full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [NEMOTRON, GRANITE, 100])
+def test_conv_prefill(channels: int, dtype: torch.dtype, packed: bool) -> None:
+    lengths = [700, 1, 2, 0, 3, 129, 16, 15, 17, 300, 1, 1, 40]
+    options = {"channels": channels, "dtype": dtype, "packed": packed, "device": "cuda"}
+    check_prefill(conv, lengths, padding=20, **options)
+    check_prefill(conv, [1], **options)
+    check_prefill(conv, [0], **options)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_conv_of_other_widths(width: int) -> None:
+    check_prefill(conv, [100, 1, 40], channels=512, width=width, device="cuda", bias=False)
+    check_decode(conv, 20, channels=512, width=width, device="cuda", bias=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [[1] * 99, [33, 1, 50, 15], [20, 79], [98, 1]])
+def test_conv_outputs_have_the_same_bits_however_the_sequence_is_cut(
+    lengths: list[int], dtype: torch.dtype
+) -> None:
+    case = Conv.random(99, 2, set(), channels=GRANITE, dtype=dtype, device="cuda")
+    whole = on(prefill_segments([Segment(0, 99, 0, 0)]), "cuda")
+    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole)
+    position = 0
+    for length in lengths:
+        segment = Segment(position, length, 1 if position else 0, 1)
+        step = on(prefill_segments([segment]), "cuda")
+        part = slice(position, position + length)
+        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step)
+        assert torch.equal(y, expected[part])
+        position += length
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [NEMOTRON, GRANITE, 100])
+@pytest.mark.parametrize("rows", [1, 32, 256])
+def test_conv_decode(rows: int, channels: int, dtype: torch.dtype, packed: bool) -> None:
+    check_decode(conv, rows, channels=channels, dtype=dtype, packed=packed, device="cuda")
+
+
+def test_conv_equals_causal_conv1d() -> None:
+    library = pytest.importorskip("causal_conv1d")
+    case = Conv.random(
+        1000, 2, set(), channels=NEMOTRON, device="cuda", dtype=torch.bfloat16, packed=False
+    )
+    step = on(prefill_segments([Segment(0, 1000, 0, 1)]), "cuda")
+    y = conv.prefill(case.x, case.weight, case.bias, case.state, step)
+    theirs = library.causal_conv1d_fn(
+        case.x.t()[None].contiguous(), case.weight, case.bias, activation="silu"
+    )
+    torch.testing.assert_close(y, theirs[0].t(), atol=1e-2, rtol=1e-2)
+
+
+def test_a_captured_decode_follows_its_slots() -> None:
+    case = Conv.random(8, 9, set(range(1, 9)), channels=NEMOTRON, device="cuda")
+    slots = on(DecodeSlots(int64([1] * 8), int64([0] * 8)), "cuda")
+    decode = conv.decode
+    decode(case.x, case.weight, case.bias, case.state, slots)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = decode(case.x, case.weight, case.bias, case.state, slots)
+    slots.read_slot.copy_(torch.arange(1, 9))
+    slots.write_slot.copy_(torch.arange(1, 9))
+    expected = [case.by_hand(i, 1, i + 1) for i in range(8)]
+    graph.replay()
+    torch.testing.assert_close(y.double(), torch.cat([e[0] for e in expected]))
+    for i, (_, rows) in enumerate(expected):
+        assert torch.equal(case.state[i + 1], rows[1:].t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1536, 4096, 8192, 100])
+@pytest.mark.parametrize("tokens", [1, 32, 3000])
+def test_norms(tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_rms_norm(norm, (tokens, size), dtype, device="cuda")
+    check_rms_norm(norm, (tokens, size), torch.float32, dtype, device="cuda")
+    check_add_rms_norm(norm, tokens, size, dtype, device="cuda")
+    check_add_rms_norm(norm, tokens, size, dtype, torch.float32, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (8, 64), (1, 96)])
+def test_norm_of_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    check_rms_norm(norm, (777, heads, head_dim), dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "size"), [(8, 1024), (1, 3072), (8, 512), (3, 80)])
+@pytest.mark.parametrize("tokens", [1, 32, 3000])
+def test_gated_norm(tokens: int, groups: int, size: int, dtype: torch.dtype) -> None:
+    check_gated_rms_norm(norm, tokens, groups, size, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["silu", "relu2"])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 21504), (32, 512), (3000, 21504), (7, 100)])
+def test_activate(name: str, gated: bool, tokens: int, columns: int, dtype: torch.dtype) -> None:
+    check_activate(activation, name, gated, tokens, columns, dtype, device="cuda")

@@ -1,0 +1,133 @@
+"""The Triton kernels of experts, compiled, at the sizes of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
+from tests.kernels.experts_by_hand import Mixture, by_hand, mixture  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GRANITE = {"num_experts": 64, "chosen": 6, "width": 1536, "inner": 512}
+NEMOTRON = {
+    "num_experts": 128, "chosen": 6, "width": 2688, "inner": 1856,
+    "activation": "relu2", "gated": False,
+}  # fmt: skip
+ODD = {"num_experts": 5, "chosen": 3, "width": 200, "inner": 72}
+SHAPES = {"granite": GRANITE, "nemotron": NEMOTRON, "odd": ODD}
+
+
+def make(shape: str, tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Mixture:
+    sizes: dict[str, Any] = SHAPES[shape]
+    return mixture(tokens, **sizes, device="cuda", dtype=dtype, seed=seed)
+
+
+def mix_poisoned(m: Mixture) -> Tensor:
+    """mix, with every buffer that it allocates filled with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return triton.mix(*m)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check(result: Tensor, m: Mixture) -> None:
+    """bfloat16 is rounded to at the hidden layer, at each pair's part and at the end."""
+    expected = by_hand(m)
+    limit = 1e-5 if m.x.dtype == torch.float32 else 6e-3
+    error = result.double() - expected
+    assert error.norm() <= limit * expected.norm()
+    # A wrong row or column must not hide in the norm of the whole.
+    assert (error.norm(dim=1) <= 4 * limit * expected.norm(dim=1)).all()
+    assert (error.norm(dim=0) <= 8 * limit * expected.norm() / error.shape[1] ** 0.5).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 32, 100, 256, 1000, 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mix(shape: str, tokens: int) -> None:
+    m = make(shape, tokens)
+    check(mix_poisoned(m), m)
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 700])
+@pytest.mark.parametrize("shape", ["granite", "odd"])
+def test_mix_in_float32(shape: str, tokens: int) -> None:
+    m = make(shape, tokens, torch.float32)
+    check(mix_poisoned(m), m)
+
+
+@pytest.mark.parametrize("tokens", [2, 33, 2048])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_all_tokens_to_one_expert(tokens: int, integers: torch.dtype) -> None:
+    m = make("granite", tokens)
+    m.experts.fill_(63)
+    m = m._replace(experts=m.experts.to(integers))
+    check(mix_poisoned(m), m)
+
+
+@pytest.mark.parametrize("tokens", [4, 256, 3000])
+def test_the_same_input_gives_the_same_output(tokens: int) -> None:
+    m = make("granite", tokens)
+    first = triton.mix(*m)
+    assert all(torch.equal(first, triton.mix(*m)) for _ in range(5))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 512])
+def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
+    others = [make("granite", tokens, seed=seed) for seed in range(3)]
+    others[2].experts.fill_(5)
+    m = make("granite", tokens)
+    logits = torch.randn(tokens, 64, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        return triton.mix(*m), triton.route(logits, 6)[0]
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, experts = step()
+    for other in others:
+        for target, source in zip(m[:3], other[:3], strict=True):
+            target.copy_(source)
+        logits.normal_()
+        y.fill_(torch.nan)
+        graph.replay()
+        check(y, m)
+        assert torch.equal(experts.long(), reference.route(logits, 6)[0])
+
+
+@pytest.mark.parametrize("num_experts", [5, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 30, 8192])
+def test_route(tokens: int, num_experts: int) -> None:
+    chosen = min(6, num_experts)
+    logits = torch.randn(tokens, num_experts, device="cuda").bfloat16()
+    experts, weights = triton.route(logits, chosen)
+    expected, expected_weights = reference.route(logits, chosen)
+    # Of equal logits, which are common in bfloat16, any is right.
+    torch.testing.assert_close(logits.gather(1, experts.long()), logits.gather(1, expected))
+    torch.testing.assert_close(weights, expected_weights)
+    assert all(len(set(row)) == chosen for row in experts.tolist())
+
+
+@pytest.mark.parametrize("pairs", [6, 192, 49152])
+def test_groups(pairs: int) -> None:
+    experts = torch.randint(0, 64, (pairs, 1), device="cuda")
+    groups = triton.group(experts, 64, 32)
+    assert torch.equal(groups.order.long(), experts.flatten().argsort(stable=True))
+    expert, begin, end = groups.blocks.long()
+    used = begin < end
+    assert (end - begin <= 32).all() and (end - begin)[used].sum() == pairs
+    in_order = experts.flatten()[groups.order.long()]
+    assert torch.equal(in_order[begin[used]], expert[used])
+    assert torch.equal(in_order[end[used] - 1], expert[used])

@@ -1,0 +1,67 @@
+"""Mixtures of experts, pair by pair in float64, and inputs for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mixture(NamedTuple):
+    """The arguments of kernels.experts' mix, in its order."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    activation: str
+    gated: bool
+
+
+def mixture(
+    tokens: int,
+    num_experts: int = 8,
+    chosen: int = 2,
+    width: int = 40,
+    inner: int = 24,
+    activation: str = "silu",
+    gated: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Mixture:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) > 2 else 1.0
+        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    logits = torch.randn(tokens, num_experts, generator=generator, device=device)
+    best, experts = logits.topk(chosen, dim=-1)
+    return Mixture(
+        x=normal(tokens, width),
+        experts=experts,
+        weights=best.softmax(dim=-1),
+        up_proj=normal(num_experts, inner * (2 if gated else 1), width),
+        down_proj=normal(num_experts, width, inner),
+        activation=activation,
+        gated=gated,
+    )
+
+
+def by_hand(m: Mixture) -> Tensor:
+    """mix in float64: every token with every expert of its own."""
+    y = torch.zeros(m.x.shape, dtype=torch.float64, device=m.x.device)
+    for expert in range(m.up_proj.shape[0]):
+        token, place = (m.experts == expert).nonzero(as_tuple=True)
+        up = m.x[token].double() @ m.up_proj[expert].double().t()
+        gate, up = up.chunk(2, dim=-1) if m.gated else (up, torch.ones_like(up))
+        if m.activation == "silu":
+            gate = gate / (1 + torch.exp(-gate))
+        else:
+            gate = gate.clamp(min=0) ** 2
+        down = (gate * up) @ m.down_proj[expert].double().t()
+        y.index_add_(0, token, down * m.weights[token, place, None].double())
+    return y

@@ -1,0 +1,16 @@
+"""Activations in plain torch against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.activation import reference as activation
+from tests.kernels.activation_cases import check_activate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_activate(name: str, gated: bool, dtype: torch.dtype) -> None:
+    check_activate(activation, name, gated, 5, 12, dtype)

@@ -1,0 +1,40 @@
+"""The Triton activations in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
+from tests.kernels.activation_cases import check_activate
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 12, 700])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_size(name: str, gated: bool, tokens: int, columns: int, dtype: torch.dtype) -> None:
+    check_activate(activation, name, gated, tokens, columns, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(200)
+def test_extreme_inputs() -> None:
+    x = torch.tensor([[-200.0, -90.0, 0.0, 90.0, float("nan")]])
+    torch.testing.assert_close(
+        activation.activate(x, "silu", False), torch.nn.functional.silu(x), equal_nan=True
+    )
+    assert activation.activate(x, "relu2", False)[0, -1].isnan()
+
+
+def test_an_unknown_activation_is_named() -> None:
+    with pytest.raises(ValueError, match="'gelu', must be one of silu, relu2"):
+        activation.activate(torch.zeros(1, 4), "gelu", False)

@@ -1,0 +1,82 @@
+"""The Triton convolution in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.kernels.conv_cases import Conv, check_decode, check_prefill
+from tests.kernels.segments import Segment, poisoned, prefill_segments
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
+
+# Blocks have 16 tokens: some inside a sequence, some with its start, some with many sequences.
+LENGTHS = [40, 1, 2, 0, 3, 50, 5, 1, 1, 19, 4]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_prefill(width: int, packed: bool) -> None:
+    check_prefill(conv, LENGTHS, padding=3, channels=6, width=width, packed=packed)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [64], [0, 0], [1] * 7])
+def test_prefill_of_few_tokens(lengths: list[int]) -> None:
+    check_prefill(conv, lengths, channels=5, bias=False)
+
+
+@pytest.mark.parametrize("padding", [1, 16, 40])
+def test_padding_tokens_give_zeros(padding: int) -> None:
+    check_prefill(conv, [17, 3], padding=padding, channels=520)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 60, [7, 1, 30, 22], [20, 40], [59, 1]])
+def test_outputs_have_the_same_bits_however_the_sequence_is_cut(lengths: list[int]) -> None:
+    case = Conv.random(60, 2, set(), channels=6)
+    whole = prefill_segments([Segment(0, 60, 0, 0)])
+    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole)
+    position = 0
+    for length in lengths:
+        step = prefill_segments([Segment(position, length, 1 if position else 0, 1)])
+        part = slice(position, position + length)
+        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step)
+        assert torch.equal(y, expected[part])
+        position += length
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_decode(width: int, packed: bool) -> None:
+    check_decode(conv, 11, channels=6, width=width, packed=packed)
+    check_decode(conv, 1, channels=300, width=width, packed=packed, bias=False)
+
+
+def test_bfloat16() -> None:
+    check_prefill(conv, LENGTHS, padding=3, channels=6, dtype=torch.bfloat16)
+    check_decode(conv, 11, channels=6, dtype=torch.bfloat16)
+
+
+def test_sequences_may_share_the_slot_that_one_of_them_writes() -> None:
+    case = Conv.random(4, 4, {1}, channels=6)
+    expected = torch.cat([case.by_hand(begin, 2, 1)[0] for begin in (0, 2)])
+    windows = [case.by_hand(begin, 2, 1)[1][2:].t() for begin in (0, 2)]
+    step = prefill_segments([Segment(3, 2, 1, 1), Segment(3, 2, 1, 2)])
+    y = conv.prefill(case.x, case.weight, case.bias, case.state, step)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(case.state[1], windows[0])
+    assert torch.equal(case.state[2], windows[1])
+
+
+def test_a_state_of_another_dtype_holds_the_rounded_inputs() -> None:
+    case = Conv.random(30, 3, set(), channels=6)
+    state = poisoned(3, 6, 3, dtype=torch.float64)
+    step = prefill_segments([Segment(0, 30, 0, 2, [(20, 1)])])
+    conv.prefill(case.x, case.weight, case.bias, state, step)
+    assert torch.equal(state[1], case.x[17:20].t().double())
+    assert torch.equal(state[2], case.x[27:].t().double())

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.experts.reference import mix, route
+from tests.kernels.experts_by_hand import by_hand, mixture
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_mix_is_the_weighted_sum_over_the_chosen_experts(activation: str, gated: bool) -> None:
+    m = mixture(50, activation=activation, gated=gated)
+    torch.testing.assert_close(mix(*m).double(), by_hand(m), atol=1e-5, rtol=1e-5)
+
+
+def test_mix_of_no_tokens() -> None:
+    assert mix(*mixture(0)).shape == (0, 40)
+
+
+def test_experts_without_tokens_and_a_token_that_chose_one_twice() -> None:
+    m = mixture(20)
+    m.experts.fill_(3)
+    torch.testing.assert_close(mix(*m).double(), by_hand(m), atol=1e-5, rtol=1e-5)
+
+
+def test_route_takes_the_largest_logits_and_their_softmax() -> None:
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [0.0, -1.0, 5.0, -2.0]])
+    experts, weights = route(logits, 2)
+    assert experts.tolist() == [[1, 3], [2, 0]]
+    expected = torch.tensor([[4.0, 3.0], [5.0, 0.0]]).softmax(dim=-1)
+    torch.testing.assert_close(weights, expected)

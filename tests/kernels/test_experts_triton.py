@@ -1,0 +1,117 @@
+"""The Triton kernels of experts, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels compiled", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
+from tests.kernels.experts_by_hand import by_hand, mixture  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False)]
+)
+@pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS, triton.FEW_TOKENS + 1, 60])
+def test_mix(tokens: int, activation: str, gated: bool) -> None:
+    m = mixture(tokens, chosen=3, activation=activation, gated=gated)
+    check(triton.mix(*m), by_hand(m))
+
+
+@pytest.mark.parametrize(("width", "inner"), [(32, 32), (130, 70)])
+def test_sizes_that_tiles_divide_and_others(width: int, inner: int) -> None:
+    m = mixture(30, width=width, inner=inner)
+    check(triton.mix(*m), by_hand(m))
+    few = mixture(2, width=width, inner=inner)
+    check(triton.mix(*few), by_hand(few))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("average", [1, 20, 50, 200])
+def test_tiles_for_16_bits(average: int, gated: bool) -> None:
+    """The tiles, not the type: the interpreter has no products of bfloat16."""
+    m = mixture(9, num_experts=3, gated=gated)
+    tiles = triton.choose_tiles(3 * average, 3, gated, torch.bfloat16)
+    check(triton.mix_grouped(*m, tiles), by_hand(m))
+
+
+def test_many_blocks_of_one_expert_and_empty_experts() -> None:
+    m = mixture(1100, num_experts=5)
+    m.experts.fill_(2)
+    check(triton.mix(*m), by_hand(m))
+
+
+def test_no_tokens() -> None:
+    assert triton.mix(*mixture(0)).shape == (0, 40)
+    experts, weights = triton.route(torch.empty(0, 8), 2)
+    assert experts.shape == weights.shape == (0, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("pairs", [1, 2, 3, 100, 9000])
+def test_groups(pairs: int, rows: int) -> None:
+    """Blocks hold each row once, in order, and only rows of their expert."""
+    num_experts = 7
+    generator = torch.Generator().manual_seed(pairs)
+    # Two of seven experts have nothing.
+    experts = torch.randint(1, num_experts - 1, (pairs, 1), generator=generator)
+    groups = triton.group(experts, num_experts, rows)
+    assert groups.order.tolist() == experts.flatten().argsort(stable=True).tolist()
+    row = 0
+    for expert, begin, end in groups.blocks.t().tolist():
+        assert end - begin <= rows
+        if begin < end:
+            assert begin == row
+            assert set(experts.flatten()[groups.order[begin:end]].tolist()) == {expert}
+            row = end
+    assert row == pairs
+
+
+@pytest.mark.parametrize("num_experts", [6, 64])
+def test_route(num_experts: int) -> None:
+    logits = torch.randn(11, num_experts, generator=torch.Generator().manual_seed(0))
+    experts, weights = triton.route(logits, 6)
+    expected, expected_weights = reference.route(logits, 6)
+    assert experts.tolist() == expected.tolist()
+    torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
+def test_route_of_rows_that_are_no_numbers_stays_within_the_experts() -> None:
+    logits = torch.randn(3, 5)
+    logits[1] = torch.nan
+    logits[2, 1:] = -torch.inf
+    experts, weights = triton.route(logits, 3)
+    assert experts.min() >= 0 and experts.max() < 5
+    assert weights[1].isnan().all()
+    assert weights[2].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_equal_logits_go_to_the_lower_expert() -> None:
+    experts, weights = triton.route(torch.zeros(2, 6), 3)
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))

@@ -1,0 +1,51 @@
+"""The Triton norms in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.kernels.norm_cases import check_add_rms_norm, check_gated_rms_norm, check_rms_norm, draw
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
+
+
+@pytest.mark.parametrize("size", [1, 12, 64, 200, 1025])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_every_size(tokens: int, size: int) -> None:
+    check_rms_norm(norm, (tokens, size))
+    check_add_rms_norm(norm, tokens, size)
+    check_gated_rms_norm(norm, tokens, groups=3, size=size)
+    check_gated_rms_norm(norm, tokens, groups=1, size=size)
+
+
+def test_bfloat16() -> None:
+    check_rms_norm(norm, (9, 200), torch.bfloat16)
+    check_rms_norm(norm, (9, 200), torch.float32, torch.bfloat16)
+    check_add_rms_norm(norm, 9, 200, torch.bfloat16, torch.float32)
+    check_gated_rms_norm(norm, 9, groups=3, size=64, dtype=torch.bfloat16)
+
+
+def test_heads_of_a_wider_projection() -> None:
+    check_rms_norm(norm, (9, 3, 16))
+    torch.manual_seed(0)
+    qkv = draw(7, 3 * 64, dtype=torch.float32)
+    heads = qkv[:, 64:128].unflatten(1, (4, 16))
+    weight = torch.randn(16)
+    expected = norm.rms_norm(heads.contiguous(), weight, 1e-5)
+    assert torch.equal(norm.rms_norm(heads, weight, 1e-5), expected)
+
+
+def test_the_residual_takes_the_sum() -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(3, 12), torch.randn(3, 12)
+    expected = residual + 0.5 * x
+    _, total = norm.add_rms_norm(x, residual, 0.5, torch.ones(12), 1e-5)
+    assert total is residual
+    torch.testing.assert_close(total, expected)

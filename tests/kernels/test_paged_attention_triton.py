@@ -1,0 +1,70 @@
+"""The Triton kernels in Triton's interpreter (float32: its bfloat16 products are wrong)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402
+from tests.kernels.attention_cases import (  # noqa: E402
+    attention_shape,
+    check,
+    check_copied_tokens,
+    check_masked_writes,
+)
+
+
+def test_decodes_of_different_lengths_share_a_batch() -> None:
+    check(TritonAttention(), [(1, 9), (1, 1), (1, 4), (1, 200), (1, 90), (1, 5)])
+
+
+def test_a_first_prefill_is_causal() -> None:
+    check(TritonAttention(), [(10, 10)])
+
+
+def test_a_continued_prefill_sees_its_past() -> None:
+    check(TritonAttention(), [(5, 18)])
+    check(TritonAttention(), [(100, 130)])
+
+
+def test_decodes_and_prefills_of_all_lengths_mix() -> None:
+    lengths = [(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (6, 33), (1, 1), (130, 131), (2, 9)]
+    check(TritonAttention(), [*lengths, (8, 60)], decodes=2)
+
+
+def test_a_segment_may_start_and_end_anywhere() -> None:
+    block = attention_shape().block_size
+    lengths = [(n, start + n) for start in range(2 * block + 1) for n in range(1, 2 * block + 2)]
+    check(TritonAttention(), lengths)
+
+
+def test_sequences_without_queries_are_skipped() -> None:
+    check(TritonAttention(), [(2, 5), (0, 3), (4, 4)])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 3), (20, 1)])
+def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
+    shape = attention_shape(heads=heads, kv_heads=kv_heads)
+    check(TritonAttention(), [(1, 6), (1, 9)], shape)
+    check(TritonAttention(), [(1, 6), (1, 9), (3, 8), (5, 5)], shape)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16)])
+def test_heads_and_blocks_of_any_size(head_dim: int, block_size: int) -> None:
+    shape = attention_shape(head_dim=head_dim, block_size=block_size)
+    check(TritonAttention(), [(1, 6), (40, 50), (5, 5)], shape)
+
+
+def test_copied_tokens_leave_the_rest_of_a_block_alone() -> None:
+    check_copied_tokens(TritonAttention())
+
+
+def test_masked_writes_leave_shared_blocks_alone() -> None:
+    check_masked_writes(TritonAttention())

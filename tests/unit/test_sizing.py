@@ -1,0 +1,155 @@
+"""How the memory of a GPU is divided, and what the largest step is; neither needs a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hybrid import EngineConfig, SamplingParams
+from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.engine.build import build_engine, load_weights
+from megatron_hybrid.engine.profiling import largest_step
+from megatron_hybrid.engine.sizing import GPU_SHARE, derive_geometry, gpu_cache_bytes
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
+from megatron_hybrid.parallel import initialize
+
+GPU = torch.device("cuda", 0)
+BUFFER = "inference_dynamic_batching_buffer_size_gb"
+STATES = "inference_dynamic_batching_prefix_caching_mamba_gb"
+CACHING = "inference_dynamic_batching_prefix_caching"
+REQUESTS = "inference_dynamic_batching_max_requests"
+KV = KVSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+STATE = StateSpec((10240, 3), torch.bfloat16, (128, 64, 128), torch.float32, kernel_chunk=128)
+VOCABULARY = 131072
+
+
+def geometry(gigabytes: float, **options):
+    """Of Nemotron-H-8B's layers, with so much left on the GPU."""
+    return derive_geometry(
+        EngineConfig(**options), [KV] * 4, [STATE] * 24, VOCABULARY, gpu_bytes=int(gigabytes * GIB)
+    )
+
+
+def used(found):
+    kv = (found.num_blocks + 1) * found.bytes_per_block
+    return (kv + (found.max_requests + found.num_cached_slots) * found.bytes_per_slot) / GIB
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {BUFFER: 60.0}, {STATES: 20.0}, {BUFFER: 50.0, STATES: 20}]
+)
+def test_caches_take_what_is_left_and_no_more(options):
+    found = geometry(100.0, **options)
+    states = options.get(STATES, 100 - options.get(BUFFER, 50.0))
+    buffer = options.get(BUFFER, 100 - states)
+    assert buffer + states - 0.2 < used(found) <= buffer + states
+    assert found.max_requests == 256
+    assert found.num_cached_slots == int(states * GIB) // found.bytes_per_slot
+
+
+def test_without_prefix_caching_everything_is_for_kv_and_live_states():
+    found = geometry(60.0, **{CACHING: False, STATES: 100.0})  # a budget that nothing uses
+    assert found.num_cached_slots == 0 and found.bytes_per_logits == 0
+    assert 59.9 < used(found) <= 60.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({BUFFER: 90.0, STATES: 20.0}, "buffer-size-gb is 90.00 and --.*-mamba-gb is 20.00; .*"),
+        ({STATES: 101.0}, "caching-mamba-gb is 101.00; beside the weights"),
+        ({BUFFER: 100.5}, "buffer-size-gb is 100.50; .* 100.00 GB of the GPU are left"),
+        ({BUFFER: 20.0, REQUESTS: 256}, "buffer-size-gb is 20.0000, which leaves no KV block"),
+        ({STATES: 99.9}, "buffer-size-gb is 0.1000; the state of one request alone"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_flag_value_and_limit(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        geometry(100.0, **options)
+
+
+def test_nothing_left_is_refused():
+    with pytest.raises(ConfigurationError, match="no memory for caches; .* 8192 and CUDA graphs"):
+        geometry(0.0)
+
+
+def test_the_least_of_all_ranks_decides():
+    config = EngineConfig()
+    found = derive_geometry(
+        config, [KV], [STATE], 1000, minimum=lambda value: min(value, 30 * GIB), gpu_bytes=60 * GIB
+    )
+    assert used(found) <= 30
+
+
+def test_weights_activations_graphs_and_workspaces_are_taken_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB, 140 * GIB))
+    left = gpu_cache_bytes(GPU, weights=10 * GIB, measure_activations=lambda: 4 * GIB)
+    assert left == int(85 * GIB * GPU_SHARE)  # 1 GB for workspaces
+    fewer = gpu_cache_bytes(GPU, graph_sizes=(1, 256), vocab_size=VOCABULARY)
+    assert fewer < int(99 * GIB * GPU_SHARE) - 257 * 4 * VOCABULARY * GPU_SHARE
+    assert gpu_cache_bytes(GPU, measure_activations=lambda: 200 * GIB) == 0
+    with pytest.raises(ConfigurationError, match="take 101.00 GB; of the 140.00 GB of cuda:0, 100"):
+        gpu_cache_bytes(GPU, weights=101 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "longest", "prompts"),
+    [(256, 8192, 70000, 1), (4, 8192, 70000, 1), (4, 100, 40, 3), (2, 2, 1, 2), (1, 64, 8, 1)],
+)
+def test_the_largest_step_is_as_large_as_can_be(requests, tokens, longest, prompts):
+    rows, plan = largest_step(
+        block_size=16, max_requests=requests, max_tokens=tokens, max_seq_length=longest
+    )
+    assert len(plan.prefills) == prompts
+    lengths = [chunk.length for chunk in plan.prefills]
+    assert all(0 < length <= longest for length in lengths)
+    total = len(plan.decode_rows) + sum(lengths)
+    assert total == min(tokens, requests - prompts + prompts * longest)
+    assert len(plan.sampled_rows) == len(rows.decoding) <= requests
+    blocks = [
+        block
+        for chunk in plan.prefills
+        for block in rows.block_table[chunk.row, : -(-chunk.length // 16)].tolist()
+    ]
+    assert sorted(blocks) == list(range(1, len(blocks) + 1))
+
+
+CONFIG = EngineConfig(
+    device="cpu",
+    **{BUFFER: 0.05, STATES: 0.02, REQUESTS: 4, "inference_dynamic_batching_max_tokens": 64},
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_weights(CONFIG)
+
+
+def test_the_largest_step_can_be_computed(model):
+    rows, plan = largest_step(block_size=16, max_requests=4, max_tokens=64, max_seq_length=50)
+    blocks = int(rows.block_table.max()) + 1
+    caches = allocate_caches(model.kv_specs, model.state_specs, blocks, 16, 3, torch.device("cpu"))
+    runner = ModelRunner(model, caches, rows, 16, torch.device("cpu"), initialize(), max_tokens=64)
+    tokens = runner.execute(plan).tokens
+    assert len(tokens) == 4
+    assert np.all((tokens >= 0) & (tokens < model.config.vocab_size))
+
+
+def test_engines_share_weights_and_nothing_else(model):
+    engines = [
+        build_engine(CONFIG.replace(**{CACHING: caching}), model=model) for caching in (True, False)
+    ]
+    prompt = list(range(20, 60))
+    answers = []
+    for engine in engines:
+        engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=4))
+        tokens: list[int] = []
+        while engine.has_work():
+            for event in engine.step():
+                tokens += event.token_ids
+        answers.append(tokens)
+    assert len(answers[0]) == 4 and answers[0] == answers[1]
+    assert engines[0].context.cache.enabled and not engines[1].context.cache.enabled

@@ -1,0 +1,677 @@
+#!/usr/bin/env python
+"""Times every kernel at the sizes of a model, beside its floor and beside libraries' kernels.
+
+    python tools/benchmark_kernels.py --json out.json
+    python tools/benchmark_kernels.py --model granite-4.0-h-tiny --only experts,scan
+
+The floor is the time that the device needs to move the kernel's inputs and outputs once, at the
+bandwidth of a copy, or to do its multiplications, at the speed of a matrix product, whichever is
+longer; copy and product are measured in the same run. Calls rotate among inputs larger than the L2
+cache and are captured in CUDA graphs; a figure with * was launched instead, because the kernel
+can't be captured. On a CPU the kernels in plain torch run at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.benchmarks.environment import describe_environment
+from megatron_hybrid.benchmarks.timing import Call, Ceilings, number_of_sets, time_calls
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.contract import (
+    AttentionShape,
+    DecodeSlots,
+    KVCache,
+    PagedHost,
+    PagedSequences,
+    PrefillSegments,
+    RecurrentState,
+)
+from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
+from megatron_hybrid.layers.mamba2 import Mamba2Config
+from megatron_hybrid.layers.mlp import MLPConfig
+from megatron_hybrid.layers.moe import MoEConfig
+from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
+from megatron_hybrid.models.config import HybridModelConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "models"
+BLOCK = 64  # tokens in a KV block
+EPS = 1e-5
+
+# What a case runs on fresh inputs: our kernel, named "ours", and libraries' kernels.
+Calls = dict[str, Call]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    shape: str
+    num_bytes: float  # that have to be moved
+    make: Callable[[], Calls]
+    flops: float = 0.0
+
+
+class Bench:
+    """The sizes of one model, and the cases at these sizes."""
+
+    def __init__(self, model: HybridModelConfig, device: torch.device, kernels: str) -> None:
+        self.device = device
+        self.tiny = device.type == "cpu"
+        self.model = _shrunk(model) if self.tiny else model
+        self.kernels = kernel_set.select(kernels, device)
+        self.ints = torch.int64 if self.tiny else torch.int32
+        self.dtype = torch.float32 if self.tiny else torch.bfloat16
+        self.item = self.dtype.itemsize
+
+    # ---------------------------------------------------------------- sizes
+
+    def batches(self) -> list[int]:
+        return [1, 3] if self.tiny else [1, 32, 256]
+
+    def rows(self) -> list[int]:
+        return [1, 20] if self.tiny else [1, 256, 8192]
+
+    def prefills(self) -> list[int]:
+        return [96] if self.tiny else [4096, 8192, 65536]
+
+    # --------------------------------------------------------------- inputs
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def integers(self, values: Any) -> Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=self.ints, device=self.device)
+
+    def mamba(self) -> Mamba2Config:
+        assert self.model.mamba is not None
+        return self.model.mamba
+
+    def channels(self) -> int:
+        config = self.mamba()
+        return config.inner_size + 2 * config.num_groups * config.state_size
+
+    def states(self, slots: int, dtype: torch.dtype) -> RecurrentState:
+        """Laid out as an engine's."""
+        config = self.mamba()
+        spec = StateSpec(
+            conv_shape=(self.channels(), config.conv_width - 1),
+            conv_dtype=self.dtype,
+            ssm_shape=(config.num_heads, config.head_dim, config.state_size),
+            ssm_dtype=dtype,
+            kernel_chunk=config.kernel_chunk,
+        )
+        return allocate_caches({}, {0: spec}, 1, BLOCK, slots + 1, self.device).state[0]
+
+    def projected(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, convolved and dt as the input projection leaves them, side by side."""
+        config = self.mamba()
+        sections = [config.inner_size, self.channels(), config.num_heads]
+        gate, convolved, dt = self.normal(tokens, sum(sections)).split(sections, dim=1)
+        return gate, convolved, dt
+
+    def scan_inputs(self, tokens: int) -> tuple[Tensor, ...]:
+        """x, B, C, dt, A, D, dt_bias of the scan's calls."""
+        config = self.mamba()
+        groups, size = config.num_groups, config.state_size
+        xbc = self.normal(tokens, self.channels())
+        x, b, c = xbc.split([config.inner_size, groups * size, groups * size], dim=1)
+        heads = torch.linspace(1, 16, config.num_heads, device=self.device)
+        return (
+            x.view(tokens, config.num_heads, config.head_dim),
+            b.view(tokens, groups, size),
+            c.view(tokens, groups, size),
+            self.projected(tokens)[2],
+            -heads,
+            torch.ones_like(heads),
+            torch.full_like(heads, -4.5),
+        )
+
+    def slots(self, batch: int) -> DecodeSlots:
+        """Each sequence reads and writes its own; they lie anywhere."""
+        order = np.random.default_rng(0).permutation(batch) + 1
+        return DecodeSlots(self.integers(order), self.integers(order))
+
+    def segments(self, lengths: list[int], checkpoints: int) -> PrefillSegments:
+        """Fresh sequences with so many checkpoints each, evenly spaced on the kernel's grid."""
+        chunk = self.mamba().kernel_chunk
+        count = len(lengths)
+        found = [
+            (s, position)
+            for s, length in enumerate(lengths)
+            for i in range(checkpoints)
+            if (position := length * (i + 1) // (checkpoints + 1) // chunk * chunk) > 0
+        ]
+        per_sequence = np.bincount([s for s, _ in found], minlength=count)
+        return PrefillSegments(
+            cu_seqlens=self.integers(np.concatenate([[0], np.cumsum(lengths)])),
+            start_position=self.integers([0] * count),
+            read_slot=self.integers([0] * count),
+            write_slot=self.integers(range(1, count + 1)),
+            cu_checkpoints=self.integers(np.concatenate([[0], np.cumsum(per_sequence)])),
+            checkpoint_sequence=self.integers([s for s, _ in found]),
+            checkpoint_position=self.integers([position for _, position in found]),
+            checkpoint_slot=self.integers(range(count + 1, count + 1 + len(found))),
+            sequence_of_token=self.integers(np.repeat(np.arange(count), lengths)),
+            longest=max(lengths),
+        )
+
+    def paged(self, queries: list[int], keys: list[int]) -> PagedSequences:
+        """Blocks lie anywhere."""
+        blocks = [-(-length // BLOCK) for length in keys]
+        order = np.random.default_rng(0).permutation(sum(blocks)) + 1
+        table = np.zeros((len(keys), max(blocks)), dtype=np.int64)
+        taken = 0
+        for row, count in enumerate(blocks):
+            table[row, :count] = order[taken : taken + count]
+            taken += count
+        host = PagedHost.of(np.asarray(queries), np.asarray(keys), table, BLOCK)
+        decodes = sum(q == 1 for q in queries)
+        positions = [np.arange(k - q, k) for q, k in zip(queries, keys, strict=True)]
+        places = [table[s, p // BLOCK] * BLOCK + p % BLOCK for s, p in enumerate(positions)]
+        return PagedSequences(
+            cu_seqlens=self.integers(host.cu_seqlens),
+            kv_length=self.integers(host.kv_length),
+            kv_indptr=self.integers(host.kv_indptr),
+            kv_indices=self.integers(host.kv_indices),
+            last_block_length=self.integers(host.last_block_length),
+            kv_slot=self.integers(np.concatenate(places)),
+            num_decodes=decodes,
+            host=host,
+            static=decodes == len(queries) and not self.tiny,
+        )
+
+    def kv_cache(self, blocks: int) -> KVCache:
+        config = self.attention()
+        spec = KVSpec(config.num_kv_heads, config.head_dim, self.dtype)
+        cache = allocate_caches({0: spec}, {}, blocks + 1, BLOCK, 1, self.device).kv[0]
+        for values in (cache.key, cache.value):
+            values.normal_()
+        return cache
+
+    def attention(self) -> AttentionConfig:
+        assert self.model.attention is not None
+        return self.model.attention
+
+    def attention_shape(self) -> AttentionShape:
+        config = self.attention()
+        return AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.scale, BLOCK, self.dtype
+        )
+
+    # ---------------------------------------------------------------- cases
+
+    def cases(self) -> Iterator[Case]:
+        if self.model.mamba is not None:
+            for dtype in (torch.float32, torch.bfloat16):
+                for batch in self.batches():
+                    yield self.state_update(batch, dtype)
+            several = [48, 48] if self.tiny else [4096, 4096]
+            for lengths in ([[n] for n in self.prefills()], [several]):
+                for each in lengths:
+                    for checkpoints in (0, 4):
+                        yield self.scan(each, checkpoints)
+            for batch in self.batches():
+                yield self.conv_decode(batch)
+            for tokens in self.prefills():
+                yield self.conv_prefill(tokens)
+            for rows in self.rows():
+                yield self.gated_rms_norm(rows)
+        if self.model.attention is not None:
+            kv, long = (70, 300) if self.tiny else (1024, 65536)
+            for batch in self.batches():
+                yield self.decode_attention(batch, kv)
+            yield self.decode_attention(1, long)
+            for queries, keys in (
+                [(96, 96), (32, 300)] if self.tiny else [(8192,) * 2, (2048, 32768)]
+            ):
+                yield self.prefill_attention(queries, keys)
+            for rows in self.rows():
+                yield self.append(rows)
+            for rows in self.rows():
+                yield self.rope(rows)
+        for rows in self.rows():
+            yield self.add_rms_norm(rows)
+        mlp = self.model.mlp or (self.model.moe.shared if self.model.moe is not None else None)
+        if mlp is not None:
+            for rows in self.rows():
+                yield self.activation(rows, mlp)
+        if self.model.moe is not None:
+            for tokens in [*self.batches(), self.rows()[-1]]:
+                yield self.experts(tokens, self.model.moe)
+        for filtered in (False, True):
+            yield self.draw(self.batches()[-1], filtered)
+
+    def state_update(self, batch: int, dtype: torch.dtype) -> Case:
+        config, scan = self.mamba(), self.kernels.scan
+        slots = self.slots(batch)
+        plan = self.kernels.plan_decode(slots)
+        state_bytes = config.inner_size * config.state_size * dtype.itemsize
+
+        def make() -> Calls:
+            x, b, c, dt, a, d, bias = self.scan_inputs(batch)
+            state = self.states(batch, dtype).ssm
+            calls: Calls = {
+                "ours": lambda: scan.decode(x, b, c, dt, a, d, bias, config.dt_limit, state, plan)
+            }
+            if update := _library("mamba_ssm.ops.triton.selective_state_update"):
+                heads, dim, size = state.shape[1:]
+                arguments = (
+                    dt[:, :, None].expand(-1, -1, dim),
+                    a[:, None, None].expand(heads, dim, size),
+                    b,
+                    c,
+                    d[:, None].expand(heads, dim),
+                )
+                wide_bias = bias[:, None].expand(heads, dim)
+                calls["mamba_ssm"] = lambda: update.selective_state_update(
+                    state, x, *arguments, dt_bias=wide_bias, dt_softplus=True,
+                    state_batch_indices=slots.read_slot,
+                )  # fmt: skip
+            if fast := _library("flashinfer.mamba"):
+                heads, dim, size = state.shape[1:]
+                own = [values.to(self.dtype) for values in (d, bias)]
+                more = (
+                    dt[:, :, None].expand(-1, -1, dim),
+                    a[:, None, None].expand(heads, dim, size),
+                    b,
+                    c,
+                    own[0][:, None].expand(heads, dim),
+                )
+                calls["flashinfer"] = lambda: fast.selective_state_update(
+                    state, x, *more, dt_bias=own[1][:, None].expand(heads, dim), dt_softplus=True,
+                    state_batch_indices=slots.read_slot,
+                )  # fmt: skip
+            return calls
+
+        inputs = (2 * config.inner_size + 2 * config.num_groups * config.state_size) * self.item
+        shape = f"B={batch} {_short(dtype)} state"
+        return Case("state update", shape, batch * (2 * state_bytes + inputs), make)
+
+    def scan(self, lengths: list[int], checkpoints: int) -> Case:
+        config, scan = self.mamba(), self.kernels.scan
+        tokens, count = sum(lengths), len(lengths)
+        segments = self.segments(lengths, checkpoints)
+        plan = scan.plan(segments, config.kernel_chunk)
+        stored = count + len(segments.checkpoint_slot)
+
+        def make() -> Calls:
+            x, b, c, dt, a, d, bias = self.scan_inputs(tokens)
+            state = self.states(stored, torch.float32).ssm
+            calls: Calls = {
+                "ours": lambda: scan.prefill(x, b, c, dt, a, d, bias, config.dt_limit, state, plan)
+            }
+            library = _library("mamba_ssm.ops.triton.ssd_combined")
+            if library and not checkpoints and len(set(lengths)) == 1:
+                split = [v.unflatten(0, (count, -1)) for v in (x, dt, b, c)]
+                calls["mamba_ssm"] = lambda: library.mamba_chunk_scan_combined(
+                    split[0], split[1], a, split[2], split[3], chunk_size=config.kernel_chunk,
+                    D=d, dt_bias=bias, dt_softplus=True, return_final_states=True,
+                )  # fmt: skip
+            return calls
+
+        inner, size, tile = config.inner_size, config.state_size, 64
+        groups = config.num_groups
+        moved = tokens * (2 * inner + 2 * groups * size + config.num_heads) * self.item
+        # In tiles of 64 tokens: C h and B^T x, and half of the products inside a tile.
+        flops = tokens * (4 * inner * size + tile * (inner + groups * size))
+        shape = f"{count} x {lengths[0]} tokens, {checkpoints} checkpoints"
+        return Case("scan", shape, moved + stored * inner * size * 4, make, flops)
+
+    def conv_weights(self) -> tuple[Tensor, Tensor]:
+        return self.normal(self.channels(), self.mamba().conv_width), self.normal(self.channels())
+
+    def conv_decode(self, batch: int) -> Case:
+        conv, slots = self.kernels.conv, self.slots(batch)
+        plan = self.kernels.plan_decode(slots)
+        weight, bias = self.conv_weights()
+
+        def make() -> Calls:
+            x, state = self.projected(batch)[1], self.states(batch, self.dtype).conv
+            calls: Calls = {"ours": lambda: conv.decode(x, weight, bias, state, plan)}
+            if library := _library("causal_conv1d"):
+                calls["causal_conv1d"] = lambda: library.causal_conv1d_update(
+                    x, state, weight, bias, "silu", conv_state_indices=slots.read_slot
+                )
+            return calls
+
+        moved = batch * self.channels() * (2 + 2 * (self.mamba().conv_width - 1)) * self.item
+        return Case("conv decode", f"B={batch}", moved, make)
+
+    def conv_prefill(self, tokens: int) -> Case:
+        conv = self.kernels.conv
+        weight, bias = self.conv_weights()
+        plan = conv.plan(self.segments([tokens], 0), self.mamba().conv_width)
+
+        def make() -> Calls:
+            x, state = self.projected(tokens)[1], self.states(1, self.dtype).conv
+            calls: Calls = {"ours": lambda: conv.prefill(x, weight, bias, state, plan)}
+            if library := _library("causal_conv1d"):
+                calls["causal_conv1d"] = lambda: library.causal_conv1d_fn(
+                    x.t()[None], weight, bias, activation="silu"
+                )
+            return calls
+
+        moved = 2 * tokens * self.channels() * self.item
+        return Case("conv prefill", f"{tokens} tokens", moved, make)
+
+    def decode_attention(self, batch: int, kv: int) -> Case:
+        attention, shape = self.kernels.attention, self.attention_shape()
+        plan = attention.plan(self.paged([1] * batch, [kv] * batch), shape)
+        blocks = batch * -(-kv // BLOCK)
+
+        def make() -> Calls:
+            query = self.normal(batch, shape.heads, shape.head_dim)
+            cache = self.kv_cache(blocks)
+            dense = [
+                values[1:].reshape(batch, -1, shape.kv_heads, shape.head_dim)[:, :kv]
+                for values in (cache.key, cache.value)
+            ]
+            key, value = (values.transpose(1, 2) for values in dense)
+            return {
+                "ours": lambda: attention.attend(query, cache, plan),
+                "SDPA": lambda: F.scaled_dot_product_attention(
+                    query[:, :, None], key, value, scale=shape.scale, enable_gqa=True
+                ),
+            }
+
+        moved = batch * kv * shape.kv_heads * shape.head_dim * 2 * self.item
+        flops = 4 * batch * kv * shape.heads * shape.head_dim
+        return Case("attention decode", f"B={batch} kv {kv}", moved, make, flops)
+
+    def prefill_attention(self, queries: int, keys: int) -> Case:
+        attention, shape = self.kernels.attention, self.attention_shape()
+        plan = attention.plan(self.paged([queries], [keys]), shape)
+
+        def make() -> Calls:
+            query = self.normal(queries, shape.heads, shape.head_dim)
+            cache = self.kv_cache(-(-keys // BLOCK))
+            calls: Calls = {"ours": lambda: attention.attend(query, cache, plan)}
+            if queries == keys:
+                key, value = (
+                    values[1:].flatten(0, 1)[:keys].transpose(0, 1)[None]
+                    for values in (cache.key, cache.value)
+                )
+                calls["SDPA"] = lambda: F.scaled_dot_product_attention(
+                    query.transpose(0, 1)[None], key, value,
+                    is_causal=True, scale=shape.scale, enable_gqa=True,
+                )  # fmt: skip
+            return calls
+
+        seen = queries * (keys - queries / 2)  # pairs of a query and a key that it sees
+        width = shape.head_dim * self.item
+        moved = 2 * (keys * shape.kv_heads + queries * shape.heads) * width
+        flops = 4 * seen * shape.heads * shape.head_dim
+        return Case("attention prefill", f"{queries} on {keys}", moved, make, flops)
+
+    def append(self, tokens: int) -> Case:
+        attention, shape = self.kernels.attention, self.attention_shape()
+        lengths = [tokens] if tokens > 1 else [1]
+        paged = self.paged(lengths, lengths)
+        plan = attention.plan(paged, shape)
+        blocks = -(-tokens // BLOCK)
+        heads = [shape.heads + shape.kv_heads, shape.kv_heads]
+
+        def make() -> Calls:
+            qkv = self.normal(tokens, sum(heads), shape.head_dim)
+            qk, value = qkv.split(heads, dim=1)
+            key, cache = qk[:, shape.heads :], self.kv_cache(blocks)
+            return {"ours": lambda: attention.append(key, value, cache, plan)}
+
+        moved = 4 * tokens * shape.kv_heads * shape.head_dim * self.item
+        return Case("append KV", f"{tokens} tokens", moved, make)
+
+    def rope(self, tokens: int) -> Case:
+        """Our models have none; Llama's would be this."""
+        rope, shape = self.kernels.rope, self.attention_shape()
+        frequencies = inverse_frequencies(RopeConfig(10000.0, shape.head_dim)).to(self.device)
+        plan = rope.plan(self.integers(range(tokens)), frequencies, self.dtype)
+        heads = shape.heads + shape.kv_heads
+
+        def make() -> Calls:
+            qkv = self.normal(tokens, heads + shape.kv_heads, shape.head_dim)
+            return {"ours": lambda: rope.rotate(qkv[:, :heads], plan)}
+
+        moved = 2 * tokens * heads * shape.head_dim * self.item
+        return Case("rope", f"{tokens} tokens", moved, make)
+
+    def add_rms_norm(self, rows: int) -> Case:
+        norm, size = self.kernels.norm, self.model.hidden_size
+        kind = torch.float32 if self.model.residual_in_fp32 else self.dtype
+        weight = self.normal(size)
+
+        def make() -> Calls:
+            x, residual = self.normal(rows, size), self.normal(rows, size, dtype=kind)
+            calls: Calls = {"ours": lambda: norm.add_rms_norm(x, residual, 1.0, weight, EPS)}
+            library = _library("flashinfer")
+            if library and kind == self.dtype:
+                calls["flashinfer"] = lambda: library.fused_add_rmsnorm(x, residual, weight, EPS)
+            return calls
+
+        moved = rows * size * (2 * self.item + 2 * kind.itemsize)
+        return Case("add_rms_norm", f"{rows} x {size}", moved, make)
+
+    def gated_rms_norm(self, rows: int) -> Case:
+        config, norm = self.mamba(), self.kernels.norm
+        size, group = config.inner_size, config.inner_size // config.num_groups
+        weight = self.normal(size)
+
+        def make() -> Calls:
+            x, gate = self.normal(rows, size), self.projected(rows)[0]
+            return {"ours": lambda: norm.gated_rms_norm(x, gate, weight, group, EPS)}
+
+        moved = 3 * rows * size * self.item
+        return Case("gated_rms_norm", f"{rows} x {size}, groups of {group}", moved, make)
+
+    def activation(self, rows: int, config: MLPConfig) -> Case:
+        activate, size = self.kernels.activation.activate, config.intermediate_size
+        columns = 2 * size if config.gated else size
+
+        def make() -> Calls:
+            x = self.normal(rows, columns)
+            return {"ours": lambda: activate(x, config.activation, config.gated)}
+
+        shape = f"{rows} x {columns} {config.activation}{' gated' if config.gated else ''}"
+        return Case("activation", shape, rows * (columns + size) * self.item, make)
+
+    def experts(self, tokens: int, config: MoEConfig) -> Case:
+        inner = config.expert.intermediate_size
+        rows = 2 * inner if config.expert.gated else inner
+        width, number = config.latent_size or self.model.hidden_size, config.num_experts
+        chosen = (
+            torch.rand(tokens, number, device=self.device).topk(config.experts_per_token).indices
+        )
+
+        def make() -> Calls:
+            x = self.normal(tokens, width)
+            weights = torch.rand(chosen.shape, device=self.device)
+            up = self.normal(number, rows, width).mul_(width**-0.5)
+            down = self.normal(number, width, inner).mul_(inner**-0.5)
+            expert = config.expert
+            return {
+                "ours": lambda: self.kernels.experts.mix(
+                    x, chosen, weights, up, down, expert.activation, expert.gated
+                )
+            }
+
+        used = len(chosen.unique())  # experts whose weights are read
+        moved = (used * width * (rows + inner) + 2 * tokens * width) * self.item
+        flops = 2 * tokens * config.experts_per_token * width * (rows + inner)
+        return Case("experts", f"{tokens} tokens", moved, make, flops)
+
+    def draw(self, rows: int, filtered: bool) -> Case:
+        sampling, vocabulary = self.kernels.sampling, self.model.vocab_size
+
+        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=self.device)
+
+        def make() -> Calls:
+            logits = self.normal(rows, vocabulary)
+            point = torch.rand(rows, dtype=torch.float64, device=self.device)
+            k, p = (50, 0.9) if filtered else (0, 1.0)
+            filters = (full(0.7), full(k, torch.int32), full(p), full(0.0), point)
+            return {
+                "ours": lambda: sampling.draw(
+                    logits, *filters, uses_top_k=filtered, uses_top_p=filtered, uses_min_p=False
+                )
+            }
+
+        shape = f"{rows} x {vocabulary}{' top-k 50, top-p 0.9' if filtered else ''}"
+        return Case("draw", shape, rows * vocabulary * self.item, make)
+
+
+def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
+    """The same kinds of layers, small enough for a CPU."""
+    return replace(
+        model,
+        hidden_size=64,
+        vocab_size=200,
+        attention=model.attention
+        and replace(model.attention, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25),
+        mamba=model.mamba
+        and replace(
+            model.mamba, num_heads=4, head_dim=16, state_size=16, num_groups=2, kernel_chunk=16
+        ),
+        mlp=model.mlp and replace(model.mlp, intermediate_size=96),
+        moe=model.moe
+        and replace(
+            model.moe,
+            num_experts=8,
+            experts_per_token=2,
+            expert=replace(model.moe.expert, intermediate_size=32),
+        ),
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _library(name: str) -> Any:
+    """A module that may not be installed; None then."""
+    if name.split(".")[0] in _MISSING:
+        return None
+    try:
+        return __import__(name, fromlist=["_"])
+    except ImportError:
+        _MISSING.add(name.split(".")[0])
+        return None
+
+
+_MISSING: set[str] = set()
+
+
+def run(case: Case, bench: Bench, ceilings: Ceilings) -> dict[str, Any]:
+    """Every call of a case timed; a library's that fails is left out, with the reason."""
+    sets = [case.make() for _ in range(2 if bench.tiny else number_of_sets(case.num_bytes))]
+    floor = ceilings.floor(case.num_bytes, case.flops)
+    row: dict[str, Any] = {
+        "name": case.name,
+        "shape": case.shape,
+        "bytes": case.num_bytes,
+        "flops": case.flops,
+        "floor_us": 1e6 * floor,
+        "libraries_us": {},
+    }
+    for label in sets[0]:
+        try:
+            timing = time_calls([calls[label] for calls in sets], bench.device)
+        except Exception as error:  # one kernel must not cost the figures of the others
+            row.setdefault("failed", {})[label] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        if label == "ours":
+            row["us"], row["captured"] = 1e6 * timing.seconds, timing.captured
+            row["over_floor"] = timing.seconds / floor
+        else:
+            row["libraries_us"][label] = 1e6 * timing.seconds
+    return row
+
+
+# Padded, so that a terminal shows it as a table and a Markdown page takes it as it is.
+HEAD = (
+    f"| {'kernel':17} | {'size':34} | {'us':>10} | {'floor us':>8} | {'ratio':>7} "
+    "| libraries, us |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def describe(row: dict[str, Any], on_gpu: bool) -> str:
+    mark = "*" if on_gpu and not row.get("captured", True) else " "
+    others = [f"{label} {us:.1f}" for label, us in row["libraries_us"].items()]
+    others += [f"{label} failed: {why}" for label, why in row.get("failed", {}).items()]
+    return (
+        f"| {row['name']:17} | {row['shape']:34} | {row.get('us', math.nan):9.1f}{mark} "
+        f"| {row['floor_us']:8.1f} | {row.get('over_floor', math.nan):7.2f} | {', '.join(others)} |"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="nemotron-h-8b",
+        help="a folder of configs/models, or a Hugging Face folder (default: nemotron-h-8b)",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="NAME[,NAME...]", help="rows whose name begins like one"
+    )
+    parser.add_argument("--kernels", default="auto", choices=["auto", "reference"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here too")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
+    try:
+        bench = Bench(HybridModelConfig.from_folder(folder), device, args.kernels)
+    except ConfigurationError as error:
+        print(f"benchmark_kernels.py: {error}", file=sys.stderr)
+        return 2
+    wanted = tuple(args.only.split(","))
+    rows = []
+    with torch.inference_mode():
+        ceilings = Ceilings.measure(device)
+        print(
+            f"{args.model} on {torch.cuda.get_device_name() if on_gpu else 'cpu'}, kernels "
+            f"{bench.kernels.name}: copy {ceilings.bytes_per_second / 1e12:.3f} TB/s, matrix "
+            f"product {ceilings.flops / 1e12:.1f} TFLOP/s\n{HEAD}"
+        )
+        for case in bench.cases():
+            if case.name.startswith(wanted):
+                rows.append(run(case, bench, ceilings))
+                print(describe(rows[-1], on_gpu), flush=True)
+                if on_gpu:
+                    torch.cuda.empty_cache()
+    if not rows:
+        print(f"benchmark_kernels.py: --only {args.only} names no row.", file=sys.stderr)
+        return 2
+    report = {
+        "model": args.model,
+        "kernels": bench.kernels.name,
+        "copy_bytes_per_s": ceilings.bytes_per_second,
+        "matmul_flops": ceilings.flops,
+        "rows": rows,
+        **describe_environment(),
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
