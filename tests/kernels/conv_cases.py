@@ -56,12 +56,12 @@ class Conv:
 
 
 def mixed_segments(lengths: list[int]) -> list[Segment]:
-    """New and continued sequences; states that stay, move, are checkpointed; and each third
-    continued sequence reads the slot in which the one before it leaves its state."""
+    """New and continued sequences; states that stay, move, are checkpointed; and some sequences
+    read the slot in which the one before them leaves its state. No slot is written twice."""
     segments = []
     for i, length in enumerate(lengths):
         read = 0 if i % 3 == 0 else 4 * i + 1
-        write = {0: 4 * i + 2, 1: 4 * (i + 1) + 1, 2: 4 * i + 1}[i % 3]
+        write = 4 * (i + 1) + 1 if i % 6 == 1 else 4 * i + (1 if i % 6 == 4 else 2)
         start = 0 if read == 0 else 5 + i
         positions = sorted({start + 1, start + length // 2, start + length} - {start})
         checkpoints = [(p, 4 * i + 3) for p in positions[-1:]] if length else []

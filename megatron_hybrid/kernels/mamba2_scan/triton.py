@@ -82,7 +82,9 @@ def _prefill_config(head_dim: int, size: int, dtype: torch.dtype) -> dict[str, i
     sequences, so neither do a sequence's bits."""
     if dtype == torch.float32:  # no tensor cores: small tiles
         return {"tile": 32, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 1}
-    return {"tile": 64, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 3}
+    # Triton 3.6 miscompiles states of 256 with 1 stage or 3: addresses outside of shared memory.
+    stages = 3 if size <= 128 else 2
+    return {"tile": 64, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": stages}
 
 
 def _launch_prefill(
@@ -230,78 +232,78 @@ def _prefill_kernel(
     if read > 0:
         h = tl.load(state_ptr + read * state_slot + in_state).to(tl.float32)
 
-    first_tile = start // TILE
     # Step sizes are loaded one tile ahead: they lie a row apart, which no asynchronous copy does.
-    position = first_tile * TILE + places
+    position = (start // TILE) * TILE + places
     raw = tl.load(
         dt_ptr + position.to(tl.int64) * dt_row,
         mask=(position >= start) & (position < end),
         other=0.0,
     )
-    checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
+    first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
     last_checkpoint = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32)
-    stop = end + TILE  # where the next checkpoint's state is wanted; no tile ends there
-    if checkpoint < last_checkpoint:
-        stop = tl.load(position_ptr + checkpoint).to(tl.int32)
-    for t in tl.range(first_tile, tl.cdiv(end, TILE), num_stages=STAGES):
-        tile_start = t * TILE
-        position = tile_start + places
-        valid = (position >= start) & (position < tl.minimum(end, tile_start + TILE))
-        offset = tl.cast(tile_start, tl.int64)
-        x = tl.load(
-            x_ptr + offset * x_row + places[:, None] * x_row + p[None, :],
-            mask=valid[:, None],
-            other=0.0,
-        )
-        bt = tl.load(
-            b_ptr + offset * b_row + places[None, :] * b_row + n[:, None],
-            mask=valid[None, :],
-            other=0.0,
-        )
-        c = tl.load(
-            c_ptr + offset * c_row + places[:, None] * c_row + n[None, :],
-            mask=valid[:, None],
-            other=0.0,
-        )
-        dt = _softplus(raw.to(tl.float32) + bias)
-        dt = tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
-        ahead = position + TILE
-        raw = tl.load(
-            dt_ptr + (offset + TILE) * dt_row + places * dt_row,
-            mask=(ahead >= start) & (ahead < end),
-            other=0.0,
-        )
-
-        decay = dt * a
-        cs = tl.cumsum(decay, 0)
-        last = tl.sum(decay, 0)
-        # dt goes into the exponent: exp2(cs[l] - cs[s]) dt[s] = exp2(cs[l] - cs_dt[s]).
-        cs_dt = cs - tl.log2(dt)
-
-        scores = tl.dot(c, bt, input_precision="ieee")
-        # Above the diagonal exp2 may overflow; the selection drops it.
-        w = tl.where(causal, scores * tl.exp2(cs[:, None] - cs_dt[None, :]), 0.0)
-        carried = tl.dot(c, h.to(c.dtype), input_precision="ieee")
-        y = carried * tl.exp2(cs)[:, None]
-        y = tl.dot(w.to(x.dtype), x, y, input_precision="ieee")
-        y += d * x.to(tl.float32)
-        tl.store(
-            y_ptr + offset * y_row + places[:, None] * y_row + p[None, :],
-            y.to(x.dtype),
-            mask=valid[:, None],
-        )
-        added = (x * tl.exp2(last - cs_dt)[:, None]).to(x.dtype)
-        h = tl.dot(bt, added, h * tl.exp2(last), input_precision="ieee")
-        if tl.minimum(end, tile_start + TILE) == stop:
+    # From checkpoint to checkpoint, and from the last one to the end. A condition inside the loop
+    # over tiles would keep the compiler from overlapping their loads with their products.
+    for checkpoint in range(first_checkpoint, last_checkpoint + 1):
+        # Not carried from one round to the next: Triton 3.6 starts the loop from its first value.
+        first_tile = start // TILE
+        if checkpoint > first_checkpoint:
+            first_tile = tl.cdiv(tl.load(position_ptr + checkpoint - 1).to(tl.int32), TILE)
+        stop = end
+        slot = write
+        if checkpoint < last_checkpoint:
+            stop = tl.load(position_ptr + checkpoint).to(tl.int32)
             slot = tl.load(slot_ptr + checkpoint).to(tl.int64)
-            if slot > 0:
-                tl.store(state_ptr + slot * state_slot + in_state, h.to(state_type))
-            checkpoint += 1
-            stop = end + TILE
-            if checkpoint < last_checkpoint:
-                stop = tl.load(position_ptr + checkpoint).to(tl.int32)
-    if write > 0:
-        tl.store(state_ptr + write * state_slot + in_state, h.to(state_type))
+        for t in tl.range(first_tile, tl.cdiv(stop, TILE), num_stages=STAGES):
+            tile_start = t * TILE
+            position = tile_start + places
+            valid = (position >= start) & (position < tl.minimum(end, tile_start + TILE))
+            offset = tl.cast(tile_start, tl.int64)
+            x = tl.load(
+                x_ptr + offset * x_row + places[:, None] * x_row + p[None, :],
+                mask=valid[:, None],
+                other=0.0,
+            )
+            bt = tl.load(
+                b_ptr + offset * b_row + places[None, :] * b_row + n[:, None],
+                mask=valid[None, :],
+                other=0.0,
+            )
+            c = tl.load(
+                c_ptr + offset * c_row + places[:, None] * c_row + n[None, :],
+                mask=valid[:, None],
+                other=0.0,
+            )
+            dt = _softplus(raw.to(tl.float32) + bias)
+            dt = tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
+            ahead = position + TILE
+            raw = tl.load(
+                dt_ptr + (offset + TILE) * dt_row + places * dt_row,
+                mask=(ahead >= start) & (ahead < end),
+                other=0.0,
+            )
+
+            decay = dt * a
+            cs = tl.cumsum(decay, 0)
+            last = tl.sum(decay, 0)
+            # dt goes into the exponent: exp2(cs[l] - cs[s]) dt[s] = exp2(cs[l] - cs_dt[s]).
+            cs_dt = cs - tl.log2(dt)
+
+            scores = tl.dot(c, bt, input_precision="ieee")
+            # Above the diagonal exp2 may overflow; the selection drops it.
+            w = tl.where(causal, scores * tl.exp2(cs[:, None] - cs_dt[None, :]), 0.0)
+            carried = tl.dot(c, h.to(c.dtype), input_precision="ieee")
+            y = carried * tl.exp2(cs)[:, None]
+            y = tl.dot(w.to(x.dtype), x, y, input_precision="ieee")
+            y += d * x.to(tl.float32)
+            tl.store(
+                y_ptr + offset * y_row + places[:, None] * y_row + p[None, :],
+                y.to(x.dtype),
+                mask=valid[:, None],
+            )
+            added = (x * tl.exp2(last - cs_dt)[:, None]).to(x.dtype)
+            h = tl.dot(bt, added, h * tl.exp2(last), input_precision="ieee")
+        if slot > 0:
+            tl.store(state_ptr + slot * state_slot + in_state, h.to(state_type))
 
 
 @triton.jit
