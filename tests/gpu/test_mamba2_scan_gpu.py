@@ -38,7 +38,10 @@ class Shape:
 
 NEMOTRON, GRANITE = Shape(128, 64, 8, 128), Shape(48, 64, 1, 128)
 SMALL, LARGE = Shape(4, 16, 2, 16), Shape(4, 128, 2, 256)
-SHAPES = pytest.mark.parametrize("shape", [NEMOTRON, GRANITE, SMALL, LARGE], ids=str)
+FALCON, NARROW = Shape(24, 64, 1, 256), Shape(4, 32, 2, 256)
+SHAPES = pytest.mark.parametrize(
+    "shape", [NEMOTRON, GRANITE, SMALL, LARGE, FALCON, NARROW], ids=str
+)
 # inputs, state, tolerance relative to the largest value
 PRECISIONS = pytest.mark.parametrize(
     ("dtype", "state_dtype", "tolerance"),
@@ -51,15 +54,15 @@ PRECISIONS = pytest.mark.parametrize(
 )
 
 
-def draw(shape: Shape, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """x, B, C, dt, A, D, dt_bias as Mamba2 initialises them; the first four are columns of wider
-    tensors, as in the model."""
+def draw(shape: Shape, tokens: int, dtype: torch.dtype, more: int = 64) -> list[Tensor]:
+    """x, B, C, dt, A, D, dt_bias as Mamba2 initialises them; the first four are columns of a wider
+    tensor, as in the model; it has `more` columns besides."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device="cuda")
 
-    widths = [shape.heads * shape.head_dim, *[shape.groups * shape.size] * 2, shape.heads, 64]
+    widths = [shape.heads * shape.head_dim, *[shape.groups * shape.size] * 2, shape.heads, more]
     x, B, C, dt, _ = normal(tokens, sum(widths)).to(dtype).split(widths, dim=1)
     step = torch.exp(torch.linspace(-6.9, -2.3, shape.heads, device="cuda"))
     return [
@@ -130,15 +133,16 @@ def poisoned(slots: int, shape: Shape, dtype: torch.dtype) -> Tensor:
     return torch.full((slots, *shape.state), float("nan"), dtype=dtype, device="cuda")
 
 
+@pytest.mark.parametrize("more", [64, 60], ids=["aligned", "unaligned"])
 @PRECISIONS
 @SHAPES
 def test_prefill_equals_the_token_loop(
-    shape: Shape, dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float
+    shape: Shape, dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float, more: int
 ) -> None:
     lengths, starts = [600, 300, 1, 0, 0], [0, 37, 255, 256, 0]
     read, write = [0, 1, 2, 3, 0], [4, 5, 2, 6, 0]
     checkpoints = [(0, 256, 7), (0, 512, 8), (1, 256, 9), (1, 337, 10), (2, 256, 0)]
-    data, state = draw(shape, 910, dtype), poisoned(12, shape, state_dtype)
+    data, state = draw(shape, 910, dtype, more), poisoned(12, shape, state_dtype)
     state[1:4] = torch.randn(3, *shape.state, device="cuda") / 4
     before = state.clone()
     out = torch.full_like(data[0], float("nan"))

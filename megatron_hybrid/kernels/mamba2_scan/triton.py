@@ -82,9 +82,13 @@ def _prefill_config(head_dim: int, size: int, dtype: torch.dtype) -> dict[str, i
     sequences, so neither do a sequence's bits."""
     if dtype == torch.float32:  # no tensor cores: small tiles
         return {"tile": 32, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 1}
-    # Triton 3.6 miscompiles states of 256 with 1 stage or 3: addresses outside of shared memory.
-    stages = 3 if size <= 128 else 2
-    return {"tile": 64, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": stages}
+    if size <= 128:
+        return {"tile": 64, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 3}
+    # For larger states Triton 3.6 compiles tiles of 64 tokens and 32 rows to accesses outside of
+    # shared memory; these are checked in tests/gpu.
+    if head_dim >= 64:
+        return {"tile": 64, "block_p": 64, "num_warps": 8, "num_stages": 2}
+    return {"tile": 32, "block_p": head_dim, "num_warps": 4, "num_stages": 2}
 
 
 def _launch_prefill(

@@ -1,0 +1,146 @@
+#!/usr/bin/env python
+"""Where a GPU's time goes in steady steps of the engine: its busy share, and kernel by kernel.
+
+    python tools/profile_steps.py --config configs/nemotron-h-8b.yaml decode_1 decode_256 prefill
+
+`decode_N`: N requests of 1,024 tokens that decode. `prefill`: prompts of 4,096 tokens as many as a
+step takes. Besides the profile, the time of a step without the profiler is measured, and the share
+of it that the host spends waiting for the device: what is left of it is the host's own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_hybrid import SamplingParams
+from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.engine.build import build_engine
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.errors import ConfigurationError
+
+PROMPT, LONG_PROMPT = 1024, 4096  # tokens, of decode_N and of prefill
+
+
+@dataclass
+class KernelTime:
+    calls: int = 0
+    microseconds: float = 0.0
+
+
+class Load:
+    """Requests for an engine."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine = engine
+        self._random = np.random.default_rng(0)
+        self._sent = 0
+
+    def submit(self, length: int, max_tokens: int) -> None:
+        prompt = self._random.integers(16, self.engine.vocab_size, size=length).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add_request(str(self._sent), prompt, params)
+        self._sent += 1
+
+    def prepare(self, name: str, steps: int) -> None:
+        """Bring the engine to where the steps to look at begin."""
+        if name == "prefill":
+            budget = self.engine.context.max_tokens
+            for _ in range(2):  # the first round compiles what is not compiled yet
+                self.drain()
+                for _ in range(-(-budget * (steps + 8) // LONG_PROMPT)):
+                    self.submit(LONG_PROMPT, 2)
+                for _ in range(3):
+                    self.engine.step()
+            return
+        count = int(name.removeprefix("decode_"))
+        for _ in range(count):
+            self.submit(PROMPT, 3 * steps + 64)
+        while self.engine.stats()["last_step"]["decode_tokens"] < count:
+            self.engine.step()
+        for _ in range(8):
+            self.engine.step()
+
+    def drain(self) -> None:
+        while self.engine.has_work():
+            self.engine.step()
+
+
+def look_at(load: Load, name: str, steps: int, rows: int) -> None:
+    engine = load.engine
+    load.prepare(name, steps)
+    torch.cuda.synchronize()
+    cpu, start = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    load.drain()
+    kernels, busy, span = summarize(recorded.events())
+    print(
+        f"\n{name}: {1e3 * wall / steps:.2f} ms a step; CPU time {1e3 * cpu / steps:.2f} ms; "
+        f"profiled: {span / steps / 1e3:.2f} ms a step, GPU busy {busy / span:.1%} of it"
+    )
+    print("| us a step | calls | us each | kernel |\n|---|---|---|---|")
+    ordered = sorted(kernels.items(), key=lambda item: -item[1].microseconds)
+    for kernel, spent in ordered[:rows]:
+        print(
+            f"| {spent.microseconds / steps:9.1f} | {spent.calls / steps:5.1f} "
+            f"| {spent.microseconds / spent.calls:7.1f} | {kernel[:90]} |"
+        )
+
+
+def summarize(events: Any) -> tuple[dict[str, KernelTime], float, float]:
+    """Time by kernel, and microseconds that anything ran, and from the first to the last."""
+    kernels: dict[str, KernelTime] = defaultdict(KernelTime)
+    intervals = []
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name].calls += 1
+            kernels[event.name].microseconds += event.time_range.elapsed_us()
+            intervals.append((event.time_range.start, event.time_range.end))
+    intervals.sort()
+    busy, reached = 0.0, intervals[0][0]
+    for start, end in intervals:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return kernels, busy, reached - intervals[0][0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N or prefill")
+    parser.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
+    parser.add_argument("--rows", type=int, default=20, help="kernels to list (default: 20)")
+    add_engine_arguments(parser)
+    args = parser.parse_args()
+    for name in args.loads:
+        if name != "prefill" and not name.removeprefix("decode_").isdigit():
+            parser.error(f"{name!r} is neither decode_N, with a number N, nor prefill.")
+    if not torch.cuda.is_available():
+        parser.error("torch finds no GPU, and there is nothing else to look at here.")
+    try:
+        engine = build_engine(engine_config_from_args(args))
+    except ConfigurationError as error:
+        print(f"profile_steps.py: {error}", file=sys.stderr)
+        return 2
+    for name in args.loads:
+        look_at(Load(engine), name, args.steps, args.rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
