@@ -67,7 +67,9 @@ class EngineConfig:
         "sizes that are worth one; 0: none",
     )
     inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = _option(
-        16, "batch sizes of prompts that are captured too; 0: only decodes run from graphs"
+        16,
+        "prompts that a graph of small prompts beside decodes has room for; 0: only steps of "
+        "decodes run from graphs",
     )
     inference_max_seq_length: int | None = _option(
         None, "longest prompt and answer together; left out: the model's"

@@ -56,7 +56,7 @@ class Load:
             budget = self.engine.context.max_tokens
             for _ in range(2):  # the first round compiles what is not compiled yet
                 self.drain()
-                for _ in range(-(-budget * (steps + 8) // LONG_PROMPT)):
+                for _ in range(-(-budget * (2 * steps + 8) // LONG_PROMPT)):
                     self.submit(LONG_PROMPT, 2)
                 for _ in range(3):
                     self.engine.step()
@@ -81,6 +81,7 @@ def look_at(load: Load, name: str, steps: int, rows: int) -> None:
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(steps):
         engine.step()
+    torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):

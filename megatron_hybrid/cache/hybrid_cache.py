@@ -23,6 +23,7 @@ from megatron_hybrid.cache.checkpoint_placement import (
     NO_HINTS,
     CheckpointHints,
     CheckpointPlacement,
+    PlannedCheckpoint,
 )
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
@@ -176,22 +177,19 @@ class HybridCache:
         Positions that are cached already are dropped; those without a slot are skipped and
         counted. For a checkpoint at `end` itself the step has to write its last state there.
         """
-        step: list[StepCheckpoint] = []
-        planned = lease.planned(start)
+        passed = [c for c in lease.planned(start) if c.position <= end]
         lease.checkpoints = [c for c in lease.checkpoints if c.position > end]
         lease.forks = [c for c in lease.forks if c.position > end]
         if not self.publishes(lease):
-            return step
-        for position, kind in planned:
-            if position > end:
-                break
+            return []
+        # Before any slot is taken, which may evict: a chunk does not end where a state is cached.
+        missing = [checkpoint for checkpoint in passed if not self._is_kept(lease, checkpoint)]
+        step: list[StepCheckpoint] = []
+        for position, kind in missing:
             has_logits = kind == placement.PROMPT_END
             if not self.geometry.has_recurrent and not has_logits:
                 # KV needs no state to be found: who waits for it only has to know that it comes
                 step.append(StepCheckpoint(CachedState(b"", position, kind), NULL_SLOT))
-                continue
-            known = self.states.get(lease.keys.at(position))
-            if known is not None and (known.has_logits or not has_logits):
                 continue
             state = CachedState(b"", position, kind, lease.deepest, has_logits)
             if (checkpoint := self._reserve(state)) is not None:
@@ -355,6 +353,12 @@ class HybridCache:
         assert self._keeps_idle or self.kv.num_cached == 0
 
     # ---------------------------------------------------------------- details
+
+    def _is_kept(self, lease: Lease, checkpoint: PlannedCheckpoint) -> bool:
+        """Whether there is nothing to add to what is cached of a planned checkpoint."""
+        position, kind = checkpoint
+        known = self.states.get(lease.keys.at(position))
+        return known is not None and (known.has_logits or kind != placement.PROMPT_END)
 
     def _reserve(self, state: CachedState) -> StepCheckpoint | None:
         evicts = state.kind not in self.placement.speculative_kinds

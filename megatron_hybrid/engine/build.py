@@ -20,7 +20,7 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.profiling import measure_activations
 from megatron_hybrid.engine.sizing import MAX_REQUESTS, derive_geometry, describe, gpu_cache_bytes
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.execution.cuda_graphs import graph_sizes
+from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.layers.inputs import allocate_caches
@@ -249,7 +249,7 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
             plan.device,
             weights=0 if loaded else _bytes_of(model),
             measure_activations=measure if loaded else lambda: 0,
-            graph_sizes=_graph_sizes(plan, max_requests),
+            graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
             vocab_size=plan.model_config.vocab_size,
         )
     return derive_geometry(
@@ -262,14 +262,17 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
     )
 
 
-def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[int, ...]:
-    """Numbers of decodes that get a CUDA graph."""
-    if (
-        plan.device.type != "cuda"
-        or not kernel_set.select(plan.config.kernels, plan.device).captures
-    ):
+def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
+    """Of the steps that get a CUDA graph."""
+    config, device = plan.config, plan.device
+    if device.type != "cuda" or not kernel_set.select(config.kernels, device).captures:
         return ()
-    return graph_sizes(plan.config.inference_dynamic_batching_num_cuda_graphs, max_requests)
+    return graph_sizes(
+        config.inference_dynamic_batching_num_cuda_graphs,
+        config.inference_dynamic_batching_cuda_graph_mixed_prefill_count,
+        max_requests,
+        config.inference_dynamic_batching_max_tokens,
+    )
 
 
 def _bytes_of(model: HybridModel) -> int:

@@ -114,7 +114,7 @@ class DynamicInferenceContext:
         starting = (rows.decoding & (rows.position % size == 0)).nonzero()[0]
         found = []
         for row in starting.tolist():
-            request = self._request(row)
+            request = self.request_in(row)
             if int(rows.position[row]) // size == len(self._lease(row).blocks):
                 found.append(request)
         return sorted(found, key=lambda r: (r.priority, r.admission))
@@ -137,8 +137,9 @@ class DynamicInferenceContext:
         if not self.cache.enabled or not self.geometry.has_recurrent:
             return []
         ends = self.rows.position[decode_rows] + 1
-        crossing = decode_rows[ends % self.geometry.grid == 0]
-        return [(self._request(row), int(self.rows.position[row]) + 1) for row in crossing.tolist()]
+        on_grid = ends % self.geometry.grid == 0
+        requests = map(self.request_in, decode_rows[on_grid].tolist())
+        return list(zip(requests, ends[on_grid].tolist(), strict=True))
 
     def publish_decoded_blocks(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """Make the blocks that the last decode completed visible."""
@@ -146,7 +147,7 @@ class DynamicInferenceContext:
             return
         rows, size = self.rows, self.geometry.block_size
         for row in decode_rows[rows.position[decode_rows] % size == 0].tolist():
-            self.publish_blocks(self._request(row), int(rows.position[row]))
+            self.publish_blocks(self.request_in(row), int(rows.position[row]))
 
     def publish_blocks(self, request: TrackedRequest, computed: int) -> None:
         """Make the request's full blocks below position `computed` visible."""
@@ -197,6 +198,12 @@ class DynamicInferenceContext:
         self.requests[request.row] = None
         request.lease, request.row = None, NO_ROW
 
+    def request_in(self, row: int) -> TrackedRequest:
+        """Who holds the row; somebody must."""
+        request = self.requests[row]
+        assert request is not None
+        return request
+
     def running(self) -> Iterable[TrackedRequest]:
         return (request for request in self.requests if request is not None)
 
@@ -232,12 +239,7 @@ class DynamicInferenceContext:
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    def _request(self, row: int) -> TrackedRequest:
-        request = self.requests[row]
-        assert request is not None
-        return request
-
     def _lease(self, row: int) -> Lease:
-        lease = self._request(row).lease
+        lease = self.request_in(row).lease
         assert lease is not None
         return lease

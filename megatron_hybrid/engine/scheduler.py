@@ -137,15 +137,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens. Skipped tokens cost nothing."""
-        statistics, requests = self._statistics, self._context.requests
+        statistics, context = self._statistics, self._context
         self._cache.begin_step(self._step)
         self._extend_block_tables()
-        decode_rows = self._context.rows.decoding.nonzero()[0]
+        decode_rows = context.rows.decoding.nonzero()[0]
         self._reserve_decode_checkpoints(decode_rows)
-        owners = [requests[row] for row in decode_rows.tolist()]
+        owners = [context.requests[row] for row in decode_rows.tolist()]
         plan = StepPlan(step=self._step, decode_rows=decode_rows, decode_owners=owners)
         self._step += 1
-        budget = self._context.max_tokens - len(decode_rows)
+        budget = context.max_tokens - len(decode_rows)
         self._look_ahead()
         for request in self._prefilling:
             if budget == 0:
@@ -320,18 +320,14 @@ class Scheduler:
         for resumed in plan.resumed:
             self._publish_resumed(resumed)
         for row, (checkpoint,) in self._checkpoints.items():  # those of decodes are left
-            request = context.requests[row]
-            assert request is not None
-            context.publish_decoded_state(request, checkpoint)
+            context.publish_decoded_state(context.request_in(row), checkpoint)
         self._checkpoints.clear()
         self._totals["steps"] += 1
         self._totals["decode_tokens"] += len(plan.decode_rows)
         sampled = plan.sampled_rows
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
-            request = context.requests[row]
-            assert request is not None
-            self._leave(request)
+            self._leave(context.request_in(row))
 
     def _publish_chunk(self, chunk: PrefillChunk) -> None:
         request: TrackedRequest = chunk.owner

@@ -18,7 +18,7 @@ CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touche
 CPU_STATE_BYTES = GIB // 4
 GPU_SHARE = 0.95  # of what is left for caches: allocators leave gaps
 WORKSPACE_BYTES = GIB  # of kernels and libraries
-GRAPH_BYTES = GIB // 32  # of a captured CUDA graph, besides the logits that it keeps
+GRAPH_BYTES = GIB // 32  # of a captured CUDA graph, besides its logits
 MAX_REQUESTS = 256
 LOGITS_ITEM_BYTES = 4  # kept in float32
 
@@ -34,7 +34,7 @@ def gpu_cache_bytes(
     """Bytes that the caches can take of what is free on a GPU.
 
     weights: bytes still to be loaded. measure_activations: bytes that a step takes besides weights
-    and caches; called once. graph_sizes: numbers of decodes for which CUDA graphs are to be
+    and caches; called once. graph_sizes: rows of logits of each CUDA graph that is to be
     captured. Raises ConfigurationError when the weights alone do not fit.
     """
     free, total = torch.cuda.mem_get_info(device)
@@ -46,7 +46,9 @@ def gpu_cache_bytes(
         )
     activations = measure_activations()
     free = torch.cuda.mem_get_info(device)[0]  # measuring loads libraries, which stay
-    graphs = sum(GRAPH_BYTES + size * vocab_size * LOGITS_ITEM_BYTES for size in graph_sizes)
+    # All graphs leave their logits in one place, but first compute them in another.
+    logits = 2 * max(graph_sizes, default=0) * vocab_size * LOGITS_ITEM_BYTES
+    graphs = len(graph_sizes) * GRAPH_BYTES + logits
     left = free - weights - activations - WORKSPACE_BYTES - graphs
     return max(0, int(left * GPU_SHARE))
 

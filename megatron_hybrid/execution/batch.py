@@ -6,19 +6,24 @@ logits    0  1  2            6        8        rows that sample, then (if any) e
 
 Resumed rows compute nothing: they are no part of the batch, only of its cache moves.
 
-A step of a captured CUDA graph is padded to the graph's size, so that every tensor lies where the
-graph reads it: padded decodes read and write slot 0 and the first place of block 0.
+A step of a captured CUDA graph is filled up to the graph's size, so that every tensor lies where
+the graph reads it:
+
+tokens   d0 d1 -- -- | p0 p0 p0 p1 p1 -- -- --
+logits    0  1            6     8     0  0     what nobody asked for comes last
+
+Padded decodes read and write slot 0 and the first place of block 0; padded prompts have no tokens,
+and padded tokens after the last prompt belong to none.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.kernels.contract import (
@@ -34,83 +39,91 @@ _ALIGNMENT = 4  # int32 in 16 bytes
 
 
 class BatchBuilder:
-    """Builds the inputs of a step from its plan and the row table."""
+    """Builds the inputs of a step from its plan and the row table. They last until the next ones
+    are built: all steps use the same memory, where graphs read them."""
 
     def __init__(
         self, rows: RowTable, block_size: int, device: torch.device, max_tokens: int
     ) -> None:
         self._rows = rows
         self._block_size = block_size
-        self._device = device
-        self._buffer: Tensor | None = None
-        if device.type == "cuda":  # one place for all steps: graphs read it there
-            requests, blocks = rows.block_table.shape
-            capacity = 8 * max_tokens + 32 * requests + requests * blocks
-            self._buffer = torch.empty(capacity, dtype=torch.int32, device=device)
+        requests, blocks = rows.block_table.shape
+        # What no graph reads, and what varies in length, lies before a fixed origin. A request has
+        # at most one block copied.
+        self._origin = requests * (2 * block_size + 8) + 32
+        self._buffer = torch.empty(
+            self._origin + 8 * max_tokens + 32 * requests + requests * blocks + 128,
+            dtype=torch.int64 if device.type == "cpu" else torch.int32,
+            device=device,
+        )
 
-    def build(self, plan: StepPlan, padded_decodes: int = 0) -> StepInputs:
-        """`padded_decodes`: how many decodes a step of decodes alone, which moves nothing in the
-        caches, is filled up to."""
-        rows, size = self._rows, self._block_size
-        decodes = plan.decode_rows
-        chunks = plan.prefills
+    def build(self, plan: StepPlan, size: GraphSize | None = None) -> StepInputs:
+        """`size`: of the captured step that will compute it; it must have room for the plan."""
+        rows, block_size = self._rows, self._block_size
+        decodes, chunks = plan.decode_rows, plan.prefills
         n = len(decodes)
-        padding = max(padded_decodes - n, 0)
-        assert not padded_decodes or plan.decodes_only
-
-        position = _padded(rows.position[decodes], padding)
-        table = rows.block_table[decodes]
-        block = _padded(table[np.arange(n), position[:n] // size], padding)
-        token_ids: list[Ints] = [_padded(rows.last_token[decodes], padding)]
-        positions: list[Ints] = [position]
-        kv_slot: list[Ints] = [block * size + position % size]
-        for chunk in chunks:
-            span = np.arange(chunk.start, chunk.end)
-            blocks = rows.block_table[chunk.row, span // size]
-            token_ids.append(chunk.tokens.astype(np.int64))
-            positions.append(span)
-            # block 0 takes the writes of positions whose KV is shared
-            kv_slot.append(np.where(span < chunk.write_from, 0, blocks * size + span % size))
-        n += padding
-
         lengths = np.asarray([chunk.length for chunk in chunks], dtype=np.int64)
-        chunk_starts = np.concatenate([[0], np.cumsum(lengths)])
-        paged = self._paged(plan, position, lengths, padding)
-        segments = _Segments.of(chunks)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        checkpoints = _checkpoints(chunks)
+        used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints))
+        room = used if size is None else size
+        assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
+
+        token_ids, positions, kv_slot = np.zeros((3, room.tokens), dtype=np.int64)
+        position = rows.position[decodes]
+        token_ids[:n] = rows.last_token[decodes]
+        positions[:n] = position
+        block = rows.block_table[decodes, position // block_size]
+        kv_slot[:n] = block * block_size + position % block_size
+        for chunk, start in zip(chunks, room.decodes + starts, strict=False):
+            span = np.arange(chunk.start, chunk.end)
+            here = slice(start, start + chunk.length)
+            blocks = rows.block_table[chunk.row, span // block_size]
+            token_ids[here] = chunk.tokens
+            positions[here] = span
+            # block 0 takes the writes of positions whose KV is shared
+            place = blocks * block_size + span % block_size
+            kv_slot[here] = np.where(span < chunk.write_from, 0, place)
+
+        paged = self._paged(plan, lengths, room)
+        logits_index = _logits_index(chunks, n, room.decodes + starts)
+        if size is not None:
+            logits_index = _filled(logits_index, room.rows)
+        cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
         parts: list[npt.NDArray[np.integer]] = [
-            np.concatenate(token_ids),
-            np.concatenate(positions),
-            np.concatenate(kv_slot),
+            token_ids,
+            positions,
+            kv_slot,
             paged.cu_seqlens,
             paged.kv_length,
             paged.kv_indptr,
             paged.last_block_length,
-            _padded(decodes, padding),
-            _padded(rows.read_slot[decodes], padding),
-            _padded(rows.write_slot[decodes], padding),
-            chunk_starts,
-            segments.start,
-            segments.read_slot,
-            segments.write_slot,
-            segments.cu_checkpoints,
-            segments.checkpoints[:, 0],
-            segments.checkpoints[:, 1],
-            segments.checkpoints[:, 2],
-            np.repeat(np.arange(len(chunks)), lengths),
-            self._logits_index(n, chunks, chunk_starts),
-            _padded(plan.sampled_rows, padding),
-            *self._moves(plan),
+            _filled(decodes, room.decodes),
+            _filled(rows.read_slot[decodes], room.decodes),
+            _filled(rows.write_slot[decodes], room.decodes),
+            _filled(starts, room.prompts + 1, used.prefill_tokens),
+            _filled([chunk.start for chunk in chunks], room.prompts),
+            _filled([chunk.read_slot for chunk in chunks], room.prompts),
+            _filled([chunk.write_slot for chunk in chunks], room.prompts),
+            _filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
+            *(_filled(column, room.checkpoints) for column in checkpoints.T),
+            _filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
+            logits_index,
             paged.kv_indices,
         ]
+        loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
         (
             tokens_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
             rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
-            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, sampled_t, *moves, indices_t,
-        ) = self._to_device(parts, keep_rest=padded_decodes > 0)  # fmt: skip
+            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, indices_t,
+        ) = tensors  # fmt: skip
+        if size is not None:  # a later step of this size may have more blocks
+            indices_t = self._buffer[indices_t.storage_offset() :]
+        sampled_t, *moves = loose
         return StepInputs(
             token_ids=tokens_t,
             positions=positions_t,
-            num_decodes=n,
+            num_decodes=room.decodes,
             paged=PagedSequences(
                 cu_seqlens=cu_t,
                 kv_length=kv_length_t,
@@ -118,11 +131,11 @@ class BatchBuilder:
                 kv_indices=indices_t,
                 last_block_length=last_block_t,
                 kv_slot=kv_slot_t,
-                num_decodes=n,
+                num_decodes=room.decodes,
                 host=paged,
-                static=padded_decodes > 0,
+                static=size is not None,
             ),
-            decode=DecodeSlots(decode_read, decode_write) if n else None,
+            decode=DecodeSlots(decode_read, decode_write) if room.decodes else None,
             prefill=PrefillSegments(
                 cu_seqlens=starts_t,
                 start_position=start_t,
@@ -133,9 +146,9 @@ class BatchBuilder:
                 checkpoint_position=ck_position,
                 checkpoint_slot=ck_slot,
                 sequence_of_token=sequence_t,
-                longest=int(lengths.max()),
+                longest=int(lengths.max()) if size is None else size.prefill_tokens,
             )
-            if chunks
+            if room.prompts
             else None,
             logits_index=logits_t,
             decode_rows=rows_t,
@@ -143,30 +156,27 @@ class BatchBuilder:
             moves=CacheMoves(*moves) if moves else None,
         )
 
-    def build_dummy(self, padded_decodes: int = 1) -> StepInputs:
-        """A step for nobody: decodes that read zeros and write nowhere."""
+    def build_dummy(self, size: GraphSize) -> StepInputs:
+        """A step for nobody, which is all padding: it reads zeros and changes nothing."""
         nobody = np.zeros(0, dtype=np.int64)
-        return self.build(StepPlan(step=0, decode_rows=nobody), padded_decodes)
+        return self.build(StepPlan(step=0, decode_rows=nobody), size)
 
-    def _paged(self, plan: StepPlan, position: Ints, lengths: Ints, padding: int) -> PagedHost:
+    def _paged(self, plan: StepPlan, lengths: Ints, room: GraphSize) -> PagedHost:
+        """Padded sequences have one token of KV, the first of block 0."""
         rows, chunks = self._rows, plan.prefills
-        kv_length = np.concatenate([position + 1, [chunk.end for chunk in chunks]]).astype(np.int64)
-        all_rows = np.concatenate([plan.decode_rows, [chunk.row for chunk in chunks]])
+        decodes = slice(len(plan.decode_rows))
+        prompts = slice(room.decodes, room.decodes + len(chunks))
+        kv_length = np.ones(room.rows, dtype=np.int64)
+        kv_length[decodes] = rows.position[plan.decode_rows] + 1
+        kv_length[prompts] = [chunk.end for chunk in chunks]
         width = int(-(-kv_length.max(initial=1) // self._block_size))
-        table = rows.block_table[all_rows.astype(np.int64), :width]
-        if padding:
-            table = np.concatenate([table, np.zeros((padding, width), dtype=np.int64)])
-        queries = np.concatenate([np.ones(len(position), dtype=np.int64), lengths])
+        table = np.zeros((room.rows, width), dtype=np.int64)
+        table[decodes] = rows.block_table[plan.decode_rows, :width]
+        table[prompts] = rows.block_table[[chunk.row for chunk in chunks], :width]
+        queries = np.concatenate(
+            [np.ones(room.decodes, dtype=np.int64), _filled(lengths, room.prompts)]
+        )
         return PagedHost.of(queries, kv_length, table, self._block_size)
-
-    def _logits_index(self, n: int, chunks: list[PrefillChunk], starts: Ints) -> Ints:
-        last = [n + starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
-        index = np.concatenate([np.arange(n), np.asarray(last, dtype=np.int64)])
-        for i, chunk in enumerate(chunks):
-            if chunk.logprob_targets is not None:
-                count = len(chunk.logprob_targets)
-                index = np.concatenate([index, n + starts[i] + np.arange(count)])
-        return index.astype(np.int64)
 
     def _moves(self, plan: StepPlan) -> list[Ints]:
         """The parts of CacheMoves in their order; none when the step moves nothing."""
@@ -188,53 +198,48 @@ class BatchBuilder:
             np.asarray([resumed.logits_slot for resumed in plan.resumed], dtype=np.int64),
         ]
 
-    def _to_device(self, parts: list[npt.NDArray[np.integer]], keep_rest: bool) -> list[Tensor]:
-        """The parts as tensors on the device; with `keep_rest` the last one has all the room that
-        is left."""
-        sizes = [len(part) for part in parts]
-        if self._buffer is None:
-            return list(torch.from_numpy(np.concatenate(parts, dtype=np.int64)).split(sizes))
+    def _upload(
+        self, loose: list[Ints], parts: list[npt.NDArray[np.integer]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Both as tensors on the device: `loose` before the origin, `parts` from there on, so that
+        their places depend on nothing but their lengths."""
+        sizes = [len(part) for part in (*loose, *parts)]
         # Every part begins at a multiple of 16 bytes: Triton compiles a kernel once more for
         # pointers that don't.
-        starts = np.cumsum([0] + [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]).tolist()
+        ends = np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])
+        starts = [0, *ends.tolist()]
+        first = self._origin - starts[len(loose)]
+        assert first >= 0 and first + starts[-1] <= len(self._buffer), "the step is too large"
         # pinned memory comes from torch's cache, which waits until the copy from it is done
-        host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
+        host = torch.empty(starts[-1], dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
         numbers = host.numpy()
-        for start, part in zip(starts, parts, strict=False):
+        for start, part in zip(starts, (*loose, *parts), strict=False):
             numbers[start : start + len(part)] = part
-        self._buffer[: starts[-1]].copy_(host, non_blocking=True)
+        self._buffer[first : first + starts[-1]].copy_(host, non_blocking=True)
         tensors = [
-            self._buffer.narrow(0, start, size) for start, size in zip(starts, sizes, strict=False)
+            self._buffer.narrow(0, first + start, size)
+            for start, size in zip(starts, sizes, strict=False)
         ]
-        if keep_rest:
-            tensors[-1] = self._buffer[starts[-2] :]
-        return tensors
+        return tensors[: len(loose)], tensors[len(loose) :]
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """PrefillSegments' figures of the chunks."""
-
-    start: Ints
-    read_slot: Ints
-    write_slot: Ints
-    cu_checkpoints: Ints
-    checkpoints: Ints  # [checkpoints, 3]: sequence, position, slot
-
-    @classmethod
-    def of(cls, chunks: list[PrefillChunk]) -> _Segments:
-        def column(values: list[int]) -> Ints:
-            return np.asarray(values, dtype=np.int64)
-
-        checkpoints = [(i, p, slot) for i, c in enumerate(chunks) for p, slot in c.checkpoints]
-        return cls(
-            start=column([chunk.start for chunk in chunks]),
-            read_slot=column([chunk.read_slot for chunk in chunks]),
-            write_slot=column([chunk.write_slot for chunk in chunks]),
-            cu_checkpoints=column([0, *np.cumsum([len(c.checkpoints) for c in chunks])]),
-            checkpoints=np.asarray(checkpoints, dtype=np.int64).reshape(-1, 3),
-        )
+def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) -> Ints:
+    """`starts`: the first token of each chunk, and the end of the last one."""
+    last = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
+    index = [np.arange(num_decodes), np.asarray(last, dtype=np.int64)]
+    for chunk, start in zip(chunks, starts, strict=False):
+        if chunk.logprob_targets is not None:
+            index.append(start + np.arange(len(chunk.logprob_targets)))
+    return np.concatenate(index)
 
 
-def _padded(values: Ints, padding: int) -> Ints:
-    return np.concatenate([values, np.zeros(padding, dtype=np.int64)]) if padding else values
+def _checkpoints(chunks: list[PrefillChunk]) -> Ints:
+    """[checkpoints, 3]: sequence, position, slot."""
+    entries = [(i, p, slot) for i, chunk in enumerate(chunks) for p, slot in chunk.checkpoints]
+    return np.asarray(entries, dtype=np.int64).reshape(-1, 3)
+
+
+def _filled(values: Ints | list[int], length: int, filler: int = 0) -> Ints:
+    filled = np.full(length, filler, dtype=np.int64)
+    filled[: len(values)] = values
+    return filled

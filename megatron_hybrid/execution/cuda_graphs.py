@@ -1,66 +1,122 @@
-"""CUDA graphs of decode steps: one for each of some batch sizes, replayed for any batch that fits.
+"""CUDA graphs of small steps: captured for some sizes, each replayed for any step that it fits.
 
 At batch 1 a step is a few hundred kernels of a few microseconds: launched one by one from Python
 they take several times as long as they run.
+
+Steps of decodes alone have graphs for many numbers of decodes; steps with prompts have "mixed"
+graphs of so many decodes beside so many prompt tokens. What a step has less is padding.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-# Sizes beyond which the next one is an eighth to a quarter larger: padding costs little.
+from megatron_hybrid.execution.plan import StepPlan
+
+# Numbers of decodes; beyond these the next one is an eighth to a quarter larger.
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
+# Decodes and prompt tokens of mixed graphs. Up to 128 tokens a step mostly waits for the weights,
+# so padding is nearly free; from about 500 on it runs for longer than it takes to launch.
+_MIXED_DECODES = (0, 8, 32, 128, 256)
+_PREFILL_TOKENS = (16, 64, 128, 256, 384, 512)
+_MIXED_TOKENS = 544  # of both together, at most
 
 
-class DecodeGraph(NamedTuple):
-    num_decodes: int
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor  # [num_decodes, vocabulary], where every replay leaves them
+class GraphSize(NamedTuple):
+    """What a captured step has room for."""
 
-    def replay(self) -> Tensor:
-        self.graph.replay()
-        return self.logits
+    decodes: int
+    prefill_tokens: int = 0
+    prompts: int = 0
+    checkpoints: int = 0  # stored in the middle of prompts
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits."""
+        return self.decodes + self.prompts
 
 
-class DecodeGraphs:
-    """`prepare(n)` puts a dummy step of n decodes where the graph will read its inputs, and returns
-    the function that computes it."""
+class CudaGraphs:
+    """`prepare(size)` puts a step of nothing but padding where the graph will read its inputs, and
+    returns the function that computes it."""
 
-    def __init__(self, prepare: Callable[[int], Callable[[], Tensor]]) -> None:
+    def __init__(self, prepare: Callable[[GraphSize], Callable[[], Tensor]]) -> None:
         self._prepare = prepare
-        self._graphs: list[DecodeGraph] = []
-        self._sizes: list[int] = []
+        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None  # [most rows, vocabulary], of the latest replay
 
-    def capture(self, sizes: tuple[int, ...], progress: bool) -> None:
+    def capture(self, sizes: Sequence[GraphSize], progress: bool) -> None:
         """The largest first: the smaller ones then fit into its memory, which all share."""
         pool = torch.cuda.graph_pool_handle()
-        for size in tqdm(
-            sorted(sizes, reverse=True), desc="capturing CUDA graphs", disable=not progress
-        ):
+        largest_first = sorted(sizes, key=lambda size: size.tokens, reverse=True)
+        for size in tqdm(largest_first, desc="capturing CUDA graphs", disable=not progress):
             compute = self._prepare(size)
-            compute()  # compiles kernels, which can't happen while capturing
+            logits = compute()  # compiles kernels, which can't happen while capturing
+            if self._logits is None:
+                most = max(size.rows for size in sizes)
+                self._logits = logits.new_empty((most, logits.shape[1]))
             torch.cuda.synchronize()
+            del logits
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = compute()
-            self._graphs.insert(0, DecodeGraph(size, graph, logits))
-        self._sizes = [graph.num_decodes for graph in self._graphs]
+                self._logits[: size.rows].copy_(compute())
+            self._graphs[size] = graph
 
-    def for_decodes(self, num_decodes: int) -> DecodeGraph | None:
-        """The smallest graph that has room for so many; None if there is none."""
-        at = bisect_left(self._sizes, num_decodes)
-        return self._graphs[at] if at < len(self._graphs) else None
+    def choose(self, plan: StepPlan) -> GraphSize | None:
+        """The size of the smallest graph that a step fits; None if there is none."""
+        return smallest_fit(self._graphs, plan)
+
+    def replay(self, size: GraphSize) -> Tensor:
+        """Compute the step whose inputs are in place. The logits [rows, vocabulary] are gone with
+        the next replay."""
+        assert self._logits is not None
+        self._graphs[size].replay()
+        return self._logits[: size.rows]
 
 
-def graph_sizes(count: int, max_requests: int) -> tuple[int, ...]:
-    """At most `count` batch sizes up to `max_requests`, which is always one of them; -1: as many
-    as are of use; 0: none."""
+def smallest_fit(sizes: Iterable[GraphSize], plan: StepPlan) -> GraphSize | None:
+    """The size of the fewest tokens that has room for a step, which is padded up to it; None if
+    there is none, and for prompts that want log-probabilities: they have a row for every token."""
+    chunks = plan.prefills
+    if any(chunk.logprob_targets is not None for chunk in chunks):
+        return None
+    decodes, tokens, prompts = len(plan.decode_rows), plan.num_prefill_tokens, len(chunks)
+    checkpoints = sum(len(chunk.checkpoints) for chunk in chunks)
+    fitting = (
+        size
+        for size in sizes
+        if decodes <= size.decodes
+        and tokens <= size.prefill_tokens
+        and prompts <= size.prompts
+        and checkpoints <= size.checkpoints
+        and bool(prompts) == bool(size.prompts)
+    )
+    return min(fitting, key=lambda size: (size.tokens, size), default=None)
+
+
+def graph_sizes(
+    count: int, mixed_prompts: int, max_requests: int, max_tokens: int
+) -> tuple[GraphSize, ...]:
+    """All sizes that get a graph: at most `count` of decodes alone (-1: as many as are of use) and,
+    unless that is 0, mixed ones for up to `mixed_prompts` prompts (0: none)."""
+    if count == 0:
+        return ()
+    decodes = tuple(GraphSize(n) for n in decode_sizes(count, max_requests))
+    return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens)
+
+
+def decode_sizes(count: int, max_requests: int) -> tuple[int, ...]:
+    """At most `count` numbers of decodes up to `max_requests`, which is always one of them; -1: as
+    many as are of use; 0: none."""
     sizes = [size for size in _SMALL if size < max_requests]
     step = 16
     size = _SMALL[-1] + step
@@ -76,3 +132,17 @@ def graph_sizes(count: int, max_requests: int) -> tuple[int, ...]:
     # evenly over the list, which is dense where the steps are small
     kept = {sizes[-1 - (i * (len(sizes) - 1)) // max(count - 1, 1)] for i in range(count)}
     return tuple(sorted(kept))
+
+
+def mixed_sizes(prompts: int, max_requests: int, max_tokens: int) -> tuple[GraphSize, ...]:
+    """Sizes with up to `prompts` prompts, for an engine of so many requests and tokens a step."""
+    if prompts == 0:
+        return ()
+    decodes = [n for n in _MIXED_DECODES if n < max_requests] + [max_requests]
+    sizes = []
+    for n in decodes:
+        for tokens in _PREFILL_TOKENS:
+            if n + tokens <= min(_MIXED_TOKENS, max_tokens):
+                room = min(prompts, max_requests, tokens)
+                sizes.append(GraphSize(n, tokens, room, checkpoints=2 * room))
+    return tuple(sizes)

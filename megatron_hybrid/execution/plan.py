@@ -68,11 +68,6 @@ class StepPlan:
         return len(self.decode_rows) == 0 and not self.prefills and not self.resumed
 
     @property
-    def decodes_only(self) -> bool:
-        """Nothing but one token for each of `decode_rows`."""
-        return not (self.prefills or self.resumed or self.copies)
-
-    @property
     def num_prefill_tokens(self) -> int:
         return sum(chunk.length for chunk in self.prefills)
 

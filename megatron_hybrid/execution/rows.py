@@ -9,8 +9,6 @@ import heapq
 
 import numpy as np
 
-NO_TOKEN = -1
-
 
 class RowTable:
     """`max_requests` rows. A row's figures are valid while a request holds it."""
@@ -25,7 +23,6 @@ class RowTable:
         self.read_slot = np.zeros(n, dtype=np.int64)
         self.write_slot = np.zeros(n, dtype=np.int64)
         self.block_table = np.zeros((n, max(max_blocks, 1)), dtype=np.int64)
-        self.stop_ids = np.full((n, 4), NO_TOKEN, dtype=np.int64)
         self.temperature = np.zeros(n, dtype=np.float32)
         self.top_k = np.zeros(n, dtype=np.int64)
         self.top_p = np.ones(n, dtype=np.float32)
@@ -46,15 +43,6 @@ class RowTable:
     def give_back(self, row: int) -> None:
         self.decoding[row] = False
         heapq.heappush(self._free, row)
-
-    def set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
-        """Token ids that end the request. The array grows to the most ids any request has."""
-        width = self.stop_ids.shape[1]
-        if len(ids) > width:
-            more = np.full((len(self.stop_ids), len(ids) - width), NO_TOKEN, dtype=np.int64)
-            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(ids)] = ids
 
     def set_blocks(self, row: int, blocks: list[int]) -> None:
         self.block_table[row, : len(blocks)] = blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.cuda_graphs import DecodeGraphs
+from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler, Sampling
@@ -60,10 +60,11 @@ class ModelRunner:
         self._sampler = Sampler(rows, model.kernels.sampling, parallel)
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
-        self._graphs = DecodeGraphs(self._prepare_dummy)
+        self._graphs = CudaGraphs(self._prepare_dummy)
+        self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
 
-    def capture_graphs(self, sizes: tuple[int, ...], progress: bool = True) -> None:
-        """Capture a CUDA graph for each of these numbers of decodes."""
+    def capture_graphs(self, sizes: Sequence[GraphSize], progress: bool = True) -> None:
+        """Capture a CUDA graph of each of these sizes."""
         with torch.inference_mode(), _device_errors():
             self._graphs.capture(sizes, progress)
 
@@ -80,47 +81,49 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dummy_forward(self) -> None:
+        nothing = StepPlan(step=0, decode_rows=np.zeros(0, dtype=np.int64))
         with _device_errors():
-            self._compute(StepPlan(step=0, decode_rows=np.zeros(0, dtype=np.int64)))
+            size = self._graphs.choose(nothing)
+            self._compute(self._batch_builder.build_dummy(size or GraphSize(1)), size)
 
     def _logits(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:
-        computed, and from the cache for rows that are resumed."""
-        if plan.decodes_only:
-            return self._compute(plan)
-        inputs, caches = self._batch_builder.build(plan), self._caches
+        computed, and from the cache for rows that are resumed. Behind them may be padding."""
+        computed = len(plan.sampled_rows) - len(plan.resumed)
+        computes = computed > 0 or len(plan.prefills) > 0
+        size = self._graphs.choose(plan) if computes else None
+        inputs, caches = self._batch_builder.build(plan, size), self._caches
         moves = inputs.moves
         if moves is None:
-            return inputs, self._run(inputs, self._plan(inputs))
+            return inputs, self._compute(inputs, size)
         if plan.copies:
             attention = self._model.kernels.attention
             for cache in caches.kv.values():
                 attention.copy_tokens(cache, moves.copy_source, moves.copy_destination)
         # before the step stores its own
         resumed = caches.end_logits.index_select(0, moves.resumed_slots)
-        if inputs.num_tokens == 0:
+        if not computes:
             return inputs, resumed
-        logits = self._run(inputs, self._plan(inputs))
+        logits = self._compute(inputs, size)
         if len(moves.stored_slots):
             stored = logits.index_select(0, moves.stored_rows).float()
             caches.end_logits.index_copy_(0, moves.stored_slots.long(), stored)
         if not plan.resumed:
             return inputs, logits
-        computed = len(plan.sampled_rows) - len(plan.resumed)
+        if size is not None:
+            logits = logits[:computed]  # what follows is padding
         return inputs, torch.cat((logits[:computed], resumed, logits[computed:]))
 
-    def _compute(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
-        """A step of nothing but decodes: by a captured graph, if there is one for so many."""
-        count = len(plan.decode_rows)
-        graph = self._graphs.for_decodes(count)
-        padded = graph.num_decodes if graph is not None else int(count == 0)
-        inputs = self._batch_builder.build(plan, padded)
+    def _compute(self, inputs: StepInputs, size: GraphSize | None) -> Tensor:
+        """Logits of inputs that were built for the graph of this size; None: without a graph."""
         step = self._plan(inputs)
-        logits = self._run(inputs, step) if graph is None else graph.replay()
-        return inputs, logits[:count]
+        if size is None:
+            return self._run(inputs, step)
+        self.replayed["mixed" if size.prompts else "decode"] += 1
+        return self._graphs.replay(size)
 
-    def _prepare_dummy(self, num_decodes: int) -> Callable[[], Tensor]:
-        inputs = self._batch_builder.build_dummy(num_decodes)
+    def _prepare_dummy(self, size: GraphSize) -> Callable[[], Tensor]:
+        inputs = self._batch_builder.build_dummy(size)
         step = self._plan(inputs)
         return lambda: self._run(inputs, step)
 

@@ -50,19 +50,17 @@ class Sampler:
         if len(wanted):
             at = _upload(wanted, logits.device)
             own = _Logprobs.of(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
-        chunks = [c for c in plan.prefills if c.logprob_targets is not None]
-        if chunks:
-            targets = np.concatenate([c.logprob_targets for c in chunks]).astype(np.int64)
-            tops = [np.full(len(c.logprob_targets), c.num_top_logprobs) for c in chunks]
-            prompt = _Logprobs.of(
-                logits[count:], _upload(targets, logits.device), np.concatenate(tops)
-            )
+        asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
+        if asking:
+            targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
+            tops = np.repeat([c.num_top_logprobs for c, _ in asking], [len(t) for _, t in asking])
+            prompt = _Logprobs.of(logits[count:], _upload(targets, logits.device), tops)
         return Sampling(
             tokens=_download(tokens),
             own=own,
             own_rows=sampled[wanted],
             prompt=prompt,
-            prompt_rows=[(c.row, len(c.logprob_targets)) for c in chunks],
+            prompt_rows=[(c.row, len(targets)) for c, targets in asking],
             done=_done(logits.device),
         )
 

@@ -81,8 +81,11 @@ class PagedSequences:
     token's KV is written; masked writes go to the dummy block 0, which no sequence reads.
 
     The same lengths and tables lie on the host, so that planning a step never waits for the
-    device. `static`: the device tensors stay where they are from step to step (a CUDA graph reads
-    them there); then every sequence has one query, and padded ones read one token of block 0.
+    device. `static`: the device tensors stay where they are from step to step, and as long as they
+    are: a CUDA graph reads them there. Then a kernel's launches may depend on nothing else: not on
+    the lengths, which differ from step to step. Padded decodes, and padded prompts without queries,
+    stand behind the real ones and have one token of KV, the first of block 0; tokens past
+    cu_seqlens[sequences] are padding, whose attention nobody reads.
     """
 
     cu_seqlens: Tensor  # [sequences + 1], over all tokens, decodes included

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet
+from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, StepInputs
 from megatron_hybrid.layers.mamba2 import Mamba2

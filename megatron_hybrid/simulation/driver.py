@@ -212,9 +212,7 @@ class Simulation:
         return StepResult(np.asarray(tokens, dtype=np.int64), {}, {})
 
     def _at(self, row: int) -> _Sequence:
-        tracked = self.context.requests[row]
-        assert tracked is not None
-        return self._sequences[tracked.key]
+        return self._sequences[self.context.request_in(row).key]
 
     # ---------------------------------------------------------------- parking
 

@@ -440,6 +440,21 @@ def test_a_checkpoint_that_is_cached_already_is_not_captured_again():
     cache.check_integrity([first])
 
 
+def test_a_state_that_is_evicted_for_one_before_it_is_not_captured_inside_the_chunk():
+    """The chunk does not end there, because the state was cached when that was decided."""
+    cache = make_cache(max_requests=1, cached_slots=2, exact_ends=True, policy="lru")
+    run(cache, tokens(5))
+    keys = keys_of(cache, tokens(9))
+    cache.store.forget(cache.states.get(keys.at(4)))
+    run(cache, tokens(3, start=50))
+    hints = CheckpointHints(checkpoints=(4, 5))
+    lease = admit(cache, tokens(9), may_skip=False, hints=hints)
+    assert cache.is_cached(lease, 5)
+    reserved = cache.reserve_checkpoints(lease, 0, 9)
+    assert not cache.is_cached(lease, 5)
+    assert [checkpoint.position for checkpoint in reserved] == [4, 9]
+
+
 def test_each_step_reserves_what_it_passes_and_nothing_else():
     cache = make_cache(num_blocks=20, cached_slots=10, exact_ends=True)
     hints = CheckpointHints(checkpoints=(6, 9, 13))

@@ -1,5 +1,6 @@
 """The engine against transformers' full recompute: same greedy tokens, same log-probabilities, for
-prompts of every length modulo the grid, in every way that a prompt can be computed."""
+prompts of every length modulo the grid, in every way that a prompt can be computed. One hybrid runs
+with a step in flight, as on a GPU."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ class Oracle:
     folder: Path
     model: PreTrainedModel
     has_recurrent: bool
+    asynchronous: bool
     text: Prompt  # random
     prompts: list[Prompt]
     answers: list[list[int]]
@@ -55,6 +57,7 @@ class Oracle:
         llm = self.built.get(key := tuple(sorted(options.items())))
         if llm is None:
             llm = self.built[key] = LLM(str(self.folder), **(OPTIONS | options))  # type: ignore[arg-type]
+            llm.engine.runner.asynchronous = self.asynchronous
         llm.engine.reset()
         return llm
 
@@ -115,14 +118,16 @@ def computed_tokens(outputs: Sequence[RequestOutput]) -> list[int]:
     return [len(output.prompt_token_ids) - output.cached_tokens for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "recurrent_only"])
+@pytest.fixture(scope="module", params=[*FAMILIES, "recurrent_only", "in_flight"])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp(request.param)
+    asynchronous = request.param == "in_flight"
     if request.param == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
         model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
     else:
-        model = make_tiny_model(request.param, folder, chunk_size=GRID)
+        family = "nemotron_h" if asynchronous else request.param
+        model = make_tiny_model(family, folder, chunk_size=GRID)
     generator = torch.Generator().manual_seed(5)
     vocab = model.config.vocab_size
     text = torch.randint(0, vocab, (1200,), generator=generator).tolist()
@@ -134,7 +139,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             text[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
         )
     has_recurrent = request.param not in ("llama", "qwen3")
-    made = Oracle(folder, model, has_recurrent, text, prompts, [])
+    made = Oracle(folder, model, has_recurrent, asynchronous, text, prompts, [])
     made.answers = [made.greedy(prompt) for prompt in prompts]
     return made
 

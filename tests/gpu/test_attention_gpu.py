@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost
 from tests.kernels.attention_cases import (
     AttentionStep,
+    Lengths,
     attention_shape,
     attention_step,
     check,
@@ -82,54 +86,115 @@ def test_masked_writes_and_copies(attention: Any) -> None:
     check_copied_tokens(attention, "cuda")
 
 
-def padded(step: AttentionStep, rows: int) -> AttentionStep:
-    """The step's decodes filled up to `rows`: padded ones read and write the first place of
-    block 0."""
-    host, n = step.paged.host, len(step.paged.kv_length)
-    extra = np.ones(rows - n, dtype=np.int32)
-    host = PagedHost(
-        np.arange(rows + 1, dtype=np.int32),
-        np.concatenate([host.kv_length, extra]),
-        np.concatenate([host.kv_indptr, host.kv_indptr[-1] + extra.cumsum(dtype=np.int32)]),
-        np.concatenate([host.kv_indices, 0 * extra]),
-        np.concatenate([host.last_block_length, extra]),
+def padded(step: AttentionStep, size: GraphSize) -> AttentionStep:
+    """The step filled up to `size`: padded decodes read and write the first place of block 0,
+    padded prompts have no queries, and padded tokens, which are NaN, belong to nobody."""
+    host, n = step.paged.host, step.paged.num_decodes
+    first, end = size.decodes, size.decodes + len(step.query) - n  # of the prompts' tokens
+
+    def filled(values: Iterable[Any], decode: Any, prompt: Any) -> list[Any]:
+        values = list(values)
+        decodes = values[:n] + [decode] * (size.decodes - n)
+        return decodes + values[n:] + [prompt] * (size.rows - len(decodes) - len(values[n:]))
+
+    def spread(x: torch.Tensor, filler: float) -> torch.Tensor:
+        out = x.new_full((size.tokens, *x.shape[1:]), filler)
+        out[n:first] = 0
+        out[:n], out[first:end] = x[:n], x[n:]
+        return out
+
+    blocks = filled((host.kv_indices[i:j] for i, j in pairwise(host.kv_indptr)), [0], [0])
+    figures = (
+        np.cumsum([0, *filled(np.diff(host.cu_seqlens), 1, 0)]),
+        filled(host.kv_length, 1, 1),
+        np.cumsum([0, *map(len, blocks)]),
+        np.concatenate(blocks),
+        filled(host.last_block_length, 1, 1),
     )
-    kv_slot = torch.cat((step.paged.kv_slot, step.paged.kv_slot.new_zeros(rows - n)))
-    filler = torch.randn_like(step.query[:1])
-    query = torch.cat((step.query, filler.expand(rows - n, -1, -1)))
-    key, value = (
-        torch.cat((x, filler[:, : x.shape[1]].expand(rows - n, -1, -1)))
-        for x in (step.key, step.value)
+    paged = paged_sequences(
+        PagedHost(*(np.asarray(values, dtype=np.int32) for values in figures)),
+        spread(step.paged.kv_slot, 0),
+        size.decodes,
+        "cuda",
     )
-    paged = paged_sequences(host, kv_slot, rows, "cuda")
+    query, key, value = (spread(x, torch.nan) for x in (step.query, step.key, step.value))
     return AttentionStep(paged, query, key, value, step.cache, step.expected)
 
 
-@pytest.mark.parametrize("shape", [attention_shape(32, 8, 128, 64, BF16)], ids=str)
+def nothing(shape: AttentionShape, cache: KVCache) -> AttentionStep:
+    """A step of no sequences."""
+    zero, none = np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    slots = torch.zeros(0, dtype=torch.int32)
+    paged = paged_sequences(PagedHost(zero, none, zero, none, none), slots, 0, "cuda")
+    query = torch.zeros((0, shape.heads, shape.head_dim), dtype=shape.dtype, device="cuda")
+    key = query[:, : shape.kv_heads]
+    return AttentionStep(paged, query, key, key.clone(), cache, query)
+
+
+def random_lengths(
+    size: GraphSize, longest: int, generator: np.random.Generator, full: bool
+) -> tuple[Lengths, int]:
+    """Of decodes, and of prompts with a past, and the number of the former; `full`: all that there
+    is room for."""
+    least = 0 if size.prompts else 1
+    decodes = size.decodes if full else int(generator.integers(least, size.decodes + 1))
+    prompts = size.prompts if full else int(generator.integers(1 - least, size.prompts + 1))
+    lengths = [(1, int(keys)) for keys in generator.integers(1, longest + 1, decodes)]
+    left = size.prefill_tokens
+    for others in reversed(range(prompts)):
+        most = left - others
+        queries = most if full and others == 0 else int(generator.integers(1, most + 1))
+        lengths.append((queries, queries + int(generator.integers(0, longest))))
+        left -= queries
+    return lengths, decodes
+
+
+SIZES = [
+    GraphSize(1),
+    GraphSize(8),
+    GraphSize(32),
+    GraphSize(0, 16, 16),
+    GraphSize(8, 64, 4),
+    GraphSize(32, 16, 1),
+    GraphSize(4, 256, 16),
+    GraphSize(0, 512, 3),
+]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [attention_shape(32, 8, 128, 64, BF16), attention_shape(32, 2, 128, 400, BF16)],
+    ids=str,
+)
 def test_a_graph_is_planned_anew_for_every_replay(attention: Any, shape: AttentionShape) -> None:
-    sizes, blocks = (1, 8, 32), 3000
-    generator = np.random.default_rng(0)
-    empty = torch.zeros((blocks, 64, shape.kv_heads, shape.head_dim), dtype=BF16, device="cuda")
-    cache = KVCache(empty, empty.clone())
-    graphs: dict[int, tuple[AttentionStep, torch.cuda.CUDAGraph, torch.Tensor]] = {}
-    for turn in range(4):
-        for size in sizes:
-            rows = size if turn == 0 else int(generator.integers(1, size + 1))
-            longest = (10, 3000, 70, 1)[turn]
-            lengths = [(1, int(n)) for n in generator.integers(1, longest + 1, rows)]
-            step = padded(attention_step(lengths, shape, device="cuda", seed=turn), size)
+    """All are captured first, from steps of nothing but padding, as an engine does."""
+    blocks, generator = 3000, np.random.default_rng(0)
+    poison = torch.full(
+        (blocks, shape.block_size, shape.kv_heads, shape.head_dim),
+        torch.nan,
+        dtype=shape.dtype,
+        device="cuda",
+    )
+    cache = KVCache(poison, poison.clone())
+    empty = nothing(shape, cache)
+    graphs = {size: capture(attention, shape, padded(empty, size), cache) for size in SIZES}
+    for turn, longest in enumerate((10, 3000, 70, 1, 500, 9000)):
+        for size in SIZES:
+            most = min(longest, 2000 * shape.block_size // size.rows)
+            lengths, n = random_lengths(size, most, generator, full=turn % 2 == 1)
+            step = attention_step(lengths, shape, decodes=n, device="cuda", seed=turn)
             cache.key[: len(step.cache.key)] = step.cache.key
             cache.value[: len(step.cache.value)] = step.cache.value
-            if size not in graphs:
-                graphs[size] = capture(attention, shape, step, cache)
+            tokens = len(step.query) - n
             static, graph, out = graphs[size]
-            update(static, step)
+            update(static, padded(step, size))
             attention.plan(static.paged, shape)
             out.zero_()
             graph.replay()
             torch.cuda.synchronize()
+            found = torch.cat((out[:n], out[size.decodes : size.decodes + tokens]))
             torch.testing.assert_close(
-                out[:rows].double(), step.expected, atol=2e-2, rtol=2e-2, msg=f"{turn} {size}"
+                found.double(), step.expected, atol=2e-2, rtol=2e-2, msg=f"{turn} {size} {lengths}"
             )
     # outside of graphs the same object goes on
     check(attention, MIXED, shape, decodes=4, device="cuda", tolerance=2e-2)

@@ -24,9 +24,13 @@ OPTIONS = {
     "dtype": "float32",
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GRAPHS = "inference_dynamic_batching_num_cuda_graphs"
+PROMPTS = "inference_dynamic_batching_cuda_graph_mixed_prefill_count"
 WAYS = {
-    "graphs": {"inference_dynamic_batching_num_cuda_graphs": 6},
-    "no graphs": {"inference_dynamic_batching_num_cuda_graphs": 0},
+    "graphs": {GRAPHS: 6},
+    "graphs of two prompts": {GRAPHS: 6, PROMPTS: 2},
+    "graphs of decodes": {GRAPHS: 6, PROMPTS: 0},
+    "no graphs": {GRAPHS: 0},
     "chunked": {"inference_dynamic_batching_max_tokens": 48},
     "break": {"prefill_checkpoint_mode": "break"},
     "reference kernels": {"kernels": "reference"},
@@ -69,6 +73,75 @@ def test_tokens_are_those_of_the_reference(tiny: Path, expected: list[list[int]]
     assert alone == expected[::4]
     assert sum(output.cached_tokens for output in warm) > 0
     llm.engine.check_integrity()
+    replayed = llm.engine.runner.replayed  # type: ignore[attr-defined]
+    assert (replayed["decode"] == 0) == (way in ("no graphs", "reference kernels"))
+    if way == "graphs":
+        assert replayed["mixed"] > 0
+    if way in ("graphs of decodes", "no graphs", "reference kernels"):
+        assert replayed["mixed"] == 0
+
+
+def serve(llm: LLM, waves: dict[int, list[list[int]]], params: SamplingParams) -> list[list[int]]:
+    """The tokens of requests that are added before steps of these numbers."""
+    engine, tokens, step = llm.engine, {}, 0
+    while engine.has_work() or step <= max(waves):
+        for prompt in waves.get(step, []):
+            name = str(len(tokens))
+            tokens[name] = []
+            engine.add_request(name, prompt, params)
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+        step += 1
+    return list(tokens.values())
+
+
+def test_prompts_arrive_among_decodes(tiny: Path) -> None:
+    """One long prompt, many short ones, more than a graph has room for, and known ones."""
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*lengths: int) -> list[list[int]]:
+        return [torch.randint(0, 160, (n,), generator=generator).tolist() for n in lengths]
+
+    first, long, most = random(40, 7, 1), random(700), random(*range(200, 520, 60))
+    waves = {
+        0: first,
+        3: long,
+        6: random(*range(1, 7)),
+        9: [*random(33), first[0]],  # the end of a prompt is stored, another one resumed
+        12: [first[0], first[1]],
+        14: random(*[5] * 12),
+        20: most,
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found, counts = {}, {}
+    for prompts_in_a_graph in (0, 4, 16):
+        options = OPTIONS | {PROMPTS: prompts_in_a_graph}
+        llm = LLM(str(tiny), device="cuda", **options)  # type: ignore[arg-type]
+        found[prompts_in_a_graph] = serve(llm, waves, params)
+        counts[prompts_in_a_graph] = dict(llm.engine.runner.replayed)  # type: ignore[attr-defined]
+        llm.engine.check_integrity()
+    plain = LLM(str(tiny), device="cpu", **OPTIONS)  # type: ignore[arg-type]
+    assert found[0] == serve(plain, waves, params)
+    assert found[4] == found[0] and found[16] == found[0]
+    assert counts[0]["mixed"] == 0 < counts[4]["mixed"] < counts[16]["mixed"]
+
+
+def test_mixed_graphs_on_the_fast_attention_kernels(tmp_path: Path) -> None:
+    """In bfloat16, with heads that flashinfer has kernels for: the same distributions."""
+    make_tiny_model("nemotron_h", tmp_path, head_dim=64)
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=5, ignore_eos=True)
+    asked = [prompt for prompt in prompts() for _ in range(2)][::3]
+    found = []
+    for prompts_in_a_graph in (0, 16):
+        options = OPTIONS | {PROMPTS: prompts_in_a_graph, "dtype": "bfloat16"}
+        llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
+        outputs = [output for prompt in asked for output in llm.generate([prompt], params)]
+        found.append([output.logprobs[0] for output in outputs if output.logprobs])
+        replayed = llm.engine.runner.replayed["mixed"]  # type: ignore[attr-defined]
+        assert (replayed > 0) == (prompts_in_a_graph > 0)
+    assert len(found[0]) == len(found[1]) == len(asked)
+    for one, other in zip(*found, strict=True):
+        assert one.top[0][1] == pytest.approx(other.top[0][1], abs=0.1)
 
 
 def test_idle_steps_change_nothing(tiny: Path, expected: list[list[int]]) -> None:

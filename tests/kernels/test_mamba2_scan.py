@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.mamba2_scan.reference import tile_size
-from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 

@@ -19,8 +19,8 @@ Answers = dict[str, list[list[Any]]]
 
 
 def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
-    """[tokens, cached tokens] of each prompt: cold, warm, sampled in chunks, several samples of
-    one prompt, and from a cache so small that requests are preempted."""
+    """[tokens, cached tokens] of each prompt: cold, warm, cold with a step in flight, sampled in
+    chunks, several samples of one prompt, and from a cache so small that requests are preempted."""
     rng = random.Random(0)
     shared = [rng.randrange(160) for _ in range(60)]
     prompts = [shared[:n] + [rng.randrange(160) for _ in range(n % 7)] for n in range(30, 60, 3)]
@@ -34,9 +34,13 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     llm = LLM(folder, **options)
     answers = {}
-    for name in ("cold", "warm"):
+    for name in ("cold", "warm", "in flight"):
+        if name == "in flight":
+            llm.engine.runner.asynchronous = True
+            llm.engine.reset()
         outputs = llm.generate(prompts, greedy, progress=False)
         answers[name] = [[output.token_ids, output.cached_tokens] for output in outputs]
+    llm.engine.runner.asynchronous = False
     chunked = LLM(folder, **options, inference_dynamic_batching_max_tokens=25)
     sampled = SamplingParams(temperature=0.8, top_k=10, seed=3, max_tokens=6)
     outputs = chunked.generate(prompts, sampled, progress=False)

@@ -41,4 +41,5 @@ def test_two_ranks_decide_and_answer_like_one(folders, tmp_path):
         alone = generate_all(str(folder), tensor_model_parallel_size=1)
         assert ranks[0][folder.name] == alone, folder.name
         assert any(cached for _, cached in alone["warm"])
+        assert alone["in flight"] == alone["cold"]
         assert any(cached for _, cached in alone["choices"])

@@ -4,6 +4,9 @@ Decodes run on the tensor-core decode wrapper, which splits long KV over program
 prefill wrapper (FlashAttention 3 on Hopper, else 2). Both are planned once a step, from the host
 arrays, for every layer: a plan is a schedule that goes to the device from the wrapper's own pinned
 buffer, so a step's plan is made only when the copies of the step before have been executed.
+
+A CUDA graph has wrappers of its own, whose launches are the same for every plan. The short prompts
+of mixed graphs run on FlashAttention 2, which splits long KV over programs, and 3 does not.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from megatron_hybrid.kernels.paged_attention.triton import (
 )
 
 _HEAD_DIMS = (64, 128, 256)
-# The schedule of a decode batch takes about 30 bytes a sequence and 15 a program, thousands at
-# most; the wrapper's own 8 MiB times the number of graphs would be wasted.
+# A graph's schedule takes about 30 bytes a sequence, 15 a program and 4 a token, thousands of each
+# at most; the wrapper's own 8 MiB times the number of graphs would be wasted.
 _GRAPH_SCHEDULE_BYTES = 1 << 20
+# Decodes, sequences, tokens, and where their tables lie: one graph's, of one engine.
+_Graph = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,10 @@ class FlashInferAttention:
 
     def __init__(self, workspace_bytes: int = 512 << 20) -> None:
         """`workspace_bytes`: room for partial results where KV is split over programs. A CUDA
-        graph of n decodes takes 4 * n * heads * head_dim * t bytes: t = 16 for up to 16 query
-        heads a KV head, 64 for up to 64. flashinfer raises an error where it is not enough."""
+        graph takes 4 * p * heads * head_dim * t bytes: t = 16 for the decodes of up to 16 query
+        heads a KV head, 64 for up to 64, up to 128 for prompts; p is the larger of two programs a
+        multiprocessor, divided by the KV heads, and the number of tiles of t queries, counting
+        each of the query heads of a KV head. flashinfer raises an error where it is not enough."""
         self._workspace_bytes = workspace_bytes
         self._triton = TritonAttention()
         self._wrappers: dict[AttentionShape, _Wrappers | None] = {}
@@ -67,7 +74,7 @@ class FlashInferAttention:
             decode=wrappers.plan_decodes(paged) if decodes else None,
             prefill=wrappers.plan_prefills(paged) if len(paged.kv_length) > decodes else None,
             num_decodes=decodes,
-            num_tokens=int(paged.host.cu_seqlens[-1]),
+            num_tokens=len(paged.kv_slot),
             kv_slot=paged.kv_slot,
         )
 
@@ -115,23 +122,24 @@ class FlashInferAttention:
 
 
 class _Wrappers:
-    """flashinfer's wrappers for one shape; a decode graph has one of its own, which keeps reading
-    the tensors that the graph was captured with. All share the workspace."""
+    """flashinfer's wrappers for one shape; a graph has some of its own, which keep reading the
+    tensors that it was captured with. All share the workspace."""
 
     def __init__(self, shape: AttentionShape, workspace: Tensor, prefill_backend: str) -> None:
         self._shape = shape
         self._workspace = workspace
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", backend=prefill_backend
         )
-        # by the number of decodes and the address of their tables; None: outside of graphs
-        self._decode: dict[tuple[int, int] | None, Any] = {}
+        # by graph; None: outside of graphs
+        self._prefill: dict[_Graph | None, Any] = {None: prefill}
+        self._decode: dict[_Graph | None, Any] = {}
 
     def plan_decodes(self, paged: PagedSequences) -> Any:
         """The decode wrapper, planned for the first num_decodes sequences."""
         shape, count = self._shape, paged.num_decodes
-        key = (count, paged.kv_indices.data_ptr()) if paged.static else None
-        wrapper = self._decode.get(key)
+        graph = _graph_of(paged)
+        wrapper = self._decode.get(graph)
         indptr = torch.from_numpy(paged.host.kv_indptr[: count + 1])
         last_length = torch.from_numpy(paged.host.last_block_length[:count])
         heads = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
@@ -141,7 +149,7 @@ class _Wrappers:
             "sm_scale": shape.scale,
         }
         if wrapper is None:
-            wrapper = self._decode[key] = self._new_decode_wrapper(paged)
+            wrapper = self._decode[graph] = self._new_decode_wrapper(paged)
             wrapper.plan(indptr, paged.kv_indices, last_length, *heads, **types)
             return wrapper
         # plan() again would take microseconds a sequence and copy tables that are there already
@@ -162,12 +170,19 @@ class _Wrappers:
     def plan_prefills(self, paged: PagedSequences) -> Any:
         """The prefill wrapper, planned for the sequences after the decodes."""
         shape, host, first = self._shape, paged.host, paged.num_decodes
+        graph = _graph_of(paged)
+        wrapper = self._prefill.get(graph)
+        if wrapper is None:
+            wrapper = self._prefill[graph] = self._new_prefill_wrapper(paged)
         # The blocks keep their places in kv_indices, the queries are counted from the first one.
         query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
-        self._prefill.plan(
+        tokens = len(paged.kv_slot) - first
+        longest = tokens if paged.static else int(np.diff(query_indptr).max())
+        wrapper.plan(
             _pinned(query_indptr),
             _pinned(host.kv_indptr[first:]),
-            paged.kv_indices,
+            # a graph's wrapper has them already, and would copy them onto themselves
+            paged.kv_indices[:0] if paged.static else paged.kv_indices,
             _pinned(host.last_block_length[first:]),
             shape.heads,
             shape.kv_heads,
@@ -178,17 +193,37 @@ class _Wrappers:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             seq_lens=_pinned(host.kv_length[first:]),
-            max_token_per_sequence=int(np.diff(query_indptr).max()),
+            max_token_per_sequence=longest,
         )
-        return self._prefill
+        wrapper._qo_indptr_last = tokens  # run() compares with it: padding is run, too
+        return wrapper
+
+    def _new_prefill_wrapper(self, paged: PagedSequences) -> Any:
+        """For a graph."""
+        first, device = paged.num_decodes, self._workspace.device
+        sequences = len(paged.kv_length) - first
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
+            paged_kv_indptr_buf=paged.kv_indptr[first:],
+            paged_kv_indices_buf=paged.kv_indices,
+            paged_kv_last_page_len_buf=paged.last_block_length[first:],
+            backend="fa2",
+        )
+        # The wrapper would take the tokens of the first plan, which may have less than the graph.
+        wrapper._max_total_num_rows = len(paged.kv_slot) - first
+        self._shorten_schedule(wrapper)
+        return wrapper
 
     def _new_decode_wrapper(self, paged: PagedSequences) -> Any:
         buffers = {}
         if paged.static:
             buffers = {
-                "paged_kv_indptr_buffer": paged.kv_indptr,
+                "paged_kv_indptr_buffer": paged.kv_indptr[: paged.num_decodes + 1],
                 "paged_kv_indices_buffer": paged.kv_indices,
-                "paged_kv_last_page_len_buffer": paged.last_block_length,
+                "paged_kv_last_page_len_buffer": paged.last_block_length[: paged.num_decodes],
             }
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -198,11 +233,22 @@ class _Wrappers:
             **buffers,
         )
         if paged.static:
-            schedule = torch.empty(
-                _GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.device
-            )
-            wrapper.reset_workspace_buffer(self._workspace, schedule)
+            self._shorten_schedule(wrapper)
         return wrapper
+
+    def _shorten_schedule(self, wrapper: Any) -> None:
+        schedule = torch.empty(
+            _GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.device
+        )
+        wrapper.reset_workspace_buffer(self._workspace, schedule)
+
+
+def _graph_of(paged: PagedSequences) -> _Graph | None:
+    """None: the step is not one of a graph."""
+    if not paged.static:
+        return None
+    sizes = paged.num_decodes, len(paged.kv_length), len(paged.kv_slot)
+    return *sizes, paged.kv_indptr.data_ptr(), paged.kv_indices.data_ptr()
 
 
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:

@@ -167,7 +167,8 @@ def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> N
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """KV at the places source [tokens] to the places destination [tokens]; a place is counted like
-    PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source or named twice."""
+    PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source or
+    named twice."""
     for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 

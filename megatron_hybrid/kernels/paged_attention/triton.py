@@ -28,7 +28,7 @@ class TritonPlan:
 
     paged: PagedSequences
     shape: AttentionShape
-    longest: int  # queries of the longest sequence
+    longest: int  # queries of the longest sequence, or more
 
     @property
     def kv_slot(self) -> Tensor:
@@ -36,12 +36,15 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """The calls of reference.py; keeps nothing between steps and may be captured in a CUDA graph
-    (of decodes: the grid follows the longest segment)."""
+    """The calls of reference.py; keeps nothing between steps and may be captured in a CUDA
+    graph."""
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> TritonPlan:
         """Once a step."""
-        return TritonPlan(paged, shape, int(np.diff(paged.host.cu_seqlens).max(initial=0)))
+        longest = int(np.diff(paged.host.cu_seqlens).max(initial=0))
+        if paged.static:  # the grid has room for any step that the graph may run
+            longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
+        return TritonPlan(paged, shape, longest)
 
     def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: TritonPlan) -> None:
         """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
