@@ -9,8 +9,10 @@ graphs of so many decodes beside so many prompt tokens. What a step has less is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,20 +58,23 @@ class CudaGraphs:
 
     def capture(self, sizes: Sequence[GraphSize], progress: bool) -> None:
         """The largest first: the smaller ones then fit into its memory, which all share."""
-        pool = torch.cuda.graph_pool_handle()
-        largest_first = sorted(sizes, key=lambda size: size.tokens, reverse=True)
-        for size in tqdm(largest_first, desc="capturing CUDA graphs", disable=not progress):
-            compute = self._prepare(size)
-            logits = compute()  # compiles kernels, which can't happen while capturing
-            if self._logits is None:
-                most = max(size.rows for size in sizes)
-                self._logits = logits.new_empty((most, logits.shape[1]))
-            torch.cuda.synchronize()
-            del logits
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._logits[: size.rows].copy_(compute())
-            self._graphs[size] = graph
+        with _no_garbage_collection():
+            pool = torch.cuda.graph_pool_handle()
+            largest_first = sorted(sizes, key=lambda size: size.tokens, reverse=True)
+            for size in tqdm(largest_first, desc="capturing CUDA graphs", disable=not progress):
+                self._graphs[size] = self._capture(size, pool, max(s.rows for s in sizes))
+
+    def _capture(self, size: GraphSize, pool: Any, most_rows: int) -> torch.cuda.CUDAGraph:
+        compute = self._prepare(size)
+        logits = compute()  # compiles kernels, which can't happen while capturing
+        if self._logits is None:
+            self._logits = logits.new_empty((most_rows, logits.shape[1]))
+        torch.cuda.synchronize()
+        del logits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._logits[: size.rows].copy_(compute())
+        return graph
 
     def choose(self, plan: StepPlan) -> GraphSize | None:
         """The size of the smallest graph that a step fits; None if there is none."""
@@ -81,6 +86,20 @@ class CudaGraphs:
         assert self._logits is not None
         self._graphs[size].replay()
         return self._logits[: size.rows]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An event, a graph or pinned memory that is destroyed during a capture invalidates it: another
+    engine's, say, that nobody refers to any more."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def smallest_fit(sizes: Iterable[GraphSize], plan: StepPlan) -> GraphSize | None:
