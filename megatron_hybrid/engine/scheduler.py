@@ -364,15 +364,14 @@ class Scheduler:
                 known = chunk.owner.prompt_logprobs or [None]
                 chunk.owner.prompt_logprobs = known + result.prompt_logprobs[chunk.row]
         received: Received = []
-        rows, tokens = plan.sampled_rows.tolist(), result.tokens.tolist()
+        rows, tokens, logprobs = plan.sampled_rows.tolist(), result.tokens.tolist(), result.logprobs
         for row, request, token in zip(rows, plan.sampled_owners, tokens, strict=True):
             if not request.is_open:
                 continue
             request.output.append(token)
-            event = self._event(request)
-            event.token_ids.append(token)
-            if (logprob := result.logprobs.get(row)) is not None:
-                event.logprobs = [logprob]
+            event = self._event(request, [token])
+            if logprobs and row in logprobs:
+                event.logprobs = [logprobs[row]]
             if request.prompt_logprobs is not None:
                 event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             received.append((request, event))
@@ -443,12 +442,16 @@ class Scheduler:
         self._context.release(request)
 
     @staticmethod
-    def _event(request: TrackedRequest) -> RequestEvent:
+    def _event(request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
+        # by position: this runs once for every token
         return RequestEvent(
             request.request_id,
-            index=request.index,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            request.index,
+            [] if token_ids is None else token_ids,
+            None,
+            None,
+            len(request.prompt),
+            request.cached_tokens,
         )
 
 

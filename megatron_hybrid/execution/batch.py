@@ -203,24 +203,23 @@ class BatchBuilder:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Both as tensors on the device: `loose` before the origin, `parts` from there on, so that
         their places depend on nothing but their lengths."""
-        sizes = [len(part) for part in (*loose, *parts)]
+        every = (*loose, *parts)
         # Every part begins at a multiple of 16 bytes: Triton compiles a kernel once more for
         # pointers that don't.
-        ends = np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes])
-        starts = [0, *ends.tolist()]
-        first = self._origin - starts[len(loose)]
-        assert first >= 0 and first + starts[-1] <= len(self._buffer), "the step is too large"
+        sizes = [size for part in every for size in (len(part), -len(part) % _ALIGNMENT)]
+        total, before = sum(sizes), sum(sizes[: 2 * len(loose)])
+        first = self._origin - before
+        assert first >= 0 and first + total <= len(self._buffer), "the step is too large"
         # pinned memory comes from torch's cache, which waits until the copy from it is done
-        host = torch.empty(starts[-1], dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
-        numbers = host.numpy()
-        for start, part in zip(starts, (*loose, *parts), strict=False):
+        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        numbers, start = host.numpy(), 0
+        for part in every:
             numbers[start : start + len(part)] = part
-        self._buffer[first : first + starts[-1]].copy_(host, non_blocking=True)
-        tensors = [
-            self._buffer.narrow(0, first + start, size)
-            for start, size in zip(starts, sizes, strict=False)
-        ]
-        return tensors[: len(loose)], tensors[len(loose) :]
+            start += len(part) + -len(part) % _ALIGNMENT
+        target = self._buffer[first : first + total]
+        target.copy_(host, non_blocking=True)
+        tensors = target.split(sizes)[::2]  # the others are gaps
+        return list(tensors[: len(loose)]), list(tensors[len(loose) :])
 
 
 def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) -> Ints:
