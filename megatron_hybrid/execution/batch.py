@@ -50,7 +50,7 @@ class BatchBuilder:
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
-        self._origin = requests * (2 * block_size + 8) + 32
+        self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
         self._buffer = torch.empty(
             self._origin + 8 * max_tokens + 32 * requests + requests * blocks + 128,
             dtype=torch.int64 if device.type == "cpu" else torch.int32,
