@@ -44,7 +44,7 @@ class Sampler:
             self._draw(logits, tokens, sampled, drawn)
         # the logits are equal on every rank, but only one may decide
         tokens = self._parallel.broadcast(tokens)
-        last_token.index_copy_(0, sampled_rows[:count].long(), tokens)
+        last_token.index_copy_(0, sampled_rows.long(), tokens)
         wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
         own = prompt = None
         if len(wanted):

@@ -216,7 +216,7 @@ def test_decode_equals_the_token_loop(groups: int, block_p: int) -> None:
     slots = DecodeSlots(torch.tensor(read), torch.tensor(write))
     out = torch.full_like(data.x, float("nan"))
     launch = {"block_p": block_p, "num_warps": 4}
-    y = scan._launch_decode(*data.arguments(), state, slots, out, **launch)
+    y = scan.decode(*data.arguments(), state, slots, out, **launch)
     for row in range(4):
         initial = before[read[row]] if read[row] else torch.zeros(SHAPE)
         expected, states = token_loop(data.rows(row, row + 1), initial)

@@ -72,9 +72,25 @@ def decode(
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
+    *,
+    block_p: int = 8,
+    num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; the outputs of padded rows are zeros."""
-    return _launch_decode(x, B, C, dt, A, D, dt_bias, dt_limit, state, plan, out)
+    """As in reference.py; the outputs of padded rows are zeros. A program takes block_p rows of the
+    state: many small programs keep most bytes in flight."""
+    y = _checked(x, B, C, dt, state, out)
+    rows, heads, head_dim = x.shape
+    groups, size = B.shape[1:]
+    _decode_kernel[(head_dim // block_p, heads, rows)](
+        x, B, C, dt, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
+        x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
+        heads // groups, *dt_limit,
+        HEAD_DIM=head_dim,
+        SIZE=size,
+        BLOCK_P=block_p,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return y
 
 
 def _prefill_config(head_dim: int, size: int, dtype: torch.dtype) -> dict[str, int]:
@@ -130,38 +146,6 @@ def _launch_prefill(
         BLOCK_L=max(16, triton.next_power_of_2(tile)),
         BLOCK_P=block_p,
         STAGES=num_stages,
-        num_warps=num_warps,
-    )  # fmt: skip
-    return y
-
-
-def _launch_decode(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    state: Tensor,
-    plan: DecodeSlots,
-    out: Tensor | None = None,
-    *,
-    block_p: int = 8,
-    num_warps: int = 1,
-) -> Tensor:
-    """block_p rows of the state a program: many small programs keep most bytes in flight."""
-    y = _checked(x, B, C, dt, state, out)
-    rows, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
-    _decode_kernel[(head_dim // block_p, heads, rows)](
-        x, B, C, dt, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
-        x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
-        heads // groups, *dt_limit,
-        HEAD_DIM=head_dim,
-        SIZE=size,
-        BLOCK_P=block_p,
         num_warps=num_warps,
     )  # fmt: skip
     return y
