@@ -178,6 +178,40 @@ def test_prefill_cut_on_the_grid_gives_the_very_same_bits() -> None:
 
 @PRECISIONS
 @SHAPES
+@pytest.mark.parametrize("part", [1, 2, 4])
+def test_parts_of_a_sequence_give_the_very_same_bits(
+    shape: Shape, dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float, part: int
+) -> None:
+    """The second sequence in place, the third within a chunk; checkpoints in several parts."""
+    lengths, starts, read, write = [1700, 1300, 100], [0, 37, 256], [0, 1, 2], [3, 1, 4]
+    checkpoints = [(0, 256, 5), (0, 1536, 6), (1, 512, 7), (1, 1280, 8), (1, 1337, 9)]
+    plan = scan.plan(packed(lengths, starts, read, write, checkpoints), CHUNK)
+    data, whole = draw(shape, sum(lengths), dtype), poisoned(11, shape, state_dtype)
+    whole[1:3] = torch.randn(2, *shape.state, device="cuda") / 4
+    split = whole.clone()
+    config = scan._prefill_config(shape.head_dim, shape.size, dtype)
+    expected = scan._launch_prefill(*data, NO_LIMIT, whole, plan, **config, part=0)
+    assert torch.equal(
+        scan._launch_prefill(*data, NO_LIMIT, split, plan, **config, part=part), expected
+    )
+    assert torch.equal(split.nan_to_num(7.0), whole.nan_to_num(7.0))
+
+
+def test_one_long_sequence_is_split_and_many_are_not() -> None:
+    def chunks(lengths: list[int], shape: Shape) -> int:
+        zeros = [0] * len(lengths)
+        x = draw(shape, sum(lengths), torch.bfloat16)[0]
+        return scan._chunks_per_part(packed(lengths, zeros, zeros, zeros), CHUNK, x, 32)
+
+    assert chunks([8192], GRANITE) > 0
+    assert chunks([6000, 100, 100], GRANITE) > 0
+    assert chunks([1024] * 8, GRANITE) == 0
+    assert chunks([1024], GRANITE) == 0
+    assert chunks([8192], NEMOTRON) == 0
+
+
+@PRECISIONS
+@SHAPES
 @pytest.mark.parametrize("count", [1, 32])
 def test_decode_equals_the_token_loop(
     shape: Shape, dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float, count: int

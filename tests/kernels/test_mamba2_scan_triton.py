@@ -25,6 +25,7 @@ HEADS, HEAD_DIM, GROUPS, SIZE = 2, 16, 1, 32
 SHAPE = (HEADS, HEAD_DIM, SIZE)
 LIMIT = (0.02, 1.5)  # both bounds are reached
 CHUNK = 32
+PARTS = [None, 1, 2]  # what prefill() takes, and chunks a program
 
 
 @dataclass
@@ -110,9 +111,20 @@ def poisoned(slots: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((slots, 2, *SHAPE), float("nan"), dtype=dtype)[:, 1]
 
 
-def run(data: Data, segments: PrefillSegments, state: Tensor, chunk: int = CHUNK) -> Tensor:
+def run(
+    data: Data,
+    segments: PrefillSegments,
+    state: Tensor,
+    chunk: int = CHUNK,
+    part: int | None = None,
+) -> Tensor:
     out = torch.full_like(data.x, float("nan"))
-    y = scan.prefill(*data.arguments(), state, scan.plan(segments, chunk), out=out)
+    plan = scan.plan(segments, chunk)
+    if part is None:
+        y = scan.prefill(*data.arguments(), state, plan, out=out)
+    else:
+        config = {"tile": 16, "block_p": 16, "num_warps": 4, "num_stages": 1, "part": part}
+        y = scan._launch_prefill(*data.arguments(), state, plan, out, **config)
     assert y is out
     return y
 
@@ -123,21 +135,23 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     )
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("chunk", [32, 16, 24, 8])
 @pytest.mark.parametrize("length", [1, 31, 33, 64])
-def test_one_sequence_equals_the_token_loop(length: int, chunk: int) -> None:
+def test_one_sequence_equals_the_token_loop(length: int, chunk: int, part: int | None) -> None:
     data, state = Data.draw(length), poisoned(3)
-    y = run(data, packed(Segment(0, length, 0, 2)), state, chunk)
+    y = run(data, packed(Segment(0, length, 0, 2)), state, chunk, part)
     expected, states = token_loop(data, torch.zeros(SHAPE))
     close(y, expected)
     close(state[2], states[length])
     assert state[:2].isnan().all()
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_packed_sequences_with_checkpoints_equal_the_token_loop(
-    groups: int, dtype: torch.dtype
+    groups: int, dtype: torch.dtype, part: int | None
 ) -> None:
     """Starts and ends on and off the grid, checkpoints on the grid and at an end, an empty
     segment, padding, a write and a checkpoint to slot 0, rows after the last sequence."""
@@ -153,7 +167,7 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(
     data, state = Data.draw(sum(s.length for s in segments) + 5, groups), poisoned(16)
     state[1:5] = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(3))
     before = state.clone()
-    y = run(data, packed(*segments, dtype=dtype), state)
+    y = run(data, packed(*segments, dtype=dtype), state, CHUNK, part)
     begin, written = 0, set()
     for s in segments[:4]:
         initial = before[s.read] if s.read else torch.zeros(SHAPE)
@@ -169,8 +183,11 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(
     assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("start", [0, 5, 31, 32, 33, 60])
-def test_a_segment_may_start_anywhere_and_equals_the_reference(start: int) -> None:
+def test_a_segment_may_start_anywhere_and_equals_the_reference(
+    start: int, part: int | None
+) -> None:
     data = Data.draw(50)
     state = poisoned(6)
     state[1] = torch.randn(SHAPE, generator=torch.Generator().manual_seed(4))
@@ -179,7 +196,7 @@ def test_a_segment_may_start_anywhere_and_equals_the_reference(start: int) -> No
     segments = packed(Segment(start, 50, 1 if start else 0, 2, checkpoints))
     other = state.clone()
     expected = reference.prefill(*data.arguments(), other, reference.plan(segments, CHUNK))
-    close(run(data, segments, state), expected)
+    close(run(data, segments, state, CHUNK, part), expected)
     close(state[2 : 3 + len(grid)], other[2 : 3 + len(grid)])
 
 
@@ -190,6 +207,41 @@ def test_segments_cut_on_the_grid_give_the_very_same_bits() -> None:
     rest = run(data.rows(32, 80), packed(Segment(32, 48, 2, 1)), cut)
     assert torch.equal(torch.cat((first, rest)), y)
     assert torch.equal(whole[1:3], cut[1:3])
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 0), (7, 30, 32), (33, 64, 1)])
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_parts_give_the_very_same_bits(part: int, starts: tuple[int, ...]) -> None:
+    """Several sequences, some shorter than a part; the first in place, so that no part may read the
+    slot after another has written it; checkpoints on the grid and at the ends."""
+    lengths, slots = (150, 20, 97), [(1, 1), (2, 4), (0, 5)]
+    segments, free = [], 6
+    for start, length, (read, write) in zip(starts, lengths, slots, strict=True):
+        end = start + length
+        positions = [p for p in range(2 * CHUNK, end, 2 * CHUNK) if p > start] + [end]
+        checkpoints = tuple((p, free + i) for i, p in enumerate(positions))
+        segments.append(Segment(start, length, read, write, checkpoints))
+        free += len(positions)
+    data, whole = Data.draw(sum(lengths)), poisoned(24)
+    whole[1:3] = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(7))
+    split = whole.clone()
+    expected = run(data, packed(*segments), whole, CHUNK, 0)
+    assert torch.equal(run(data, packed(*segments), split, CHUNK, part), expected)
+    assert torch.equal(split.nan_to_num(7.0), whole.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_more_sequences_than_are_looked_at_at_once(part: int) -> None:
+    lengths = [1 + i % 3 for i in range(70)]
+    lengths[66] = 40
+    data, state = Data.draw(sum(lengths)), poisoned(71)
+    y = run(
+        data, packed(*(Segment(0, n, 0, i + 1) for i, n in enumerate(lengths))), state, 16, part
+    )
+    for begin, n, slot in ((0, 1, 1), (sum(lengths[:66]), 40, 67), (sum(lengths[:69]), 1, 70)):
+        expected, states = token_loop(data.rows(begin, begin + n), torch.zeros(SHAPE))
+        close(y[begin : begin + n], expected)
+        close(state[slot], states[n])
 
 
 @pytest.mark.parametrize("bad", [0, 1])
