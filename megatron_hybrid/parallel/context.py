@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +139,12 @@ def _initialize_torch(device: torch.device, timeout_minutes: int) -> None:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
+    atexit.register(_leave)  # NCCL warns of groups that a process still has when it ends
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

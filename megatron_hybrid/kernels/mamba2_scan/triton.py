@@ -43,6 +43,8 @@ from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
 
 __all__ = ["ScanPlan", "decode", "plan", "prefill"]
 
+_VARYING = ["sequences", "part"]  # from step to step: no value of theirs is worth compiling anew
+
 
 @dataclass(frozen=True, slots=True)
 class ScanPlan:
@@ -138,10 +140,12 @@ def _launch_prefill(
     sequences = s.start_position.shape[0]
     segments = (s.cu_seqlens, s.start_position, sequences)
 
-    decays = torch.empty(2, heads, tokens, dtype=torch.float32, device=x.device)
+    # Rows of a multiple of 16, always: Triton would compile anew for an argument that is not.
+    row = triton.cdiv(tokens, 16) * 16
+    decays = torch.empty(2, heads, row, dtype=torch.float32, device=x.device)
     tiles = (tokens + sequences * (tile - 1)) // tile + sequences  # at most
     _decays_kernel[(triton.cdiv(heads, 8), tiles)](
-        dt, A, dt_bias, *dt_limit, decays, *segments, dt.stride(0), tokens, heads,
+        dt, A, dt_bias, *dt_limit, decays, *segments, dt.stride(0), row, heads,
         TILE=tile,
         BLOCK_L=block_l,
         BLOCK_H=8,
@@ -158,7 +162,7 @@ def _launch_prefill(
         block = min(head_dim, 64)
         _chunk_states_kernel[(head_dim // block, heads, inner_parts * part)](
             x, B, decays, carried, factors, *segments, part,
-            x.stride(0), B.stride(0), tokens, heads // groups,
+            x.stride(0), B.stride(0), row, heads // groups,
             **shape,
             BLOCK_P=block,
             STAGES=num_stages,
@@ -175,7 +179,7 @@ def _launch_prefill(
         x, B, C, decays, D, state, carried, y, *segments, part, s.read_slot, s.write_slot,
         s.cu_checkpoints, s.checkpoint_position, s.checkpoint_slot,
         x.stride(0), B.stride(0), C.stride(0), y.stride(0), state.stride(0),
-        tokens, heads // groups,
+        row, heads // groups,
         **shape,
         BLOCK_P=block_p,
         STAGES=num_stages,
@@ -224,13 +228,13 @@ def _locate(
     return sequence, index - before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _decays_kernel(
     dt_ptr, a_ptr, bias_ptr, dt_min, dt_max, decays_ptr, cu_seqlens_ptr, start_ptr, sequences,
-    dt_row, tokens, heads,
+    dt_row, decays_row, heads,
     TILE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """cs and cs - log2(dt) of the formulas above: decays [2, heads, tokens]. (dt goes into the
+    """cs and cs - log2(dt) of the formulas above: decays [2, heads, decays_row]. (dt goes into the
     exponent: exp2(cs[l] - cs[s]) dt[s].)"""
     sequence, tile = _locate(cu_seqlens_ptr, start_ptr, sequences, 1, tl.program_id(1), 1, 1, TILE)
     if sequence >= sequences:
@@ -251,9 +255,9 @@ def _decays_kernel(
     dt = softplus(raw.to(tl.float32) + bias[None, :])
     dt = tl.where(mask, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
     cs = tl.cumsum(dt * a[None, :], 0)
-    at = head[None, :].to(tl.int64) * tokens + token[:, None]
+    at = head[None, :].to(tl.int64) * decays_row + token[:, None]
     tl.store(decays_ptr + at, cs, mask)
-    tl.store(decays_ptr + heads * tl.cast(tokens, tl.int64) + at, cs - tl.log2(dt), mask)
+    tl.store(decays_ptr + heads * tl.cast(decays_row, tl.int64) + at, cs - tl.log2(dt), mask)
 
 
 @triton.jit
@@ -294,11 +298,11 @@ def _added(x, bt, cs_dt, last, s):
     return tl.dot(bt, scaled, s * tl.exp2(last), input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _chunk_states_kernel(
     x_ptr, b_ptr, decays_ptr, carried_ptr, factors_ptr,
     cu_seqlens_ptr, start_ptr, sequences, part,
-    x_row, b_row, tokens, heads_per_group,
+    x_row, b_row, decays_row, heads_per_group,
     HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -318,8 +322,8 @@ def _chunk_states_kernel(
     origin = first_token - start
     x_ptr += origin * x_row + head * HEAD_DIM
     b_ptr += origin * b_row + head // heads_per_group * SIZE
-    decays_ptr += origin + head * tl.cast(tokens, tl.int64)
-    all_decays = tl.num_programs(1) * tl.cast(tokens, tl.int64)
+    decays_ptr += origin + head * tl.cast(decays_row, tl.int64)
+    all_decays = tl.num_programs(1) * tl.cast(decays_row, tl.int64)
 
     chunk_start = (start // CHUNK + chunk) * CHUNK
     first_tile = tl.maximum(chunk_start, start) // TILE
@@ -337,7 +341,7 @@ def _chunk_states_kernel(
     tl.store(factors_ptr + row, factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _pass_states_kernel(
     state_ptr, read_ptr, carried_ptr, factors_ptr, cu_seqlens_ptr, start_ptr, sequences, part,
     state_slot, STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -370,13 +374,13 @@ def _pass_states_kernel(
     tl.store(carried_ptr, h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _prefill_kernel(
     x_ptr, b_ptr, c_ptr, decays_ptr, d_ptr,
     state_ptr, carried_ptr, y_ptr,
     cu_seqlens_ptr, start_ptr, sequences, part, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
-    x_row, b_row, c_row, y_row, state_slot, tokens, heads_per_group,
+    x_row, b_row, c_row, y_row, state_slot, decays_row, heads_per_group,
     HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -406,8 +410,8 @@ def _prefill_kernel(
     x_ptr += origin * x_row + head * HEAD_DIM
     b_ptr += origin * b_row + group * SIZE
     c_ptr += origin * c_row + group * SIZE
-    decays_ptr += origin + head * tl.cast(tokens, tl.int64)
-    all_decays = tl.num_programs(1) * tl.cast(tokens, tl.int64)
+    decays_ptr += origin + head * tl.cast(decays_row, tl.int64)
+    all_decays = tl.num_programs(1) * tl.cast(decays_row, tl.int64)
     y_ptr += origin * y_row + head * HEAD_DIM
     in_state = head * (HEAD_DIM * SIZE) + n[:, None] + p[None, :] * SIZE
 
