@@ -189,11 +189,8 @@ def test_parts_of_a_sequence_give_the_very_same_bits(
     data, whole = draw(shape, sum(lengths), dtype), poisoned(11, shape, state_dtype)
     whole[1:3] = torch.randn(2, *shape.state, device="cuda") / 4
     split = whole.clone()
-    config = scan._prefill_config(shape.head_dim, shape.size, dtype)
-    expected = scan._launch_prefill(*data, NO_LIMIT, whole, plan, **config, part=0)
-    assert torch.equal(
-        scan._launch_prefill(*data, NO_LIMIT, split, plan, **config, part=part), expected
-    )
+    expected = scan.prefill(*data, NO_LIMIT, whole, plan, part=0)
+    assert torch.equal(scan.prefill(*data, NO_LIMIT, split, plan, part=part), expected)
     assert torch.equal(split.nan_to_num(7.0), whole.nan_to_num(7.0))
 
 

@@ -119,12 +119,9 @@ def run(
     part: int | None = None,
 ) -> Tensor:
     out = torch.full_like(data.x, float("nan"))
+    tiling = None if part is None else scan.Tiling(16, 16, num_warps=4, num_stages=1)
     plan = scan.plan(segments, chunk)
-    if part is None:
-        y = scan.prefill(*data.arguments(), state, plan, out=out)
-    else:
-        config = {"tile": 16, "block_p": 16, "num_warps": 4, "num_stages": 1, "part": part}
-        y = scan._launch_prefill(*data.arguments(), state, plan, out, **config)
+    y = scan.prefill(*data.arguments(), state, plan, out, tiling=tiling, part=part)
     assert y is out
     return y
 

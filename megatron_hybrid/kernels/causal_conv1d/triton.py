@@ -45,40 +45,26 @@ def prefill(
     """x [T, channels], weight [channels, W], bias [channels], state [slots, channels, W - 1] (read
     and written) -> [T, channels], after SiLU; zeros for padding tokens. Two slots that are
     written in one call must differ, unless both windows are the same."""
-    return _launch_prefill(x, weight, bias, state, plan, out)
-
-
-def _launch_prefill(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    segments: PrefillSegments,
-    out: Tensor | None,
-    block_tokens: int = 16,
-    block_channels: int = 512,
-    num_warps: int = 4,
-) -> Tensor:
     tokens, channels = x.shape
     width = weight.shape[1]
-    sequences, checkpoints = segments.read_slot.shape[0], segments.checkpoint_slot.shape[0]
+    sequences, checkpoints = plan.read_slot.shape[0], plan.checkpoint_slot.shape[0]
     out = x.new_empty((tokens, channels)) if out is None else out
     # The windows that were read: the second launch needs some of them after it overwrote others.
     old = x.new_empty((sequences, width - 1, channels))
     # Channels are the fast axis of the grid: programs that run together read whole rows.
-    grid = triton.cdiv(channels, block_channels), max(triton.cdiv(tokens, block_tokens), 1)
+    grid = triton.cdiv(channels, 512), max(triton.cdiv(tokens, 16), 1)
     _outputs_kernel[grid](
         x, weight, bias, state, out, old,
-        segments.cu_seqlens, segments.sequence_of_token, segments.read_slot,
+        plan.cu_seqlens, plan.sequence_of_token, plan.read_slot,
         tokens, channels, sequences,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=width, BLOCK_T=block_tokens, BLOCK_C=block_channels, num_warps=num_warps,
+        WIDTH=width, BLOCK_T=16, BLOCK_C=512, num_warps=4,
     )  # fmt: skip
     grid = triton.cdiv(channels, 512), sequences + checkpoints
     _windows_kernel[grid](
         x, state, old,
-        segments.cu_seqlens, segments.start_position, segments.read_slot, segments.write_slot,
-        segments.checkpoint_sequence, segments.checkpoint_position, segments.checkpoint_slot,
+        plan.cu_seqlens, plan.start_position, plan.read_slot, plan.write_slot,
+        plan.checkpoint_sequence, plan.checkpoint_position, plan.checkpoint_slot,
         channels, sequences, x.stride(0), *state.stride(),
         WIDTH=width, BLOCK_C=512, num_warps=2,
     )  # fmt: skip
@@ -94,28 +80,14 @@ def decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences; zeros for padded rows."""
-    # 16 bytes a thread when there is enough work to fill the device, else more programs.
-    return _launch_decode(
-        x, weight, bias, state, plan, out, block_channels=1024 if x.numel() >= 2**20 else 256
-    )
-
-
-def _launch_decode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    slots: DecodeSlots,
-    out: Tensor | None,
-    block_channels: int,
-    num_warps: int = 4,
-) -> Tensor:
     rows, channels = x.shape
     out = x.new_empty((rows, channels)) if out is None else out
+    # 16 bytes a thread when there is enough work to fill the device, else more programs.
+    block_channels = 1024 if x.numel() >= 2**20 else 256
     _decode_kernel[(triton.cdiv(channels, block_channels), rows)](
-        x, weight, bias, state, out, slots.read_slot, slots.write_slot, channels,
+        x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=weight.shape[1], BLOCK_C=block_channels, num_warps=num_warps,
+        WIDTH=weight.shape[1], BLOCK_C=block_channels, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,6 +53,15 @@ class ScanPlan:
     kernel_chunk: int
 
 
+class Tiling(NamedTuple):
+    """How a program covers its sequence; tile and block_p are at least 16."""
+
+    tile: int  # tokens; the largest divisor of the kernel chunk up to this is taken
+    block_p: int  # rows of the state
+    num_warps: int
+    num_stages: int
+
+
 def plan(segments: PrefillSegments, kernel_chunk: int) -> ScanPlan:
     """Nothing is read here: the kernel finds its tiles itself."""
     return ScanPlan(segments, kernel_chunk)
@@ -69,73 +79,21 @@ def prefill(
     state: Tensor,
     plan: ScanPlan,
     out: Tensor | None = None,
-) -> Tensor:
-    """As in reference.py. head_dim and state must be powers of two of at least 16."""
-    config = _prefill_config(x.shape[2], B.shape[2], x.dtype)
-    return _launch_prefill(x, B, C, dt, A, D, dt_bias, dt_limit, state, plan, out, **config)
-
-
-def _prefill_config(head_dim: int, size: int, dtype: torch.dtype) -> dict[str, int]:
-    """The fastest of those tried on an H200 (state 128). It does not depend on the number of
-    sequences, so neither do a sequence's bits."""
-    if dtype == torch.float32:  # no tensor cores: small tiles
-        return {"tile": 32, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 1}
-    if size <= 128:
-        return {"tile": 64, "block_p": min(head_dim, 32), "num_warps": 4, "num_stages": 3}
-    # Triton 3.6 compiles some others wrongly for such states; these are checked in tests/gpu.
-    if head_dim >= 64:
-        return {"tile": 64, "block_p": 64, "num_warps": 8, "num_stages": 2}
-    return {"tile": 32, "block_p": head_dim, "num_warps": 4, "num_stages": 2}
-
-
-def _chunks_per_part(segments: PrefillSegments, chunk: int, x: Tensor, block_p: int) -> int:
-    """Into parts of how many kernel chunks sequences are split; 0: not at all. Splitting costs a
-    good fifth more operations: it pays where the longest sequence outlasts the others' work."""
-    tokens, heads, head_dim = x.shape
-    at_once = 2 * _processors(x.device)  # two programs a processor
-    each = heads * (head_dim // block_p)  # programs that walk over one sequence
-    if segments.longest < 8 * chunk or segments.longest * at_once < 1.5 * tokens * each:
-        return 0
-    rounds = 3 if tokens >= 64 * chunk else 1
-    return triton.cdiv(triton.cdiv(tokens, chunk), max(2, rounds * at_once // each))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _launch_prefill(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    state: Tensor,
-    plan: ScanPlan,
-    out: Tensor | None = None,
     *,
-    tile: int,
-    block_p: int,
-    num_warps: int,
-    num_stages: int,
+    tiling: Tiling | None = None,
     part: int | None = None,
 ) -> Tensor:
-    """`tile` tokens at most (the largest divisor of the kernel chunk up to that is taken), block_p
-    rows of the state a program; both at least 16. `part`: see _chunks_per_part."""
+    """As in reference.py. head_dim and state must be powers of two of at least 16. `tiling` and
+    `part`: other than those that _tiling and _chunks_per_part choose."""
     y = checked_output(x, B, C, dt, state, out)
     x, B, C = _aligned(x), _aligned(B), _aligned(C)
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     chunk, s = plan.kernel_chunk, plan.segments
+    tile, block_p, num_warps, num_stages = tiling or _tiling(head_dim, size, x.dtype)
+    tile = max(d for d in range(1, min(chunk, tile) + 1) if chunk % d == 0)
     if part is None:
         part = _chunks_per_part(s, chunk, x, block_p)
-    tile = max(d for d in range(1, min(chunk, tile) + 1) if chunk % d == 0)
     block_l = max(16, triton.next_power_of_2(tile))
     sequences = s.start_position.shape[0]
     segments = (s.cu_seqlens, s.start_position, sequences)
@@ -189,12 +147,54 @@ def _launch_prefill(
     return y
 
 
+def _tiling(head_dim: int, size: int, dtype: torch.dtype) -> Tiling:
+    """The fastest of those tried on an H200 (state 128). It does not depend on the number of
+    sequences, so neither do a sequence's bits."""
+    if dtype == torch.float32:  # no tensor cores: small tiles
+        return Tiling(tile=32, block_p=min(head_dim, 32), num_warps=4, num_stages=1)
+    if size <= 128:
+        return Tiling(tile=64, block_p=min(head_dim, 32), num_warps=4, num_stages=3)
+    # Triton 3.6 compiles some others wrongly for such states; these are checked in tests/gpu.
+    if head_dim >= 64:
+        return Tiling(tile=64, block_p=64, num_warps=8, num_stages=2)
+    return Tiling(tile=32, block_p=head_dim, num_warps=4, num_stages=2)
+
+
+def _chunks_per_part(segments: PrefillSegments, chunk: int, x: Tensor, block_p: int) -> int:
+    """Into parts of how many kernel chunks sequences are split; 0: not at all. Splitting costs a
+    good fifth more operations: it pays where the longest sequence outlasts the others' work."""
+    tokens, heads, head_dim = x.shape
+    at_once = 2 * _processors(x.device)  # two programs a processor
+    each = heads * (head_dim // block_p)  # programs that walk over one sequence
+    if segments.longest < 8 * chunk or segments.longest * at_once < 1.5 * tokens * each:
+        return 0
+    rounds = 3 if tokens >= 64 * chunk else 1
+    return triton.cdiv(triton.cdiv(tokens, chunk), max(2, rounds * at_once // each))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _aligned(rows: Tensor) -> Tensor:
     """Rows that begin at multiples of 16 bytes, as a model's do. For others Triton 3.6 compiles
     pipelined loads that leave shared memory."""
     if rows.data_ptr() % 16 or rows.stride(0) * rows.element_size() % 16:
         return rows.contiguous()
     return rows
+
+
+@triton.jit
+def _segment(cu_seqlens_ptr, start_ptr, sequence):
+    """The first position of a sequence's tokens, that after the last, and the row at which position
+    0 would lie; positions before the first one need not lie in the tensors at all."""
+    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
+    start = tl.load(start_ptr + sequence).to(tl.int32)
+    return start, start + length, first_token - start
 
 
 @triton.jit
@@ -239,17 +239,15 @@ def _decays_kernel(
     sequence, tile = _locate(cu_seqlens_ptr, start_ptr, sequences, 1, tl.program_id(1), 1, 1, TILE)
     if sequence >= sequences:
         return
-    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    start = tl.load(start_ptr + sequence).to(tl.int32)
+    start, end, origin = _segment(cu_seqlens_ptr, start_ptr, sequence)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = head < heads
     a = tl.load(a_ptr + head, known) * LOG2_E
     bias = tl.load(bias_ptr + head, known)
     places = tl.arange(0, BLOCK_L)
     position = (start // TILE + tile) * TILE + places
-    valid = (position >= start) & (position < start + length) & (places < TILE)
-    token = first_token - start + position
+    valid = (position >= start) & (position < end) & (places < TILE)
+    token = origin + position
     mask = valid[:, None] & known[None, :]
     raw = tl.load(dt_ptr + token[:, None] * dt_row + head[None, :], mask, 0.0)
     dt = softplus(raw.to(tl.float32) + bias[None, :])
@@ -312,14 +310,10 @@ def _chunk_states_kernel(
     sequence, chunk = _locate(cu_seqlens_ptr, start_ptr, sequences, part, index, part, 0, CHUNK)
     if sequence >= sequences:
         return
-    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    start = tl.load(start_ptr + sequence).to(tl.int32)
-    end = start + length
+    start, end, origin = _segment(cu_seqlens_ptr, start_ptr, sequence)
     places = tl.arange(0, BLOCK_L)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, SIZE)
-    origin = first_token - start
     x_ptr += origin * x_row + head * HEAD_DIM
     b_ptr += origin * b_row + head // heads_per_group * SIZE
     decays_ptr += origin + head * tl.cast(decays_row, tl.int64)
@@ -393,19 +387,13 @@ def _prefill_kernel(
         )
         if sequence >= sequences:
             return
-    first_token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens_ptr + sequence + 1) - first_token).to(tl.int32)
-    start = tl.load(start_ptr + sequence).to(tl.int32)
-    end = start + length
+    start, end, origin = _segment(cu_seqlens_ptr, start_ptr, sequence)
     d = tl.load(d_ptr + head)
 
     places = tl.arange(0, BLOCK_L)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, SIZE)
     causal = places[:, None] >= places[None, :]
-    # Pointers to position 0 of the sequence, which need not lie in the tensors: positions before
-    # the segment's start are masked.
-    origin = first_token - start
     group = head // heads_per_group
     x_ptr += origin * x_row + head * HEAD_DIM
     b_ptr += origin * b_row + group * SIZE
