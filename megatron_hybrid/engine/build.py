@@ -23,6 +23,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -55,7 +56,7 @@ def build_engine(
         model = _load(plan)
     else:
         model = copy.copy(model)  # the weights are shared, what kernels keep is not
-    model.kernels = kernel_set.select(config.kernels, device)
+    model.kernels = plan.kernels
     geometry = _geometry(plan, model, loaded=True)
     if _is_useless_budget(config, geometry):
         logger.warning("%s", _useless_budget(given, geometry))
@@ -125,6 +126,7 @@ class _Plan:
     device: torch.device
     parallel: ParallelContext
     shapes: HybridModel  # without weights
+    kernels: KernelSet
 
     @classmethod
     def of(cls, config: EngineConfig) -> _Plan:
@@ -134,7 +136,8 @@ class _Plan:
         device = resolve_device(config)
         parallel = initialize(config.tensor_model_parallel_size, device=device)
         shapes = _without_weights(config, model_config, device, parallel)
-        return cls(config, folder, model_config, max_seq_length, device, parallel, shapes)
+        kernels = kernel_set.select(config.kernels, device)
+        return cls(config, folder, model_config, max_seq_length, device, parallel, shapes, kernels)
 
 
 def _load(plan: _Plan) -> HybridModel:
@@ -264,8 +267,8 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
 
 def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
     """Of the steps that get a CUDA graph."""
-    config, device = plan.config, plan.device
-    if device.type != "cuda" or not kernel_set.select(config.kernels, device).captures:
+    config = plan.config
+    if plan.device.type != "cuda" or not plan.kernels.captures:
         return ()
     return graph_sizes(
         config.inference_dynamic_batching_num_cuda_graphs,

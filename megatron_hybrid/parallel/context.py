@@ -86,8 +86,7 @@ class ParallelContext:
         """Leave all groups; `initialize` may be called again afterwards."""
         if megatron.parallel_state.model_parallel_is_initialized():
             megatron.parallel_state.destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave()
 
 
 def initialize(
