@@ -14,7 +14,8 @@ kernel sees all sequences at once as `PagedSequences`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,11 @@ class PrefillSegments:
     checkpoint_slot: Tensor  # [C]
     sequence_of_token: Tensor  # [T]
     longest: int  # tokens of the longest segment
+    # By kernel chunk Q, for kernels that work on chunks: cu_chunk_seqlens [chunks + 1], the bounds
+    # of all chunks in the packed tokens. A sequence's chunks end at multiples of Q of its own
+    # positions, the last one where it ends; the first one completes a chunk that was cut. Padding
+    # chunks, at the end, are empty.
+    cu_chunk_seqlens: Mapping[int, Tensor] = field(default_factory=dict)
 
     def checkpoints(self) -> list[tuple[int, int, int]]:
         """(sequence, position, slot) of the checkpoints that are to be written, on the host."""
@@ -123,6 +129,17 @@ class PagedHost(NamedTuple):
             kv_indices=block_table[used].astype(np.int32),
             last_block_length=(kv_length - (blocks - 1) * block_size).astype(np.int32),
         )
+
+
+def chunk_bounds(starts: Ints, lengths: Ints, chunk: int) -> Ints:
+    """PrefillSegments.cu_chunk_seqlens of sequences with so many tokens from these positions."""
+    starts, lengths = np.asarray(starts), np.asarray(lengths)
+    counts = np.where(lengths > 0, -(-(starts + lengths) // chunk) - starts // chunk, 0)
+    begins = np.cumsum(lengths) - lengths
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    # of each chunk: where it would begin, had its sequence not been cut there
+    whole = np.repeat(begins - starts + starts // chunk * chunk, counts) + number * chunk
+    return np.append(np.maximum(whole, np.repeat(begins, counts)), lengths.sum())
 
 
 def _cumulative(lengths: Ints) -> Ints:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.contract import PrefillSegments, chunk_bounds
 
 
 @dataclass
@@ -25,8 +27,10 @@ def int64(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def prefill_segments(segments: list[Segment], padding: int = 0) -> PrefillSegments:
-    """`padding` appends that many empty sequences."""
+def prefill_segments(
+    segments: list[Segment], padding: int = 0, chunks: Sequence[int] = ()
+) -> PrefillSegments:
+    """`padding` appends that many empty sequences. `chunks`: kernel chunks to give bounds of."""
     lengths = [0] + [s.length for s in segments] + [0] * padding
     checkpoints = [(i, p, slot) for i, s in enumerate(segments) for p, slot in s.checkpoints]
     per_sequence = [len(s.checkpoints) for s in segments] + [0] * padding
@@ -41,6 +45,16 @@ def prefill_segments(segments: list[Segment], padding: int = 0) -> PrefillSegmen
         checkpoint_slot=int64([c[2] for c in checkpoints]),
         sequence_of_token=torch.arange(len(lengths) - 1).repeat_interleave(int64(lengths[1:])),
         longest=max(lengths),
+        cu_chunk_seqlens={
+            chunk: torch.from_numpy(
+                chunk_bounds(
+                    np.asarray([s.start for s in segments] + [0] * padding),
+                    np.asarray(lengths[1:]),
+                    chunk,
+                )
+            )
+            for chunk in chunks
+        },
     )
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
-from megatron_hybrid.kernels.mamba2_scan.reference import tile_size
 from megatron_hybrid.kernels.slots import plan_decode
+from megatron_hybrid.kernels.tiles import largest_tile
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
 HEADS, HEAD_DIM, GROUPS, SIZE = 4, 5, 2, 6
@@ -96,7 +96,7 @@ def test_a_chunk_larger_than_the_tile_equals_the_token_loop() -> None:
 
 
 def test_a_tile_divides_the_kernel_chunk() -> None:
-    assert [tile_size(q) for q in (256, 128, 16, 96, 1, 100)] == [64, 64, 16, 48, 1, 50]
+    assert [largest_tile(q, 64) for q in (256, 128, 16, 96, 1, 100)] == [64, 64, 16, 48, 1, 50]
 
 
 def test_packed_sequences_equal_each_one_alone() -> None:
