@@ -7,21 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
 
-FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "llama", "qwen3")
+# Of transformers: the prefix of a family's classes.
+_CLASSES = {
+    "nemotron_h": "NemotronH",
+    "nemotron_h_moe": "NemotronH",
+    "bamba": "Bamba",
+    "granite_moe_hybrid": "GraniteMoeHybrid",
+    "falcon_h1": "FalconH1",
+    "zamba2": "Zamba2",
+    "mamba": "Mamba",
+    "falcon_mamba": "FalconMamba",
+    "mamba2": "Mamba2",
+    "jamba": "Jamba",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe",
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+}
+FAMILIES = tuple(_CLASSES)
+ATTENTION_ONLY = ("llama", "qwen3")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -52,37 +62,78 @@ _NEMOTRON: dict[str, Any] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "linear_attention", "full_attention", "linear_attention", "linear_attention",
+    ],
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+_SHORT_CONV: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "intermediate_size": 96,
+}
+
+
 def make_tiny_model(
     family: str, folder: str | Path, *, seed: int = 0, chunk_size: int = 16, **overrides: Any
 ) -> PreTrainedModel:
     """Save a random model of `family` (one of FAMILIES) in `folder` and return it, in eval mode.
 
-    `chunk_size` is the Mamba2 kernel chunk; `overrides` go to the family's configuration. Weights
-    are drawn so that activations neither vanish nor saturate: transformers' own initialisation
-    gives nearly constant logits.
+    `chunk_size` is the kernel chunk of Mamba2 and of gated delta nets; `overrides` go to the
+    family's configuration. Weights are drawn so that activations neither vanish nor saturate:
+    transformers' own initialisation gives nearly constant logits.
     """
-    model = _build(family, chunk_size, overrides)
+    torch.manual_seed(0)
+    values = _COMMON | _values(family, chunk_size) | overrides
+    model = _model_class(family)(_config_class(family)(**values))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_draw(name, parameter, generator))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model = model.eval()
     model.save_pretrained(folder)
     return model
 
 
-def _build(family: str, chunk_size: int, overrides: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
+def _config_class(family: str) -> Any:
+    name = _CLASSES[family]
+    text = "Text" if name.startswith("Qwen3_5") else ""
+    return getattr(transformers, f"{name}{text}Config")
+
+
+def _model_class(family: str) -> Any:
+    return getattr(transformers, f"{_CLASSES[family]}ForCausalLM")
+
+
+def _values(family: str, chunk_size: int) -> dict[str, Any]:
+    """A family's own configuration."""
     if family == "nemotron_h":
         layers = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
-        values = _COMMON | _NEMOTRON | {"layers_block_type": layers, "chunk_size": chunk_size}
-        return NemotronHForCausalLM(NemotronHConfig(**(values | overrides)))
+        return _NEMOTRON | {"layers_block_type": layers, "chunk_size": chunk_size}
     if family == "nemotron_h_moe":
         layers = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
-        experts = {
+        return _NEMOTRON | {
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
@@ -91,18 +142,17 @@ def _build(family: str, chunk_size: int, overrides: dict[str, Any]) -> PreTraine
             "topk_group": 2,
             "routed_scaling_factor": 1.5,
             "moe_latent_size": 32,
+            "layers_block_type": layers,
+            "chunk_size": chunk_size,
         }
-        values = _COMMON | _NEMOTRON | experts
-        values |= {"layers_block_type": layers, "chunk_size": chunk_size}
-        return NemotronHForCausalLM(NemotronHConfig(**(values | overrides)))
     if family == "bamba":
-        values = _COMMON | _BAMBA_MAMBA
-        values |= {"attn_layer_indices": [2], "intermediate_size": 96}
-        values |= {"mamba_chunk_size": chunk_size}
-        return BambaForCausalLM(BambaConfig(**(values | overrides)))
+        return _BAMBA_MAMBA | {
+            "attn_layer_indices": [2],
+            "intermediate_size": 96,
+            "mamba_chunk_size": chunk_size,
+        }
     if family == "granite_moe_hybrid":
-        values = _COMMON | _BAMBA_MAMBA
-        values |= {
+        return _BAMBA_MAMBA | {
             "layer_types": ["mamba", "mamba", "attention", "mamba"],
             "intermediate_size": 32,
             "shared_intermediate_size": 48,
@@ -115,13 +165,76 @@ def _build(family: str, chunk_size: int, overrides: dict[str, Any]) -> PreTraine
             "attention_multiplier": 0.15,
             "tie_word_embeddings": True,
         }
-        return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**(values | overrides)))
+    if family == "falcon_h1":
+        return _BAMBA_MAMBA | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 128,
+            "mamba_chunk_size": chunk_size,
+            "intermediate_size": 96,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 1.5,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 2.0,
+            "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+            "mlp_multipliers": [0.8, 1.4],
+        }
+    if family == "zamba2":
+        return {
+            "num_hidden_layers": 6,
+            "layers_block_type": [
+                "linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid",
+            ],
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "chunk_size": chunk_size,
+            "intermediate_size": 96,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 8,
+            "use_mem_rope": True,
+            "tie_word_embeddings": True,
+        }  # fmt: skip
+    if family in ("mamba", "falcon_mamba"):
+        return {"num_hidden_layers": 3, "state_size": 16, "tie_word_embeddings": family == "mamba"}
+    if family == "mamba2":
+        return {
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 16,
+            "chunk_size": chunk_size,
+        }
+    if family == "jamba":
+        return {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "intermediate_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+    if family == "qwen3_next":
+        return _DELTA_NET | _EXPERTS | {"chunk_size": chunk_size, "mlp_only_layers": [1]}
+    if family == "qwen3_5":
+        return _DELTA_NET | {"chunk_size": chunk_size}
+    if family == "qwen3_5_moe":
+        return _DELTA_NET | _EXPERTS | {"chunk_size": chunk_size}
+    if family == "lfm2":
+        return _SHORT_CONV | {"block_multiple_of": 8}
+    if family == "lfm2_moe":
+        return _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
     if family == "llama":
-        values = _COMMON | {"num_hidden_layers": 3, "intermediate_size": 96}
-        return LlamaForCausalLM(LlamaConfig(**(values | overrides)))
+        return {"num_hidden_layers": 3, "intermediate_size": 96}
     if family == "qwen3":
-        values = _COMMON | {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}
-        return Qwen3ForCausalLM(Qwen3Config(**(values | overrides)))
+        return {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}
     raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)}")
 
 
@@ -136,7 +249,7 @@ def _draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Te
         return 1 + 0.2 * normal
     if last == "bias":
         return 0.2 * normal
-    if "conv1d" in name:
+    if "conv" in name and like.ndim == 3:
         return 0.5 * normal
     if "embed" in name:
         return normal

@@ -18,6 +18,8 @@ and padded tokens after the last prompt belong to none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,6 +33,7 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
     PrefillSegments,
+    chunk_bounds,
 )
 from megatron_hybrid.layers.inputs import CacheMoves, StepInputs
 
@@ -43,16 +46,27 @@ class BatchBuilder:
     are built: all steps use the same memory, where graphs read them."""
 
     def __init__(
-        self, rows: RowTable, block_size: int, device: torch.device, max_tokens: int
+        self,
+        rows: RowTable,
+        block_size: int,
+        device: torch.device,
+        max_tokens: int,
+        chunk_sizes: Sequence[int] = (),
     ) -> None:
+        """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know."""
         self._rows = rows
         self._block_size = block_size
+        self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
         self._buffer = torch.empty(
-            self._origin + 8 * max_tokens + 32 * requests + requests * blocks + 128,
+            self._origin
+            + (8 + len(self._chunk_sizes)) * max_tokens
+            + (32 + 2 * len(self._chunk_sizes)) * requests
+            + requests * blocks
+            + 128,
             dtype=torch.int64 if device.type == "cpu" else torch.int32,
             device=device,
         )
@@ -109,13 +123,14 @@ class BatchBuilder:
             *(_filled(column, room.checkpoints) for column in checkpoints.T),
             _filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
             logits_index,
+            *self._chunk_bounds(chunks, lengths, room),
             paged.kv_indices,
         ]
         loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
         (
             tokens_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
             rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
-            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, indices_t,
+            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *bounds_t, indices_t,
         ) = tensors  # fmt: skip
         if size is not None:  # a later step of this size may have more blocks
             indices_t = self._buffer[indices_t.storage_offset() :]
@@ -147,6 +162,7 @@ class BatchBuilder:
                 checkpoint_slot=ck_slot,
                 sequence_of_token=sequence_t,
                 longest=int(lengths.max()) if size is None else size.prefill_tokens,
+                cu_chunk_seqlens=dict(zip(self._chunk_sizes, bounds_t, strict=True)),
             )
             if room.prompts
             else None,
@@ -177,6 +193,19 @@ class BatchBuilder:
             [np.ones(room.decodes, dtype=np.int64), _filled(lengths, room.prompts)]
         )
         return PagedHost.of(queries, kv_length, table, self._block_size)
+
+    def _chunk_bounds(
+        self, chunks: list[PrefillChunk], lengths: Ints, room: GraphSize
+    ) -> list[Ints]:
+        """PrefillSegments.cu_chunk_seqlens for each kernel chunk, filled up with empty chunks."""
+        starts = np.asarray([chunk.start for chunk in chunks], dtype=np.int64)
+        found = []
+        for size in self._chunk_sizes:
+            bounds = chunk_bounds(starts, lengths, size)
+            # a prompt has at most one chunk more than its tokens fill, and one that was cut
+            most = room.prefill_tokens // size + 2 * room.prompts
+            found.append(_filled(bounds, most + 1, int(bounds[-1])))
+        return found
 
     def _moves(self, plan: StepPlan) -> list[Ints]:
         """The parts of CacheMoves in their order; none when the step moves nothing."""

@@ -56,7 +56,7 @@ class ModelRunner:
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
         self._caches = caches
-        self._batch_builder = BatchBuilder(rows, block_size, device, max_tokens)
+        self._batch_builder = BatchBuilder(rows, block_size, device, max_tokens, model.chunk_sizes)
         self._sampler = Sampler(rows, model.kernels.sampling, parallel)
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None

@@ -131,15 +131,16 @@ class PagedHost(NamedTuple):
         )
 
 
-def chunk_bounds(starts: Ints, lengths: Ints, chunk: int) -> Ints:
+def chunk_bounds(starts: Ints, lengths: Ints, chunk: int) -> npt.NDArray[np.int64]:
     """PrefillSegments.cu_chunk_seqlens of sequences with so many tokens from these positions."""
     starts, lengths = np.asarray(starts), np.asarray(lengths)
     counts = np.where(lengths > 0, -(-(starts + lengths) // chunk) - starts // chunk, 0)
-    begins = np.cumsum(lengths) - lengths
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     # of each chunk: where it would begin, had its sequence not been cut there
     whole = np.repeat(begins - starts + starts // chunk * chunk, counts) + number * chunk
-    return np.append(np.maximum(whole, np.repeat(begins, counts)), lengths.sum())
+    bounds = np.append(np.maximum(whole, np.repeat(begins, counts)), lengths.sum())
+    return bounds.astype(np.int64)
 
 
 def _cumulative(lengths: Ints) -> Ints:
@@ -169,8 +170,8 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """States of one recurrent layer: conv [slots, channels, width - 1],
-    ssm [slots, heads, head_dim, state]."""
+    """States of one recurrent layer: conv [slots, channels, width - 1], and ssm [slots, ...] in the
+    shape of the layer's kind: [slots, heads, head_dim, state] for Mamba2."""
 
     conv: Tensor
     ssm: Tensor

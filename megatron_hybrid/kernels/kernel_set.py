@@ -16,7 +16,9 @@ import torch
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.experts import reference as experts
-from megatron_hybrid.kernels.mamba2_scan import reference as scan
+from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
+from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
+from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.rope import reference as rope
@@ -31,9 +33,11 @@ class KernelSet:
 
     name: str
     attention: Any
-    plan_decode: Callable[..., Any]  # DecodeSlots -> the plan of conv.decode and scan.decode
+    plan_decode: Callable[..., Any]  # DecodeSlots -> the plan of all recurrent kernels' decode
     conv: Any
-    scan: Any
+    mamba1_scan: Any
+    mamba2_scan: Any
+    gated_delta_rule: Any
     norm: Any
     activation: Any
     experts: Any
@@ -47,7 +51,9 @@ REFERENCE = KernelSet(
     attention=attention,
     plan_decode=plan_decode,
     conv=conv,
-    scan=scan,
+    mamba1_scan=mamba1_scan,
+    mamba2_scan=mamba2_scan,
+    gated_delta_rule=gated_delta_rule,
     norm=norm,
     activation=activation,
     experts=experts,
@@ -69,7 +75,9 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.activation import triton as activation
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
-    from megatron_hybrid.kernels.mamba2_scan import triton as scan
+    from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
+    from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
 
     attention: Any
@@ -90,7 +98,9 @@ def _gpu() -> KernelSet:
         attention=attention,
         plan_decode=lambda slots: slots,  # the kernels read the slots themselves
         conv=conv,
-        scan=scan,
+        mamba1_scan=mamba1_scan,
+        mamba2_scan=mamba2_scan,
+        gated_delta_rule=gated_delta_rule,
         norm=norm,
         activation=activation,
         experts=experts,

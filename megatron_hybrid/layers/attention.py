@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.layers.inputs import KVSpec
+from megatron_hybrid.layers.mixer import LayerContext, Mixer, scale_
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, WeightPart, section, shard, whole
 from megatron_hybrid.layers.step import Step
-from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,21 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm of each head of q and k, before the rotation
+    zero_centered_norm: bool = False  # see RMSNorm
+    output_gate: bool = False  # sigmoid(gate) of each output; q_proj has q, gate of head by head
+    input_multiplier: float = 1.0  # of what goes into it, before any bias
+    out_multiplier: float = 1.0
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        eps: float,
-        layer: int,
-        dtype: torch.dtype,
-        parallel: ParallelContext,
+        self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
     ) -> None:
+        """`input_size`: where it is not the hidden size."""
         super().__init__()
+        parallel, dtype, eps = context.parallel, context.dtype, context.eps
         ranks = parallel.size
         if config.num_heads % ranks:
             raise ConfigurationError(
@@ -52,24 +53,38 @@ class Attention(nn.Module):
                 f"model's {config.num_kv_heads} KV heads."
             )
         self.config = config
-        self.layer = layer
+        self.layer = context.layer
         self.parallel = parallel
         self.heads = config.num_heads // ranks
         self.kv_heads = max(config.num_kv_heads // ranks, 1)
         self.first_kv_head = parallel.rank * config.num_kv_heads // ranks
-        local = (self.heads + 2 * self.kv_heads) * config.head_dim
+        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
+        gates = queries if config.output_gate else 0
+        self.qkv_sections = [queries + 2 * keys, gates]
+        local = sum(self.qkv_sections)
         self.qkv_proj = ColumnParallelLinear(
-            hidden_size, local * ranks, bias=config.qkv_bias, dtype=dtype, parallel=parallel
+            input_size or context.hidden_size,
+            local * ranks,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            parallel=parallel,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
-            hidden_size,
+            context.hidden_size,
             bias=config.output_bias,
             dtype=dtype,
             parallel=parallel,
         )
-        self.q_norm = RMSNorm(config.head_dim, eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps, dtype) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, eps, dtype, config.zero_centered_norm) for _ in "qk"
+            )
+
+    @property
+    def attention(self) -> Attention:
+        return self
 
     def kv_spec(self) -> KVSpec:
         return KVSpec(self.kv_heads, self.config.head_dim, self.qkv_proj.weight.dtype)
@@ -94,22 +109,44 @@ class Attention(nn.Module):
             yield whole("k_norm.weight", self.k_norm.weight)
 
     def _qkv_parts(self, kind: str, parameter: Tensor) -> list[WeightPart]:
-        dim, config = self.config.head_dim, self.config
-        q, k, v = parameter.split(
-            [self.heads * dim, self.kv_heads * dim, self.kv_heads * dim], dim=0
-        )
+        dim, config, rank = self.config.head_dim, self.config, self.parallel.rank
+        queries, keys = self.heads * dim, self.kv_heads * dim
+        q, k, v, gate = parameter.split([queries, keys, keys, self.qkv_sections[1]], dim=0)
         kv_start, kv_total = self.first_kv_head * dim, config.num_kv_heads * dim
+        query_parts = [shard(f"q_proj.{kind}", q, 0, rank, config.num_heads * dim)]
+        if config.output_gate:
+            query_parts = [
+                section(
+                    f"q_proj.{kind}",
+                    rows.narrow(0, head * dim, dim),
+                    0,
+                    (2 * (rank * self.heads + head) + number) * dim,
+                    2 * config.num_heads * dim,
+                )
+                for head in range(self.heads)
+                for number, rows in enumerate((q, gate))
+            ]
         return [
-            shard(f"q_proj.{kind}", q, 0, self.parallel.rank, config.num_heads * dim),
+            *query_parts,
             section(f"k_proj.{kind}", k, 0, kv_start, kv_total),
             section(f"v_proj.{kind}", v, 0, kv_start, kv_total),
         ]
 
+    def after_loading(self) -> None:
+        scale_(self.qkv_proj.weight, self.config.input_multiplier)
+        scale_(self.o_proj.weight, self.config.out_multiplier)
+        if self.o_proj.bias is not None:
+            scale_(self.o_proj.bias, self.config.out_multiplier)
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
-        kernels = step.kernels
-        tokens, dim = x.shape[0], self.config.head_dim
-        qkv = self.qkv_proj(x).view(tokens, self.heads + 2 * self.kv_heads, dim)
+        return self.attend(self.qkv_proj(x), step, self.layer)
+
+    def attend(self, projected: Tensor, step: Step, layer: int) -> Tensor:
+        """What follows the projection, in the KV cache of `layer`."""
+        kernels, dim = step.kernels, self.config.head_dim
+        qkv, gate = projected.split(self.qkv_sections, dim=1)
+        qkv = qkv.unflatten(1, (self.heads + 2 * self.kv_heads, dim))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], dim=1)
@@ -117,7 +154,9 @@ class Attention(nn.Module):
         if step.rotation is not None:
             qk = kernels.rope.rotate(qk, step.rotation)
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
-        cache = step.caches.kv[self.layer]
+        cache = step.caches.kv[layer]
         kernels.attention.append(key, value, cache, step.attention)
-        out = kernels.attention.attend(query, cache, step.attention)
-        return self.o_proj(out.view(tokens, self.heads * dim))
+        out = kernels.attention.attend(query, cache, step.attention).flatten(1)
+        if self.config.output_gate:
+            out = kernels.activation.gate(out, gate, "sigmoid")
+        return self.o_proj(out)

@@ -62,7 +62,8 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One recurrent layer's state in one slot on this rank.
+    """One recurrent layer's state in one slot on this rank: what its convolution and its recurrence
+    keep. A layer without a recurrence has an ssm_shape of (0,).
 
     `kernel_chunk`: the kernel cuts sequences at multiples of it. `writes_checkpoints`: the
     kernel can store states in the middle of a chunk.
@@ -70,7 +71,7 @@ class StateSpec:
 
     conv_shape: tuple[int, ...]  # (channels, width - 1): the last inputs, oldest first
     conv_dtype: torch.dtype
-    ssm_shape: tuple[int, ...]  # (heads, head_dim, state)
+    ssm_shape: tuple[int, ...]  # for instance (heads, head_dim, state)
     ssm_dtype: torch.dtype
     kernel_chunk: int
     writes_checkpoints: bool = True

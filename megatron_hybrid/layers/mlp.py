@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.mixer import Mixer, scale_
 from megatron_hybrid.layers.parts import Parts, shard, whole
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
@@ -19,9 +20,11 @@ class MLPConfig:
     gated: bool
     activation: str  # a key of kernels.activation's ACTIVATIONS
     bias: bool = False
+    gate_multiplier: float = 1.0  # of the gate, before the activation
+    out_multiplier: float = 1.0
 
 
-class MLP(nn.Module):
+class MLP(Mixer):
     """down(act(gate x) * up x), or down(act(up x)) without a gate."""
 
     def __init__(
@@ -56,10 +59,22 @@ class MLP(nn.Module):
         if self.down_proj.bias is not None:
             yield whole("down_proj.bias", self.down_proj.bias)
 
+    def after_loading(self) -> None:
+        config = self.config
+        for weight in (self.up_proj.weight, self.up_proj.bias):
+            if weight is not None and config.gated:
+                scale_(weight.chunk(2)[0], config.gate_multiplier)
+        for weight in (self.down_proj.weight, self.down_proj.bias):
+            if weight is not None:
+                scale_(weight, config.out_multiplier)
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
+        return self.activate(self.up_proj(x), step)
+
+    def activate(self, inner: Tensor, step: Step) -> Tensor:
+        """What follows the first projection."""
         config = self.config
-        inner = self.up_proj(x)
         return self.down_proj(
             step.kernels.activation.activate(inner, config.activation, config.gated)
         )

@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.mixer import Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
-from megatron_hybrid.layers.parts import Parts, WeightPart, shard, whole
+from megatron_hybrid.layers.parts import Parts, prefixed, shard, whole
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ParallelContext
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """`scoring` is "softmax" (of the chosen experts' logits) or "sigmoid" (with a learned bias that
-    affects the choice only, and groups of experts of which some are chosen first)."""
+    """`scoring` is "softmax" (of the chosen experts' logits; unless `normalize_weights`, of all) or
+    "sigmoid" (where `router_bias`, with a learned bias that affects the choice only; and with
+    groups of experts of which some are chosen first). `shared_gate`: the shared MLP's result is
+    multiplied by a learned sigmoid of each token."""
 
     num_experts: int
     experts_per_token: int
@@ -31,24 +34,30 @@ class MoEConfig:
     num_groups: int = 1
     chosen_groups: int = 1
     normalize_weights: bool = True
+    weights_eps: float = 1e-20  # added to the sum that sigmoid weights are divided by
+    router_bias: bool = True
+    shared_gate: bool = False
     scaling_factor: float = 1.0
     latent_size: int | None = None  # experts work in this size, between two projections
 
 
 class SoftmaxRouter(nn.Module):
-    """Softmax over the logits of the chosen experts (Granite)."""
+    """Softmax over the logits of the chosen experts (Granite, Qwen) or of all (Jamba)."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.chosen = config.experts_per_token
-        self.weight = _parameter((config.num_experts, hidden_size), dtype)
+        self.config = config
+        self.weight = parameter((config.num_experts, hidden_size), dtype)
 
     def weight_parts(self) -> Parts:
         yield whole("router.weight", self.weight)
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
-        return step.kernels.experts.route(F.linear(x, self.weight), self.chosen)
+        logits, config = F.linear(x, self.weight), self.config
+        return step.kernels.experts.route(
+            logits, config.experts_per_token, config.normalize_weights
+        )
 
 
 class SigmoidRouter(nn.Module):
@@ -57,18 +66,21 @@ class SigmoidRouter(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.weight = _parameter((config.num_experts, hidden_size), dtype)
-        self.bias = _parameter((config.num_experts,), torch.float32)
+        self.weight = parameter((config.num_experts, hidden_size), dtype)
+        self.bias = None
+        if config.router_bias:
+            self.bias = parameter((config.num_experts,), torch.float32)
 
     def weight_parts(self) -> Parts:
         yield whole("router.weight", self.weight)
-        yield whole("router.bias", self.bias)
+        if self.bias is not None:
+            yield whole("router.bias", self.bias)
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         config = self.config
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
-        choice = scores + self.bias
+        choice = scores if self.bias is None else scores + self.bias
         if config.num_groups > 1:
             # A group is as good as its two best experts.
             by_group = choice.unflatten(1, (config.num_groups, -1))
@@ -79,11 +91,11 @@ class SigmoidRouter(nn.Module):
         experts = choice.topk(config.experts_per_token, dim=-1).indices
         weights = scores.gather(1, experts)
         if config.normalize_weights:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + config.weights_eps)
         return experts, weights * config.scaling_factor
 
 
-class MoE(nn.Module):
+class MoE(Mixer):
     """Routed experts plus an optional MLP that sees every token."""
 
     def __init__(
@@ -103,11 +115,14 @@ class MoE(nn.Module):
         width = config.latent_size or hidden_size
         local = size // parallel.size
         rows = 2 * local if config.expert.gated else local
-        self.up_proj = _parameter((config.num_experts, rows, width), dtype)
-        self.down_proj = _parameter((config.num_experts, width, local), dtype)
+        self.up_proj = parameter((config.num_experts, rows, width), dtype)
+        self.down_proj = parameter((config.num_experts, width, local), dtype)
         self.shared = None
         if config.shared is not None:
             self.shared = MLP(config.shared, hidden_size, dtype, parallel)
+        self.shared_gate = None
+        if config.shared_gate:
+            self.shared_gate = parameter((1, hidden_size), dtype)
         self.to_latent = self.from_latent = None
         if config.latent_size is not None:
             bias = config.expert.bias
@@ -125,8 +140,9 @@ class MoE(nn.Module):
                 yield shard(f"{prefix}.{name}.weight", target, 0, rank, total)
             yield shard(f"{prefix}.down_proj.weight", self.down_proj[expert], 1, rank, total)
         if self.shared is not None:
-            for part in self.shared.weight_parts():
-                yield WeightPart(f"shared.{part.role}", part.shape, part.source, part.target)
+            yield from prefixed("shared", self.shared.weight_parts())
+        if self.shared_gate is not None:
+            yield whole("shared_gate.weight", self.shared_gate)
         for name in ("to_latent", "from_latent"):
             projection = getattr(self, name)
             if projection is not None:
@@ -145,11 +161,12 @@ class MoE(nn.Module):
         routed = self.parallel.all_reduce(routed)
         if self.from_latent is not None:
             routed = self.from_latent(routed)
-        return routed if self.shared is None else routed + self.shared(x, step)
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x, step)
+        if self.shared_gate is None:
+            return routed + shared
+        return torch.addcmul(routed, shared, F.linear(x, self.shared_gate).sigmoid())
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:

@@ -12,32 +12,42 @@ from megatron_hybrid.parallel import ParallelContext
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, over the last dimension."""
+    """x / rms(x) * weight, over the last dimension; of a `zero_centered` norm the checkpoint holds
+    weight - 1, and the weight is kept in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, zero_centered: bool = False
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.dtype = dtype
+        self.zero_centered = zero_centered
+        kept = torch.float32 if zero_centered else dtype
+        self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
 
     def weight_parts(self) -> Parts:
         yield whole("weight", self.weight)
 
+    def after_loading(self) -> None:
+        if self.zero_centered:
+            self.weight.add_(1)
+
     def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
-        """[..., size] -> [..., size] in the weight's dtype."""
-        return kernels.norm.rms_norm(x, self.weight, self.eps)
+        """[..., size] -> [..., size] in the model's dtype."""
+        return kernels.norm.rms_norm(x, self.weight, self.eps, self.dtype)
 
     def after_adding(
         self, x: Tensor, residual: Tensor, multiplier: float, kernels: KernelSet
     ) -> tuple[Tensor, Tensor]:
         """The norm of residual + multiplier * x, and that sum; `residual` may be overwritten."""
-        return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps)
+        return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps, self.dtype)
 
 
 class GatedRMSNorm(nn.Module):
-    """weight * norm(x * silu(gate)), each group of channels normalised by itself.
+    """weight * norm(x * silu(gate)), each group of channels normalised by itself; where
+    `norm_first` (mamba_ssm's `norm_before_gate`), weight * norm(x) * silu(gate).
 
-    The gate comes before the norm (mamba_ssm's `norm_before_gate=False`), which Nemotron-H, Bamba
-    and Granite 4 have in common. Where a group spans ranks its sum of squares is all-reduced.
+    Where a group spans ranks its sum of squares is all-reduced.
     """
 
     def __init__(
@@ -47,9 +57,11 @@ class GatedRMSNorm(nn.Module):
         eps: float,
         dtype: torch.dtype,
         parallel: ParallelContext,
+        norm_first: bool = False,
     ) -> None:
         """`channels` and `groups` count all ranks'."""
         super().__init__()
+        self.norm_first = norm_first
         self.channels = channels
         self.group_size = channels // groups
         self.eps = eps
@@ -67,10 +79,14 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor, kernels: KernelSet) -> Tensor:
         """x, gate [tokens, channels / ranks] -> the same in the weight's dtype."""
         if not self.spans_ranks:
-            return kernels.norm.gated_rms_norm(x, gate, self.weight, self.group_size, self.eps)
-        gated = F.silu(gate.float()).mul_(x)
-        gated.mul_(self._inverse_rms_over_ranks(gated[:, None])[:, 0])
-        return gated.to(self.weight.dtype).mul_(self.weight)
+            return kernels.norm.gated_rms_norm(
+                x, gate, self.weight, self.group_size, self.eps, self.norm_first
+            )
+        gates = F.silu(gate.float())
+        values = x.float() if self.norm_first else gates * x
+        values = values * self._inverse_rms_over_ranks(values[:, None])[:, 0]
+        normed = values.to(self.weight.dtype).mul_(self.weight)
+        return gates.mul_(normed).to(self.weight.dtype) if self.norm_first else normed
 
     def _inverse_rms_over_ranks(self, part: Tensor) -> Tensor:
         """part [tokens, 1, channels / ranks] of this rank's group -> [tokens, 1, 1]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -44,3 +44,9 @@ def section(role: str, target: Tensor, dim: int, start: int, total: int) -> Weig
 
 
 Parts = Iterator[WeightPart]
+
+
+def prefixed(name: str, parts: Parts) -> Parts:
+    """The parts of a layer inside another one, which calls it `name`."""
+    for part in parts:
+        yield replace(part, role=f"{name}.{part.role}")

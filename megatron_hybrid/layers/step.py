@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import LayerCaches
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The decodes of a step, or its prompts, as one kind of recurrent layer computes them."""
+
+    rows: slice  # of the step's tokens
+    is_decode: bool
+    conv: Any  # plans of the kernels; scan is None where a layer has a convolution only
+    scan: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +28,8 @@ class Step:
 
     caches: LayerCaches
     kernels: KernelSet
-    num_decodes: int
     attention: Any = None
     rotation: Any = None  # of the step's positions
-    decode: Any = None  # of both kernels of a recurrent layer
-    conv: Any = None
-    scan: Any = None
+    # By kind of layer: one part, or the decodes and then the prompts.
+    recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
+    embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again

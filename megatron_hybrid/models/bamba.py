@@ -24,6 +24,7 @@ def mamba_config(raw: RawConfig) -> Mamba2Config:
         kernel_chunk=int(raw.get("mamba_chunk_size", default=256)),
         conv_bias=bool(raw.get("mamba_conv_bias", default=True)),
         proj_bias=bool(raw.get("mamba_proj_bias", default=False)),
+        out_bias=bool(raw.get("mamba_proj_bias", default=False)),
         dt_limit=raw.time_step_limit(),
     )
 

@@ -8,19 +8,32 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
+from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
+from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
+from megatron_hybrid.layers.short_conv import ShortConvConfig
 
-MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"  # Megatron's letters for layers
+# Megatron's letters for layers, and below those that it has none for.
+MAMBA, ATTENTION, MLP, MOE, GATED_DELTA_NET = "M", "*", "-", "E", "G"
+MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 
 
 @dataclass(frozen=True)
 class HybridModelConfig:
-    """`pattern` has a letter a block: M Mamba2, * attention, - MLP, E mixture of experts. Every
-    block is x + residual_multiplier * mixer(norm(x)). The description of a kind of block is None
-    when the pattern has none of it."""
+    """`pattern` has a letter a block:
+
+        M  Mamba2              *  attention             H  attention and Mamba2 side by side
+        S  Mamba1              -  MLP                   Z  Mamba2, whose input a shared transformer
+        G  gated delta net     E  mixture of experts       block adds to
+        C  short convolution
+
+    Every block is x + residual_multiplier * mixer(norm(x)). The description of a kind of block is
+    None when the pattern has none of it.
+    """
 
     model_type: str
     pattern: str
@@ -32,6 +45,10 @@ class HybridModelConfig:
     attention: AttentionConfig | None = None
     rope: RopeConfig | None = None  # None: attention without positions
     mamba: Mamba2Config | None = None
+    mamba1: Mamba1Config | None = None
+    gated_delta_net: GatedDeltaNetConfig | None = None
+    short_conv: ShortConvConfig | None = None
+    shared_transformer: SharedTransformerConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
     tie_word_embeddings: bool = False
@@ -39,29 +56,9 @@ class HybridModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     residual_in_fp32: bool = False
+    zero_centered_norm: bool = False  # of the blocks; see RMSNorm
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.pattern)
-
-    @property
-    def attention_layers(self) -> list[int]:
-        return [i for i, letter in enumerate(self.pattern) if letter == ATTENTION]
-
-    @property
-    def recurrent_layers(self) -> list[int]:
-        return [i for i, letter in enumerate(self.pattern) if letter == MAMBA]
-
-    @property
-    def is_hybrid(self) -> bool:
-        return bool(self.attention_layers and self.recurrent_layers)
-
-    @property
-    def kernel_chunk(self) -> int:
-        """States can be captured at multiples of this many tokens; 1 without recurrent layers."""
-        return 1 if self.mamba is None else self.mamba.kernel_chunk
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HybridModelConfig:

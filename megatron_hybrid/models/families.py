@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.bamba import Bamba
+from megatron_hybrid.models.falcon_h1 import FalconH1
 from megatron_hybrid.models.family import Family
 from megatron_hybrid.models.granite_moe_hybrid import GraniteMoeHybrid
+from megatron_hybrid.models.jamba import Jamba
+from megatron_hybrid.models.lfm2 import Lfm2
 from megatron_hybrid.models.llama import Llama
+from megatron_hybrid.models.mamba import Mamba
+from megatron_hybrid.models.mamba2 import Mamba2
 from megatron_hybrid.models.nemotron_h import NemotronH
 from megatron_hybrid.models.qwen3 import Qwen3
+from megatron_hybrid.models.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.zamba2 import Zamba2
 
-FAMILIES: tuple[Family, ...] = (NemotronH(), Bamba(), GraniteMoeHybrid(), Llama(), Qwen3())
+FAMILIES: tuple[Family, ...] = (
+    NemotronH(),
+    Bamba(),
+    GraniteMoeHybrid(),
+    FalconH1(),
+    Zamba2(),
+    Jamba(),
+    Mamba(),
+    Mamba2(),
+    Qwen3Next(),
+    Qwen35(),
+    Lfm2(),
+    Llama(),
+    Qwen3(),
+)
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 

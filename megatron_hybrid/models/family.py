@@ -7,8 +7,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_hybrid.models.config import ATTENTION, MAMBA, HybridModelConfig
+from megatron_hybrid.models.config import ATTENTION, MLP, MOE, HybridModelConfig
 from megatron_hybrid.models.raw_config import RawConfig
+
+# Where gates and up projections are one tensor: (which part of how many).
+GATED = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Family(ABC):
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     # Tensors in a checkpoint that inference has no use for.
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
+    # The usual names of a layer's own roles, where a checkpoint's differ: (pattern, replacement).
+    roles: ClassVar[tuple[tuple[str, str], ...]] = ()
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     lm_head: ClassVar[str] = "lm_head.weight"
@@ -45,9 +50,11 @@ class Family(ABC):
         norm before the mixer, else "mixer." and the layer's own name for it."""
 
     def canonical(self, name: str) -> str:
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
+        return _renamed(name, self.renames)
+
+    def name_of(self, role: str) -> str:
+        """A role inside a mixer, as the checkpoint calls it."""
+        return _renamed(role.removeprefix("mixer."), self.roles)
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
         if config.tie_word_embeddings and name == self.lm_head:
@@ -59,21 +66,37 @@ class TwoBlockFamily(Family):
     """Families whose Hugging Face layer is a mixer and an MLP, each with its norm and residual:
     layer i becomes the blocks 2i and 2i + 1."""
 
+    first_norm: ClassVar[str] = "input_layernorm"
     second_norm: ClassVar[str] = "post_attention_layernorm"
+    attention: ClassVar[str] = "self_attn"
+    recurrent: ClassVar[str] = "mamba"
     mlp: ClassVar[str] = "mlp"
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         layer = f"model.layers.{block // 2}"
         if role == "norm.weight":
-            norm = self.second_norm if block % 2 else "input_layernorm"
+            norm = self.second_norm if block % 2 else self.first_norm
             return [Location(f"{layer}.{norm}.weight")]
         role = role.removeprefix("mixer.")
-        letter = config.pattern[block]
-        if letter == MAMBA:
-            return [Location(f"{layer}.mamba.{role}")]
-        if letter == ATTENTION:
-            return [Location(f"{layer}.self_attn.{role}")]
-        return self.locate_mlp(config, layer, role)
+        if (letter := config.pattern[block]) in (MLP, MOE):
+            return self.locate_mlp(config, layer, role)
+        mixer = self.attention if letter == ATTENTION else self.recurrent
+        return [Location(f"{layer}.{mixer}.{self.name_of(role)}")]
 
     def locate_mlp(self, config: HybridModelConfig, layer: str, role: str) -> list[Location]:
-        return [Location(f"{layer}.{self.mlp}.{role}")]
+        """A weight of an MLP, or of experts, which are single in the checkpoint or, as transformers
+        5 writes them, stacked, and the gates with the up projections."""
+        places = [Location(f"{layer}.{self.mlp}.{self.name_of(role)}")]
+        expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", role)
+        if expert and config.moe is not None:
+            part, parts = GATED[expert[2]]
+            tensor = "down_proj" if parts == 1 else "gate_up_proj"
+            name = f"{layer}.{self.mlp}.experts.{tensor}"
+            places.append(Location(name, int(expert[1]), config.moe.num_experts, part, parts))
+        return places
+
+
+def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name

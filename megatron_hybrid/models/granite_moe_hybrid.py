@@ -10,11 +10,8 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.bamba import mamba_config
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.family import Location, TwoBlockFamily
+from megatron_hybrid.models.family import GATED, Location, TwoBlockFamily
 from megatron_hybrid.models.raw_config import RawConfig
-
-# Gate and up projections are one tensor in the checkpoint: (which part of how many).
-_GATED = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}
 
 
 class GraniteMoeHybrid(TwoBlockFamily):
@@ -76,7 +73,7 @@ class GraniteMoeHybrid(TwoBlockFamily):
         if expert and config.moe is not None:
             projection = expert[2]
         tensor = "output_linear" if projection == "down_proj" else "input_linear"
-        part, parts = _GATED[projection]
+        part, parts = GATED[projection]
         if expert and config.moe is not None:
             name = f"{layer}.block_sparse_moe.{tensor}.weight"
             return [Location(name, int(expert[1]), config.moe.num_experts, part, parts)]

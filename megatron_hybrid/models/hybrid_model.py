@@ -13,13 +13,19 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, StepInputs
+from megatron_hybrid.layers.mamba1 import Mamba1
 from megatron_hybrid.layers.mamba2 import Mamba2
+from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import WeightPart, section
+from megatron_hybrid.layers.parts import Parts, WeightPart, prefixed, section
 from megatron_hybrid.layers.rope import inverse_frequencies
+from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
+from megatron_hybrid.layers.short_conv import ShortConv
+from megatron_hybrid.layers.side_by_side import SideBySide
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.parallel import (
@@ -32,10 +38,50 @@ from megatron_hybrid.parallel import (
 class Block(nn.Module):
     """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
 
-    def __init__(self, norm: RMSNorm, mixer: nn.Module) -> None:
+    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
         super().__init__()
         self.norm = norm
         self.mixer = mixer
+
+    @property
+    def attention(self) -> Attention | None:
+        return self.mixer.attention
+
+    def weight_parts(self) -> Parts:
+        yield from prefixed("norm", self.norm.weight_parts())
+        yield from prefixed("mixer", self.mixer.weight_parts())
+
+    def enter(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """What the mixer takes in, and the residual stream with `mixed`, which the last block has
+        not added yet, in it."""
+        if mixed is None:
+            return self.norm(residual, step.kernels), residual
+        return self.norm.after_adding(mixed, residual, multiplier, step.kernels)
+
+
+class SharedTransformerBlock(Block):
+    """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
+
+    def __init__(self, norm: RMSNorm, mixer: Mixer, transformer: SharedTransformerUse) -> None:
+        super().__init__(norm, mixer)
+        self.transformer = transformer
+
+    @property
+    def attention(self) -> Attention:
+        return self.transformer.shared.self_attn
+
+    def weight_parts(self) -> Parts:
+        yield from super().weight_parts()
+        yield from prefixed("transformer", self.transformer.weight_parts())
+
+    def enter(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        if mixed is not None:
+            residual = residual + multiplier * mixed
+        return self.norm(residual + self.transformer(residual, step), step.kernels), residual
 
 
 class HybridModel(nn.Module):
@@ -62,11 +108,19 @@ class HybridModel(nn.Module):
             padded_vocab, config.hidden_size, dtype=dtype, parallel=parallel
         )
         self.blocks = nn.ModuleList()
+        shared: list[SharedTransformer] = []
         for layer, letter in enumerate(config.pattern):
-            norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-            mixer = self._mixer(letter, layer, conv_states_dtype, ssm_states_dtype)
-            self.blocks.append(Block(norm, mixer))
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            context = LayerContext(
+                config.hidden_size,
+                config.norm_eps,
+                layer,
+                dtype,
+                parallel,
+                conv_states_dtype,
+                ssm_states_dtype,
+            )
+            self.blocks.append(self._block(letter, context, shared))
+        self.final_norm = self._norm()
         self.lm_head: ColumnParallelLinear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(
@@ -75,38 +129,76 @@ class HybridModel(nn.Module):
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-        mixers = [block.mixer for block in self._blocks()]
+        attentions = {i: block.attention for i, block in enumerate(self._blocks())}
+        recurrents = {i: block.mixer.recurrent for i, block in enumerate(self._blocks())}
         self.kv_specs: dict[int, KVSpec] = {
-            i: mixer.kv_spec() for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)
+            i: layer.kv_spec() for i, layer in attentions.items() if layer is not None
         }
         self.state_specs: dict[int, StateSpec] = {
-            i: mixer.state_spec() for i, mixer in enumerate(mixers) if isinstance(mixer, Mamba2)
+            i: layer.spec for i, layer in recurrents.items() if layer is not None
         }
-        self._mamba = next((m for m in mixers if isinstance(m, Mamba2)), None)
-        self._attention = next((m for m in mixers if isinstance(m, Attention)), None)
+        # One of each kind, for what all layers of the kind have in common.
+        self._attention = next(filter(None, attentions.values()), None)
+        self._recurrent = {layer.kind: layer for layer in filter(None, recurrents.values())}
         # Past this block tokens do not see each other any more.
         self._last_mixing = max([*self.kv_specs, *self.state_specs], default=-1)
 
-    def _mixer(
-        self, letter: str, layer: int, conv_dtype: torch.dtype, ssm_dtype: torch.dtype
-    ) -> nn.Module:
-        config, hidden, eps = self.config, self.config.hidden_size, self.config.norm_eps
-        dtype, parallel = self.dtype, self.parallel
+    def _norm(self) -> RMSNorm:
+        config = self.config
+        return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
+
+    def _block(self, letter: str, context: LayerContext, shared: list[SharedTransformer]) -> Block:
+        """`shared`: the shared blocks so far."""
+        config = self.config
+        if letter != "Z":
+            return Block(self._norm(), self._mixer(letter, context))
+        if config.shared_transformer is None:
+            raise self._undescribed(letter)
+        # Each in turn: 1 2 3 1 2 3 ...
+        index = config.pattern[: context.layer].count("Z") % config.shared_transformer.num_blocks
+        is_first = index == len(shared)
+        if is_first:
+            shared.append(SharedTransformer(config.shared_transformer, context))
+        use = SharedTransformerUse(config.shared_transformer, shared[index], is_first, context)
+        return SharedTransformerBlock(self._norm(), self._mixer("M", context), use)
+
+    def _mixer(self, letter: str, context: LayerContext) -> Mixer:
+        config = self.config
+        hidden, dtype, parallel = config.hidden_size, self.dtype, self.parallel
         if letter == "M" and config.mamba is not None:
-            return Mamba2(config.mamba, hidden, eps, layer, dtype, parallel, conv_dtype, ssm_dtype)
+            return Mamba2(config.mamba, context)
+        if letter == "S" and config.mamba1 is not None:
+            return Mamba1(config.mamba1, context)
+        if letter == "G" and config.gated_delta_net is not None:
+            return GatedDeltaNet(config.gated_delta_net, context)
+        if letter == "C" and config.short_conv is not None:
+            return ShortConv(config.short_conv, context)
+        if letter == "H" and config.attention is not None and config.mamba is not None:
+            return SideBySide(config.attention, config.mamba, context)
         if letter == "*" and config.attention is not None:
-            return Attention(config.attention, hidden, eps, layer, dtype, parallel)
+            return Attention(config.attention, context)
         if letter == "-" and config.mlp is not None:
             return MLP(config.mlp, hidden, dtype, parallel)
         if letter == "E" and config.moe is not None:
             return MoE(config.moe, hidden, dtype, parallel)
-        raise ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")
+        raise self._undescribed(letter)
 
+    def _undescribed(self, letter: str) -> ConfigurationError:
+        return ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Kernel chunks whose bounds the model's kernels read (PrefillSegments)."""
+        layers = self._recurrent.values()
+        return tuple(sorted({x.spec.kernel_chunk for x in layers if x.takes_chunk_bounds}))
+
+    @torch.no_grad()
     def after_loading(self) -> None:
-        """To be called when the weights are in place."""
-        for block in self._blocks():
-            if isinstance(block.mixer, Mamba2):
-                block.mixer.after_loading()
+        """To be called when the weights are in place: lets every layer prepare what it needs."""
+        for module in self.modules():
+            prepare = getattr(module, "after_loading", None)
+            if prepare is not None and module is not self:
+                prepare()
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
@@ -118,12 +210,10 @@ class HybridModel(nn.Module):
         whose roles are embedding, final_norm and lm_head."""
         yield None, self._vocabulary_part("embedding", self.embedding.weight)
         for index, block in enumerate(self._blocks()):
-            for part in block.norm.weight_parts():
-                yield index, WeightPart("norm.weight", part.shape, part.source, part.target)
-            for part in block.mixer.weight_parts():  # type: ignore[operator]
-                yield index, WeightPart(f"mixer.{part.role}", part.shape, part.source, part.target)
+            for part in block.weight_parts():
+                yield index, part
         for part in self.final_norm.weight_parts():
-            yield None, WeightPart("final_norm", part.shape, part.source, part.target)
+            yield None, replace(part, role="final_norm")
         if self.lm_head is not None:
             yield None, self._vocabulary_part("lm_head", self.lm_head.weight)
 
@@ -151,16 +241,13 @@ class HybridModel(nn.Module):
         residual = self.embedding(inputs.token_ids)  # [tokens, hidden]
         if config.embedding_multiplier != 1.0:
             residual = residual * config.embedding_multiplier
+        if config.shared_transformer is not None:
+            step = replace(step, embeddings=residual)
         if config.residual_in_fp32:
             residual = residual.float()
         mixed: Tensor | None = None  # the last block's output, not added yet
         for index, block in enumerate(self._blocks()):
-            if mixed is None:
-                x = block.norm(residual, kernels)
-            else:
-                x, residual = block.norm.after_adding(
-                    mixed, residual, config.residual_multiplier, kernels
-                )
+            x, residual = block.enter(mixed, residual, config.residual_multiplier, step)
             mixed = block.mixer(x, step)
             if index == self._last_mixing:
                 mixed = mixed.index_select(0, inputs.logits_index)
@@ -189,11 +276,7 @@ class HybridModel(nn.Module):
             block_size = next(iter(caches.kv.values())).key.shape[1]
             shape = self._attention.shape(block_size)
             plans["attention"] = kernels.attention.plan(inputs.paged, shape)
-        if self._mamba is not None:
-            config = self._mamba.config
-            if inputs.decode is not None:
-                plans["decode"] = kernels.plan_decode(inputs.decode)
-            if inputs.prefill is not None:
-                plans["conv"] = kernels.conv.plan(inputs.prefill, config.conv_width)
-                plans["scan"] = kernels.scan.plan(inputs.prefill, config.kernel_chunk)
-        return Step(caches, kernels, inputs.num_decodes, **plans)
+        plans["recurrent"] = {
+            kind: layer.plan(inputs, kernels) for kind, layer in self._recurrent.items()
+        }
+        return Step(caches, kernels, **plans)

@@ -78,6 +78,7 @@ class NemotronH(Family):
             kernel_chunk=int(raw.get("chunk_size", "mamba_chunk_size", default=128)),
             conv_bias=bool(raw.get("use_conv_bias", "mamba_conv_bias", default=True)),
             proj_bias=bool(raw.get("use_bias", default=False)),
+            out_bias=bool(raw.get("use_bias", default=False)),
             # As transformers does: time_step_min bounds the step sizes, time_step_limit does not.
             dt_limit=(
                 float(raw.get("time_step_min", "mamba_dt_min", default=0.001)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def dtype_of_name(name: str) -> torch.dtype:
     return dtype
 
 
+MAMBA2_LAYERS = {"mamba": "M", "linear_attention": "M"}
+
+
 class RawConfig:
     """The values of config.json, looked up by any of the names that they have had."""
 
@@ -52,6 +56,16 @@ class RawConfig:
         raw = cls(values, generation, str(path))
         raw.refuse_unless("quantization_config", None)
         return raw
+
+    def part(self, name: str) -> RawConfig:
+        """The configuration inside this one, for instance of a model's text part; itself where it
+        has none. What it does not say, this one does."""
+        inner = self.values.get(name)
+        if inner is None:
+            return self
+        outer = {key: value for key, value in self.values.items() if key not in inner}
+        values = {**outer, **inner, "model_type": self.model_type}
+        return RawConfig(values, self.generation, self.where)
 
     @property
     def model_type(self) -> str:
@@ -99,16 +113,10 @@ class RawConfig:
         head_dim = int(self.get("head_dim", default=self.require("hidden_size") // heads))
         return heads, kv_heads, head_dim
 
-    def layer_letters(self) -> str | None:
-        """M or * for each Hugging Face layer, from whichever list is there."""
-        names = {
-            "mamba": "M",
-            "linear_attention": "M",
-            "attention": "*",
-            "full_attention": "*",
-            "mlp": "-",
-            "moe": "E",
-        }
+    def layer_letters(self, recurrent: Mapping[str, str] = MAMBA2_LAYERS) -> str | None:
+        """A letter for each Hugging Face layer, from whichever list is there. `recurrent`: the
+        family's own kinds of layers, and their letters."""
+        names = {"attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", **recurrent}
         layers = self.get("layers_block_type", "layer_types")
         if layers is None:
             return None
@@ -123,8 +131,11 @@ class RawConfig:
         limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, float("inf")))
         return float(limit[0]), float(limit[1])
 
-    def rope(self, head_dim: int, partial_rotary_factor: float = 1.0) -> RopeConfig:
-        """New style (rope_parameters) or old (rope_theta and rope_scaling)."""
+    def rope(
+        self, head_dim: int, partial_rotary_factor: float = 1.0, theta: float = 10000.0
+    ) -> RopeConfig:
+        """New style (rope_parameters) or old (rope_theta and rope_scaling); the factor and theta
+        given are the family's defaults."""
         given = self.get("rope_parameters", "rope_scaling", default={})
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
@@ -132,8 +143,9 @@ class RawConfig:
                 f"RoPE of type {kind!r} in {self.where} is not supported, only 'default', "
                 f"'linear' and 'llama3' are."
             )
-        theta = given.get("rope_theta", self.get("rope_theta", default=10000.0))
-        partial = given.get("partial_rotary_factor", partial_rotary_factor)
+        theta = given.get("rope_theta", self.get("rope_theta", default=theta))
+        old = self.get("partial_rotary_factor", default=partial_rotary_factor)
+        partial = given.get("partial_rotary_factor", old)
         scaled = {}
         if kind != "default":
             scaled["factor"] = float(given["factor"])
@@ -143,15 +155,18 @@ class RawConfig:
             scaled["original_max_position"] = int(given["original_max_position_embeddings"])
         return RopeConfig(float(theta), int(head_dim * partial), kind, **scaled)  # type: ignore[arg-type]
 
-    def common(self) -> dict[str, Any]:
-        """The fields of HybridModelConfig that every family has under the same names."""
+    def common(self, *, max_positions: int = 4096, tied: bool = False) -> dict[str, Any]:
+        """The fields of HybridModelConfig that every family has under the same names; the arguments
+        are the family's defaults."""
         return {
             "model_type": self.model_type,
             "vocab_size": int(self.require("vocab_size")),
             "hidden_size": int(self.require("hidden_size")),
-            "max_position_embeddings": int(self.get("max_position_embeddings", default=4096)),
+            "max_position_embeddings": int(
+                self.get("max_position_embeddings", default=max_positions)
+            ),
             "dtype": self.dtype,
-            "tie_word_embeddings": bool(self.get("tie_word_embeddings", default=False)),
+            "tie_word_embeddings": bool(self.get("tie_word_embeddings", default=tied)),
             "eos_token_ids": self.eos_token_ids,
             "bos_token_id": self.get("bos_token_id"),
         }

@@ -17,7 +17,7 @@ from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
 GRID = 16
 ANSWER = 6
@@ -138,7 +138,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prompts.append(
             text[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
         )
-    has_recurrent = request.param not in ("llama", "qwen3")
+    has_recurrent = request.param not in ATTENTION_ONLY
     made = Oracle(folder, model, has_recurrent, asynchronous, text, prompts, [])
     made.answers = [made.greedy(prompt) for prompt in prompts]
     return made

@@ -42,8 +42,7 @@ LLAMA: dict[str, Any] = {
 def test_patterns_and_sizes(tiny: Tiny) -> None:
     nemotron = HybridModelConfig.from_folder(tiny("nemotron_h").folder)
     assert nemotron.pattern == "M-*M-"
-    assert nemotron.recurrent_layers == [0, 3] and nemotron.attention_layers == [2]
-    assert nemotron.is_hybrid and nemotron.kernel_chunk == 16
+    assert nemotron.mamba is not None and nemotron.mamba.kernel_chunk == 16
     granite = HybridModelConfig.from_folder(tiny("granite_moe_hybrid").folder)
     assert granite.pattern == "MEME*EME" and granite.rope is None
     assert granite.embedding_multiplier == 3.0 and granite.logits_divisor == 2.0
@@ -52,7 +51,7 @@ def test_patterns_and_sizes(tiny: Tiny) -> None:
     assert bamba.pattern == "M-M-*-M-"
     assert bamba.rope is not None and bamba.rope.rotary_dim == 8  # half of a head
     llama = HybridModelConfig.from_folder(tiny("llama").folder)
-    assert llama.pattern == "*-*-*-" and not llama.is_hybrid and llama.kernel_chunk == 1
+    assert llama.pattern == "*-*-*-" and llama.mamba is None
 
 
 def test_specs_of_the_caches(tiny: Tiny) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import Driver, Segment, run_in_segments
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import ATTENTION_ONLY, FAMILIES
 
-HYBRIDS = tuple(f for f in FAMILIES if f not in ("llama", "qwen3"))
+HYBRIDS = tuple(f for f in FAMILIES if f not in ATTENTION_ONLY)
 Tiny = Callable[[str], TinyModel]
 
 
@@ -127,6 +127,71 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": False},
     ),
     "granite with attention bias": ("granite_moe_hybrid", {"attention_bias": True}),
+    "falcon-h1 with a norm, and biases": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "attention_in_multiplier": 1.0,
+        },
+    ),
+    "falcon-h1 with the gate before the norm": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 8},
+    ),
+    "zamba2 with one shared block, without adapters of attention or rope": (
+        "zamba2",
+        {
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": False,
+            "use_mem_rope": False,
+            "num_key_value_heads": 2,
+            "time_step_min": 0.2,
+        },
+    ),
+    "mamba with biases, without a bias of the convolution": (
+        "mamba",
+        {
+            "use_bias": True,
+            "use_conv_bias": False,
+            "residual_in_fp32": False,
+            "time_step_rank": 3,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mamba2 with biases": ("mamba2", {"use_bias": True, "time_step_limit": (0.05, 0.2)}),
+    "jamba without experts": ("jamba", {"num_experts": 1, "mamba_proj_bias": True}),
+    "qwen3-next, every other layer with experts, weights not normalised": (
+        "qwen3_next",
+        {
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    "qwen3.5 with larger values than keys": (
+        "qwen3_5",
+        {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+    ),
+    "lfm2 with biases, sizes as they are": (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 with experts chosen without a bias": (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False},
+    ),
     "llama with linear rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,7 +13,12 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square_()
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu2": relu2}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu2": relu2,
+    "gelu": F.gelu,  # the exact one, with erf
+    "sigmoid": torch.sigmoid,
+}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
@@ -26,3 +32,8 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
         return function(x)
     gate, up = x.chunk(2, dim=-1)
     return function(gate).mul_(up)
+
+
+def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
+    return ACTIVATIONS[activation](gate).mul_(x)

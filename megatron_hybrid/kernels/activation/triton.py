@@ -18,19 +18,36 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     x [tokens, columns] (rows may be strided) -> [tokens, columns or columns / 2] in x's dtype;
     `activation` is a key of ACTIVATIONS.
     """
+    half = x.shape[1] // 2
+    if gated:
+        return _launch(x[:, :half], x[:, half:], activation)
+    return _launch(x, None, activation)
+
+
+def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
+    return _launch(gate, x, activation)
+
+
+def _launch(
+    x: Tensor,
+    factor: Tensor | None,
+    activation: str,
+    block: int | None = None,
+    per_thread: int = 8,
+) -> Tensor:
+    """act(x) * factor. `block`: columns of a program."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
-    # Small blocks where there are few elements, so that the device is filled.
-    return _launch(x, activation, gated, block=1024 if x.numel() >= 2**20 else 256)
-
-
-def _launch(x: Tensor, activation: str, gated: bool, block: int, per_thread: int = 8) -> Tensor:
-    tokens, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    tokens, columns = x.shape
+    if block is None:  # small where there are few elements, so that the device is filled
+        block = 1024 if x.numel() >= 2**20 else 256
     block = min(block, triton.next_power_of_2(columns))
     out = x.new_empty((tokens, columns))
     if tokens:
         _activate_kernel[(tokens * triton.cdiv(columns, block),)](
-            x, out, columns, x.stride(0), ACTIVATION=activation, GATED=gated,
+            x, factor, out, columns, x.stride(0), 0 if factor is None else factor.stride(0),
+            ACTIVATION=activation,
             BLOCK=block, num_warps=max(block // (32 * per_thread), 1),
         )  # fmt: skip
     return out
@@ -38,8 +55,7 @@ def _launch(x: Tensor, activation: str, gated: bool, block: int, per_thread: int
 
 @triton.jit
 def _activate_kernel(
-    x, out, columns, x_row,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    x, factor, out, columns, x_row, factor_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -50,10 +66,14 @@ def _activate_kernel(
     if ACTIVATION == "relu2":
         values = tl.where(values < 0, 0, values)  # not maximum: NaN stays NaN
         values = values * values
+    elif ACTIVATION == "gelu":
+        values = 0.5 * values * (1 + tl.erf(values * 0.7071067811865476))
+    elif ACTIVATION == "sigmoid":
+        values = tl.sigmoid(values)
     else:
         tl.static_assert(ACTIVATION == "silu", "this activation has no Triton code yet")
         values = values * tl.sigmoid(values)
-    if GATED:
-        up = tl.load(x + row * x_row + columns + column, mask=mask, other=0)
-        values = values.to(inputs.dtype).to(tl.float32) * up.to(tl.float32)
+    if factor is not None:
+        factors = tl.load(factor + row * factor_row + column, mask=mask, other=0)
+        values = values.to(inputs.dtype).to(tl.float32) * factors.to(tl.float32)
     tl.store(out + row * columns + column, values, mask=mask)

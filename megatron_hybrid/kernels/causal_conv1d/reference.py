@@ -1,6 +1,6 @@
 """Causal depthwise convolution in plain torch.
 
-    y[t] = silu(bias + sum over k of weight[:, k] * x[t - (W - 1) + k])
+    y[t] = silu(bias + sum over k of weight[:, k] * x[t - (W - 1) + k]), or without silu
 
 The state of a sequence is its last W - 1 inputs, oldest first. Before the convolution each
 segment is laid out behind the window that it reads, so a segment shorter than the window keeps
@@ -76,10 +76,12 @@ def prefill(
     state: Tensor,
     plan: ConvPlan,
     out: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """x [T, channels] (rows may be strided), weight [channels, W], bias [channels], state
-    [slots, channels, W - 1] (read and written; any strides) -> [T, channels], after SiLU, in `out`
-    if that is given."""
+    [slots, channels, W - 1] (read and written; any strides) -> [T, channels], after SiLU where
+    `silu`, in `out` if that is given."""
     channels, width = weight.shape
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     if plan.token_rows is None or plan.old_rows is None:
@@ -102,7 +104,8 @@ def prefill(
             part.addcmul_(rows[begin + k : end + k], taps[k])
         if bias is not None:
             part.add_(bias)
-        F.silu(part, inplace=True)
+        if silu:
+            F.silu(part, inplace=True)
     if plan.token_rows is not None:
         y = y.index_select(0, plan.token_rows - (width - 1))
     return y.to(x.dtype) if out is None else out.copy_(y)
@@ -115,6 +118,8 @@ def decode(
     state: Tensor,
     plan: DecodePlan,
     out: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
     old = plan.reads.gather(state).to(x.dtype)  # [N, channels, W - 1]
@@ -123,5 +128,6 @@ def decode(
     y = (rows.float() * weight.float()).sum(dim=2)
     if bias is not None:
         y = y + bias
-    F.silu(y, inplace=True)
+    if silu:
+        F.silu(y, inplace=True)
     return y.to(x.dtype) if out is None else out.copy_(y)

@@ -41,10 +41,12 @@ def prefill(
     state: Tensor,
     plan: PrefillSegments,
     out: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """x [T, channels], weight [channels, W], bias [channels], state [slots, channels, W - 1] (read
-    and written) -> [T, channels], after SiLU; zeros for padding tokens. Two slots that are
-    written in one call must differ, unless both windows are the same."""
+    and written) -> [T, channels], after SiLU where `silu`; zeros for padding tokens. Two slots that
+    are written in one call must differ, unless both windows are the same."""
     tokens, channels = x.shape
     width = weight.shape[1]
     sequences, checkpoints = plan.read_slot.shape[0], plan.checkpoint_slot.shape[0]
@@ -58,7 +60,7 @@ def prefill(
         plan.cu_seqlens, plan.sequence_of_token, plan.read_slot,
         tokens, channels, sequences,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=width, BLOCK_T=16, BLOCK_C=512, num_warps=4,
+        WIDTH=width, SILU=silu, BLOCK_T=16, BLOCK_C=512, num_warps=4,
     )  # fmt: skip
     grid = triton.cdiv(channels, 512), sequences + checkpoints
     _windows_kernel[grid](
@@ -78,6 +80,8 @@ def decode(
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences; zeros for padded rows."""
     rows, channels = x.shape
@@ -87,7 +91,7 @@ def decode(
     _decode_kernel[(triton.cdiv(channels, block_channels), rows)](
         x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=weight.shape[1], BLOCK_C=block_channels, num_warps=4,
+        WIDTH=weight.shape[1], SILU=silu, BLOCK_C=block_channels, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -98,7 +102,7 @@ def _outputs_kernel(
     cu_seqlens, sequence_of_token, read_slot,
     tokens, channels, sequences,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BLOCK_T tokens; copies the windows that are read to old [S, W - 1, channels]."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -133,7 +137,7 @@ def _outputs_kernel(
                 back2 = rows[t + WIDTH - 3].to(tl.float32)
             if WIDTH > 3:
                 back3 = rows[t].to(tl.float32)
-            y = _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH)
+            y = _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH, SILU)
             tl.store(outputs + t * out_row, y, mask=is_channel)
     else:
         for t in range(0, BLOCK_T, 4):
@@ -163,7 +167,7 @@ def _outputs_kernel(
                 )
             outs = _convolve(
                 offset[None, :], in0, in1, in2, in3,
-                tap0[None, :], tap1[None, :], tap2[None, :], tap3[None, :], WIDTH,
+                tap0[None, :], tap1[None, :], tap2[None, :], tap3[None, :], WIDTH, SILU,
             )  # fmt: skip
             tl.store(
                 out + row.to(tl.int64)[:, None] * out_row + channel[None, :],
@@ -224,7 +228,7 @@ def _windows_kernel(
 def _decode_kernel(
     x, weight, bias, state, out, read_slot, write_slot, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
@@ -255,6 +259,7 @@ def _decode_kernel(
             _tap(weights, WIDTH - 3, weight_tap, is_channel),
             _tap(weights, WIDTH - 4, weight_tap, is_channel),
             WIDTH,
+            SILU,
         )
         tl.store(out + row * out_row + channel, y, mask=is_channel)
         if write > 0:
@@ -269,15 +274,20 @@ def _decode_kernel(
 
 
 @triton.jit
-def _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH: tl.constexpr):
-    """silu(offset + taps * inputs), newest input first."""
+def _convolve(
+    offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3,
+    WIDTH: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """offset + taps * inputs, newest input first, and silu of it."""
     y = offset + tap0 * newest
     y += tap1 * back1
     if WIDTH > 2:
         y += tap2 * back2
     if WIDTH > 3:
         y += tap3 * back3
-    return y / (1 + tl.exp(-y))
+    if SILU:
+        y = y / (1 + tl.exp(-y))
+    return y
 
 
 @triton.jit

@@ -11,12 +11,16 @@ from torch import Tensor
 from megatron_hybrid.kernels.activation.reference import activate
 
 
-def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    """The `chosen` best experts of every token and the softmax over their logits.
+def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    """The `chosen` best experts of every token and the softmax over their logits; unless
+    `normalize`, over those of all experts.
 
     logits [tokens, experts] -> experts (integers) and weights float32, [tokens, chosen] each, the
     best first.
     """
+    if not normalize:
+        shares, experts = torch.softmax(logits.float(), dim=-1).topk(chosen, dim=-1)
+        return experts, shares
     best, experts = logits.float().topk(chosen, dim=-1)
     return experts, torch.softmax(best, dim=-1)
 

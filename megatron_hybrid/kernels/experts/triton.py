@@ -62,8 +62,9 @@ def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) 
     return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
-def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    """The `chosen` best experts of every token and the softmax over their logits.
+def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    """The `chosen` best experts of every token and the softmax over their logits; unless
+    `normalize`, over those of all experts.
 
     logits [tokens, experts] -> experts int32 and weights float32, [tokens, chosen] each, the best
     first; of equal logits the one of the lower expert.
@@ -75,7 +76,7 @@ def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     rows = 4
     if tokens:
         _route_kernel[(triton.cdiv(tokens, rows),)](
-            logits, experts, weights, tokens, num_experts, chosen, rows,
+            logits, experts, weights, tokens, normalize, num_experts, chosen, rows,
             triton.next_power_of_2(num_experts), triton.next_power_of_2(chosen), num_warps=1,
         )  # fmt: skip
     return experts, weights
@@ -227,7 +228,8 @@ def _options(tile: Tile) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
-    logits, experts, weights, tokens, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    logits, experts, weights, tokens,
+    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -247,7 +249,10 @@ def _route_kernel(
         expert = tl.where(here, index[:, None], expert)
         left = tl.where(column[None, :] == index[:, None], float("-inf"), left)
     share = tl.exp(best - tl.max(best, axis=1)[:, None])
-    share = share / tl.sum(share, axis=1)[:, None]
+    total = tl.sum(share, axis=1)
+    if not NORMALIZE:  # and the experts that were not chosen
+        total += tl.sum(tl.exp(left - tl.max(best, axis=1)[:, None]), axis=1)
+    share = share / total[:, None]
     target = row[:, None] * CHOSEN + place[None, :]
     valid = (row < tokens)[:, None] & (place < CHOSEN)[None, :]
     tl.store(experts + target, expert, mask=valid)

@@ -16,31 +16,41 @@ def inverse_rms(x: Tensor, size: int, eps: float) -> Tensor:
     return norm.square_().div_(size).add_(eps).rsqrt_()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: [..., size] -> the same in weight's dtype."""
-    dtype = weight.dtype
-    scaled = x.to(dtype) * inverse_rms(x, x.shape[-1], eps)
-    return scaled.to(dtype).mul_(weight)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x / rms(x) * weight over the last dimension: [..., size] -> the same in `dtype`, by default
+    the weight's, in which it is computed."""
+    scaled = x.to(weight.dtype) * inverse_rms(x, x.shape[-1], eps)
+    return scaled.to(weight.dtype).mul_(weight).to(dtype or weight.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, multiplier: float, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor,
+    multiplier: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place.
 
-    x [tokens, size], residual [tokens, size] (float32, or x's dtype) -> norm in weight's dtype,
-    sum in residual's.
+    x [tokens, size], residual [tokens, size] (float32, or x's dtype) -> norm in `dtype` (by default
+    the weight's), sum in residual's.
     """
     total = torch.add(residual, x, alpha=multiplier)
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, dtype), total
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """weight * norm(x * silu(gate)), each group of channels normalised by itself.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
+) -> Tensor:
+    """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate); each
+    group of channels is normalised by itself.
 
     x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
     """
-    gated = F.silu(gate.float()).mul_(x)
-    by_group = gated.view(gated.shape[0], -1, group_size)
-    by_group.mul_(inverse_rms(by_group, group_size, eps))
-    return gated.to(weight.dtype).mul_(weight)
+    gates = F.silu(gate.float())
+    values = x.float() if norm_first else gates.mul_(x)
+    by_group = values.reshape(values.shape[0], -1, group_size)
+    normed = (by_group * inverse_rms(by_group, group_size, eps)).view(values.shape)
+    normed = normed.to(weight.dtype).mul_(weight)
+    return gates.mul_(normed).to(weight.dtype) if norm_first else normed

@@ -14,31 +14,41 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
-    weight's dtype."""
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    `dtype`, by default the weight's, in which it is computed."""
+    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     # Heads of a wider projection are read where they lie.
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     return _launch_rms_norm(rows, weight, eps, out)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, multiplier: float, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor,
+    multiplier: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of residual + multiplier * x, and that sum, in `residual`'s place.
 
-    x, residual [tokens, size] (rows may be strided) -> norm in weight's dtype, residual.
+    x, residual [tokens, size] (rows may be strided) -> norm in `dtype` (by default the weight's),
+    residual.
     """
-    return _launch_add_rms_norm(x, residual, multiplier, weight, eps), residual
+    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
+    return _launch_add_rms_norm(x, residual, multiplier, weight, eps, out), residual
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """weight * norm(x * silu(gate)), each group of channels normalised by itself.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
+) -> Tensor:
+    """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate); each
+    group of channels is normalised by itself.
 
     x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
     """
-    return _launch_gated_rms_norm(x, gate, weight, group_size, eps)
+    return _launch_gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
 
 
 def _warps(elements: int, per_thread: int = 16) -> int:
@@ -71,11 +81,11 @@ def _launch_add_rms_norm(
     multiplier: float,
     weight: Tensor,
     eps: float,
+    out: Tensor,
     num_warps: int | None = None,
 ) -> Tensor:
     tokens, size = x.shape
     block = triton.next_power_of_2(size)
-    out = torch.empty((tokens, size), dtype=weight.dtype, device=x.device)
     if tokens:
         _add_rms_norm_kernel[(tokens,)](
             x, residual, weight, out, size, x.stride(0), residual.stride(0), multiplier, eps,
@@ -90,6 +100,7 @@ def _launch_gated_rms_norm(
     weight: Tensor,
     group_size: int,
     eps: float,
+    norm_first: bool = False,
     num_warps: int | None = None,
 ) -> Tensor:
     tokens, channels = x.shape
@@ -98,7 +109,7 @@ def _launch_gated_rms_norm(
     if tokens:
         _gated_rms_norm_kernel[(tokens * (channels // group_size),)](
             x, gate, weight, out, channels, group_size, x.stride(0), gate.stride(0), eps,
-            BLOCK=block, num_warps=num_warps or _warps(block, per_thread=8),
+            NORM_FIRST=norm_first, BLOCK=block, num_warps=num_warps or _warps(block, per_thread=8),
         )  # fmt: skip
     return out
 
@@ -137,8 +148,9 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    x, gate, weight, out, channels, group_size, x_row, gate_row, eps, BLOCK: tl.constexpr
-):
+    x, gate, weight, out, channels, group_size, x_row, gate_row, eps,
+    NORM_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     groups = channels // group_size
     row = (tl.program_id(0) // groups).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -147,8 +159,11 @@ def _gated_rms_norm_kernel(
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + column, mask=mask, other=0).to(tl.float32)
     weights = tl.load(weight + column, mask=mask, other=0)
-    gated = gates * tl.sigmoid(gates) * inputs
-    normed = _scaled(gated, _inverse_rms(gated, group_size, eps), weights)
+    gates *= tl.sigmoid(gates)
+    values = inputs if NORM_FIRST else gates * inputs
+    normed = _scaled(values, _inverse_rms(values, group_size, eps), weights)
+    if NORM_FIRST:
+        normed = normed.to(weights.dtype).to(tl.float32) * gates
     tl.store(out + row * channels + column, normed, mask=mask)
 
 

@@ -1,0 +1,1 @@
+"""The gated delta rule over packed sequences, with its state kept per slot."""

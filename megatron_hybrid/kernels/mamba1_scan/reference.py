@@ -1,0 +1,136 @@
+"""The Mamba1 selective scan in plain torch (Gu and Dao, "Mamba", 2023, arXiv 2312.00752, section
+3.6 and algorithm 2), per channel d and state n:
+
+    dt      = softplus(dt_raw + dt_bias)
+    h[d, n] = exp(dt[d] A[d, n]) h[d, n] + dt[d] B[n] x[d]
+    y[d]    = (sum over n of C[n] h[d, n] + D[d] x[d]) silu(z[d])
+
+Every state decays at a rate of its own, so there is no matrix form as Mamba2's. Prefill scans all
+tiles of tiles.py at once, place by place and each from zeros, carries the states from tile to tile,
+and then adds what the state at a tile's start gives at each place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.slots import DecodePlan
+from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
+
+# Places of a tile, and tiles of a sequence, are loops. A state is kept for every tile.
+_LARGEST_TILE = 16
+
+
+def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
+    return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
+
+
+def prefill(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    plan: TilePlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x, z, dt [T, channels], dt before bias and softplus, B and C [T, state], A (negative)
+    [channels, state], D and dt_bias [channels] float32, state [slots, channels, state] (read and
+    written) -> y [T, channels] in x's dtype, in `out` if that is given. Rows of x, z, dt, B and C
+    may be strided."""
+    initial = plan.reads.gather(state).float()  # [S, channels, state]
+    if plan.num_tiles == 0:
+        plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
+        return _into(out, torch.empty_like(x))
+
+    # From here on: c tiles, l places in a tile, d channels, n state.
+    dt = plan.tiled(_softplus(dt.float() + dt_bias))  # [c, l, d]
+    if plan.padding is not None:
+        dt = dt.masked_fill(plan.padding, 0)  # no decay and no input
+    xs = plan.tiled(x.float())
+    dtx = dt * xs
+    Bs, Cs = plan.tiled(B.float()), plan.tiled(C.float())  # [c, l, n]
+    y = xs * D  # [c, l, d]
+
+    # The scan of each tile from zeros: what the tile adds to the state, and what that gives.
+    h = initial.new_zeros(plan.num_tiles, *A.shape)  # [c, d, n]
+    for place in range(plan.tile_length):
+        h.mul_((dt[:, place, :, None] * A).exp_())
+        h.addcmul_(dtx[:, place, :, None], Bs[:, place, None])
+        y[:, place] += (h * Cs[:, place, None]).sum(-1)
+
+    # The states at the tiles' ends.
+    from_start = torch.cumsum(dt, dim=1)  # [c, l, d]; times A: the log of the decay
+    states = torch.cat((initial, h))  # [S + c, d, n]
+    _carry(states, (from_start[:, -1, :, None] * A).exp_(), plan)
+    plan.writes.scatter(state, states.index_select(0, plan.write_rows))
+
+    # What the state at a tile's start gives.
+    before = plan.before(states)  # [c, d, n]
+    for place in range(plan.tile_length):
+        h = (from_start[:, place, :, None] * A).exp_().mul_(before)
+        y[:, place] += h.mul_(Cs[:, place, None]).sum(-1)
+    return _into(out, plan.tokens(y).mul_(_silu(z.float())).to(x.dtype))
+
+
+def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
+    """states [S + c, d, n] = initial states, then what each tile adds -> the states after each
+    tile, in place; decay [c, d, n] is overwritten. Both ways round the same: addcmul would not."""
+    if plan.num_sequences == 1:
+        for tile in range(plan.num_tiles):
+            states[tile + 1] += decay[tile].mul_(states[tile])
+        return
+    for tiles, rows in plan.rounds:
+        carried = states.index_select(0, rows).mul_(decay.index_select(0, tiles))
+        states.index_add_(0, tiles + plan.num_sequences, carried)
+
+
+def decode(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    plan: DecodePlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token a sequence: as above with T = N sequences."""
+    dt = _softplus(dt.float() + dt_bias)
+    xs = x.float()
+    in_place = plan.in_place is not None and state.dtype == torch.float32
+    if in_place and plan.in_place is not None:
+        h = state.narrow(0, *plan.in_place)
+    else:
+        h = plan.reads.gather(state).float()  # [N, channels, state]
+    h.mul_((dt[:, :, None] * A).exp_())
+    h.addcmul_((dt * xs)[:, :, None], B.float()[:, None])
+    y = (h * C.float()[:, None]).sum(-1)
+    if not in_place:
+        plan.writes.scatter(state, h)
+    return _into(out, y.addcmul_(xs, D).mul_(_silu(z.float())).to(x.dtype))
+
+
+# torch's own functions round the last values of a tensor, those that fill no vector, differently:
+# a token's bits would depend on how many are in the batch.
+
+
+def _softplus(values: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-values.abs())) + values.clamp(min=0)
+
+
+def _silu(values: Tensor) -> Tensor:
+    return values / (1 + torch.exp(-values))
+
+
+def _into(out: Tensor | None, values: Tensor) -> Tensor:
+    return values if out is None else out.copy_(values)

@@ -1,0 +1,143 @@
+"""One token a sequence of the Mamba1 scan in Triton, and what its kernels share; see triton.py."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import DecodeSlots
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def decode(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    plan: DecodeSlots,
+    out: Tensor | None = None,
+    *,
+    block_bytes: int = 4096,
+    num_warps: int = 1,
+) -> Tensor:
+    """As in reference.py; the outputs of padded rows are zeros. A program takes about block_bytes
+    of a state: many small programs keep most bytes in flight."""
+    y = checked_output(x, z, dt, B, C, A, D, dt_bias, state, out)
+    rows, channels = x.shape
+    size = A.shape[1]
+    block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
+    _decode_kernel[(channels // block, rows)](
+        x, z, dt, B, C, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
+        x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
+        state.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return y
+
+
+def checked_output(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The output tensor. The kernels take only the stride of the rows."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    size = A.shape[1]
+    if size not in (4, 8, 16, 32, 64, 128):
+        raise ValueError(f"the state size is {size}; it must be a power of two from 4 to 128.")
+    for name, tensor in (("x", x), ("z", z), ("dt", dt), ("B", B), ("C", C), ("out", y)):
+        # A single row tells nothing about its strides; then only the inner ones are looked at.
+        if not tensor[:1].is_contiguous():
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
+                "its rows must be contiguous."
+            )
+    for name, tensor in (("A", A), ("D", D), ("dt_bias", dt_bias), ("state", state[:1])):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
+                "it must be contiguous."
+            )
+    return y
+
+
+def channel_block(channels: int, most: int) -> int:
+    """Channels of a program: the largest power of two up to `most` that divides all."""
+    return min(channels & -channels, 1 << (most.bit_length() - 1))
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + e^v) = max(v, 0) + log(1 + e), e = e^-|v|; 0 for minus infinity. log(1 + e) / e on
+    [0, 1] is a polynomial of the least relative error, 3e-7: the device's own approximation of the
+    logarithm loses small steps, and a logarithm that does not would cost more."""
+    e = tl.exp2(tl.abs(v) * -LOG2_E)
+    p = tl.fma(e, -0.008539209142327309, 0.04408963769674301)
+    p = tl.fma(e, p, -0.10768172889947891)
+    p = tl.fma(e, p, 0.1774524301290512)
+    p = tl.fma(e, p, -0.2449546456336975)
+    p = tl.fma(e, p, 0.33275479078292847)
+    p = tl.fma(e, p, -0.4999740421772003)
+    p = tl.fma(e, p, 0.9999998211860657)
+    return tl.fma(e, p, tl.maximum(v, 0.0))
+
+
+@triton.jit
+def silu(v):
+    """v / (1 + e^-v); rsqrt squared, because a division costs more."""
+    r = tl.rsqrt(1.0 + tl.exp2(v * -LOG2_E))
+    return v * (r * r)
+
+
+@triton.jit
+def _decode_kernel(
+    x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, y_ptr, read_ptr, write_ptr,
+    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    read = tl.load(read_ptr + row).to(tl.int64)
+    write = tl.load(write_ptr + row).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, SIZE)
+    if (read <= 0) & (write <= 0):
+        tl.store(y_ptr + row * y_row + d, tl.zeros([BLOCK], y_ptr.dtype.element_ty))
+        return
+
+    in_slot = d[:, None] * SIZE + n[None, :]
+    # Two conditions that hold for all or for none of the block: no state is read from slot 0.
+    is_read = (d >= 0)[:, None] & (read > 0)
+    is_written = (d >= 0)[:, None] & (write > 0)
+    h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
+    a = tl.load(a_ptr + in_slot)
+    x = tl.load(x_ptr + row * x_row + d).to(tl.float32)
+    z = tl.load(z_ptr + row * z_row + d).to(tl.float32)
+    b = tl.load(b_ptr + row * b_row + n).to(tl.float32)
+    c = tl.load(c_ptr + row * c_row + n).to(tl.float32)
+    dt = softplus(tl.load(dt_ptr + row * dt_row + d).to(tl.float32) + tl.load(bias_ptr + d))
+
+    h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
+    tl.store(
+        state_ptr + write * state_slot + in_slot, h.to(state_ptr.dtype.element_ty), is_written
+    )
+    y = (tl.sum(h * c[None, :], 1) + tl.load(d_ptr + d) * x) * silu(z)
+    tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))

@@ -1,0 +1,134 @@
+"""The Mamba1 mixer: projection, short convolution, step sizes and B, C from the convolved inputs,
+selective scan with its gate, projection (Gu and Dao, "Mamba", arXiv 2312.00752)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.mixer import LayerContext, parameter
+from megatron_hybrid.layers.norm import RMSNorm
+from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
+from megatron_hybrid.layers.recurrent import RecurrentMixer
+from megatron_hybrid.layers.step import Step
+from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Mamba1Config:
+    """`norms`: of the step sizes' low rank, B and C: "none", "learned" (Jamba) or "plain", without
+    weights (Falcon-Mamba)."""
+
+    inner_size: int
+    state_size: int
+    dt_rank: int
+    conv_width: int
+    kernel_chunk: int = 16
+    conv_bias: bool = True
+    proj_bias: bool = False
+    norms: str = "none"
+    norms_eps: float = 1e-6
+
+
+class Mamba1(RecurrentMixer):
+    """Channels are split over the ranks. A rank's rows of the input projection: | x | z |."""
+
+    kind = "mamba1"
+
+    def __init__(self, config: Mamba1Config, context: LayerContext) -> None:
+        parallel, dtype = context.parallel, context.dtype
+        if config.inner_size % parallel.size:
+            raise ConfigurationError(
+                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
+                f"{config.inner_size} Mamba channels."
+            )
+        inner, size = config.inner_size // parallel.size, config.state_size
+        super().__init__(context, [inner], config.conv_width, config.conv_bias)
+        self.config = config
+        self.inner = inner
+        self.low_sections = [config.dt_rank, size, size]  # of step sizes, B, C
+        self.in_proj = ColumnParallelLinear(
+            context.hidden_size,
+            2 * config.inner_size,
+            bias=config.proj_bias,
+            dtype=dtype,
+            parallel=parallel,
+        )
+        self.x_proj = RowParallelLinear(
+            config.inner_size, sum(self.low_sections), bias=False, dtype=dtype, parallel=parallel
+        )
+        self.dt_proj = ColumnParallelLinear(
+            config.dt_rank, config.inner_size, bias=False, dtype=dtype, parallel=parallel
+        )
+        self.out_proj = RowParallelLinear(
+            config.inner_size,
+            context.hidden_size,
+            bias=config.proj_bias,
+            dtype=dtype,
+            parallel=parallel,
+        )
+        self.dt_norm = self.b_norm = self.c_norm = None
+        if config.norms != "none":
+            self.dt_norm, self.b_norm, self.c_norm = (
+                RMSNorm(width, config.norms_eps, dtype) for width in self.low_sections
+            )
+        self.dt_bias = parameter((inner,), torch.float32)
+        self.A_log = parameter((inner, size), torch.float32)
+        self.D = parameter((inner,), torch.float32)
+        self.A: Tensor  # [channels, state] float32, negative; see after_loading
+        self.spec = StateSpec(
+            conv_shape=(inner, config.conv_width - 1),
+            conv_dtype=context.conv_states_dtype,
+            ssm_shape=(inner, size),
+            ssm_dtype=context.ssm_states_dtype,
+            kernel_chunk=config.kernel_chunk,
+        )
+
+    def kernel(self, kernels: KernelSet) -> Any:
+        return kernels.mamba1_scan
+
+    def weight_parts(self) -> Parts:
+        rank, total = self.parallel.rank, self.config.inner_size
+        for kind, weight in (("weight", self.in_proj.weight), ("bias", self.in_proj.bias)):
+            if weight is not None:
+                for half, rows in enumerate(weight.chunk(2)):
+                    start = half * total + rank * self.inner
+                    yield section(f"in_proj.{kind}", rows, 0, start, 2 * total)
+        yield from self.conv_parts("conv1d", [rank * self.inner], total)
+        yield shard("x_proj.weight", self.x_proj.weight, 1, rank, total)
+        if self.config.norms == "learned":
+            for name in ("dt_norm", "b_norm", "c_norm"):
+                yield from prefixed(name, getattr(self, name).weight_parts())
+        yield shard("dt_proj.weight", self.dt_proj.weight, 0, rank, total)
+        yield shard("dt_proj.bias", self.dt_bias, 0, rank, total)
+        yield shard("A_log", self.A_log, 0, rank, total)
+        yield shard("D", self.D, 0, rank, total)
+        yield shard("out_proj.weight", self.out_proj.weight, 1, rank, total)
+        if self.out_proj.bias is not None:
+            yield whole("out_proj.bias", self.out_proj.bias)
+
+    def after_loading(self) -> None:
+        super().after_loading()
+        self.A = -self.A_log.exp()
+        if self.config.norms == "plain":
+            for norm in (self.dt_norm, self.b_norm, self.c_norm):
+                assert norm is not None
+                norm.weight.fill_(1)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
+        x, z = self.in_proj(x).split([self.inner, self.inner], dim=1)
+        x = self.convolve(x, step)
+        low, b, c = self.x_proj(x).split(self.low_sections, dim=1)
+        if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
+            kernels = step.kernels
+            low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
+        dt = self.dt_proj(low)
+        constants = (self.A, self.D, self.dt_bias)
+        return self.out_proj(self.scan(step, (x, z, dt, b, c), constants, like=x))

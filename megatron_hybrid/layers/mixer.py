@@ -1,0 +1,61 @@
+"""What every layer is to the model, whatever it does with a block's input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.layers.parts import Parts
+from megatron_hybrid.parallel import ParallelContext
+
+if TYPE_CHECKING:
+    from megatron_hybrid.layers.attention import Attention
+    from megatron_hybrid.layers.recurrent import RecurrentMixer
+    from megatron_hybrid.layers.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Where a layer is, and what it shares with the model's other layers."""
+
+    hidden_size: int
+    eps: float  # of norms
+    layer: int
+    dtype: torch.dtype
+    parallel: ParallelContext
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+
+
+class Mixer(nn.Module):
+    """One block's work between its norm and the residual stream."""
+
+    def weight_parts(self) -> Parts:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> Attention | None:
+        """The attention in it, which has a KV cache."""
+        return None
+
+    @property
+    def recurrent(self) -> RecurrentMixer | None:
+        """The recurrent layer in it, which has a state."""
+        return None
+
+
+def scale_(weight: Tensor, multiplier: float) -> None:
+    """A constant factor becomes part of a weight, rounded once more to its dtype."""
+    if multiplier != 1.0:
+        weight.copy_(weight.float() * multiplier)
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

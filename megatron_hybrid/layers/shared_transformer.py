@@ -1,0 +1,105 @@
+"""Zamba2's shared blocks: a few transformer blocks, each used by several layers, which differ in
+low-rank adapters and in a projection (Glorioso et al., "The Zamba2 Suite", arXiv 2411.15242)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.layers.mixer import LayerContext, parameter
+from megatron_hybrid.layers.mlp import MLP, MLPConfig
+from megatron_hybrid.layers.norm import RMSNorm
+from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
+from megatron_hybrid.layers.step import Step
+
+
+@dataclass(frozen=True)
+class SharedTransformerConfig:
+    attention: AttentionConfig
+    mlp: MLPConfig
+    num_blocks: int  # that the layers take in turn
+    adapter_rank: int
+    attention_adapters: bool  # also of q, k and v; the MLP always has one
+
+
+class SharedTransformer(nn.Module):
+    """Attention, which reads the hidden states and the embeddings side by side, and an MLP. It has
+    no residuals: its result is an addition to a Mamba layer's input."""
+
+    def __init__(self, config: SharedTransformerConfig, context: LayerContext) -> None:
+        super().__init__()
+        hidden, eps, dtype = context.hidden_size, context.eps, context.dtype
+        self.input_norm = RMSNorm(2 * hidden, eps, dtype)
+        self.self_attn = Attention(config.attention, context, input_size=2 * hidden)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype)
+        self.mlp = MLP(config.mlp, hidden, dtype, context.parallel)
+
+    def weight_parts(self) -> Parts:
+        yield from prefixed("input_norm", self.input_norm.weight_parts())
+        yield from prefixed("self_attn", self.self_attn.weight_parts())
+        yield from prefixed("mlp_norm", self.mlp_norm.weight_parts())
+        yield from prefixed("mlp", self.mlp.weight_parts())
+
+
+class SharedTransformerUse(nn.Module):
+    """A layer's use of a shared block: its adapters, its KV cache and its projection."""
+
+    def __init__(
+        self,
+        config: SharedTransformerConfig,
+        shared: SharedTransformer,
+        is_first: bool,
+        context: LayerContext,
+    ) -> None:
+        """`is_first`: of the uses of this block; then the block's weights are counted as ours."""
+        super().__init__()
+        self.shared = shared
+        self.is_first = is_first
+        self.layer = context.layer
+        self.parallel = context.parallel
+        dtype, hidden, rank = context.dtype, context.hidden_size, config.adapter_rank
+        attention, mlp = shared.self_attn, shared.mlp
+        rows = attention.heads * attention.config.head_dim
+        self.qkv_down = self.qkv_up = None
+        if config.attention_adapters:
+            self.qkv_down = parameter((3, rank, 2 * hidden), dtype)
+            self.qkv_up = parameter((3, rows, rank), dtype)
+        self.mlp_down = parameter((rank, hidden), dtype)
+        self.mlp_up = parameter((mlp.up_proj.weight.shape[0], rank), dtype)
+        self.linear = parameter((hidden, hidden), dtype)
+
+    def weight_parts(self) -> Parts:
+        if self.is_first:
+            yield from self.shared.weight_parts()
+        rank, config = self.parallel.rank, self.shared.self_attn.config
+        if self.qkv_down is not None and self.qkv_up is not None:
+            total = config.num_heads * config.head_dim
+            for name, down, up in zip("qkv", self.qkv_down, self.qkv_up, strict=True):
+                yield whole(f"self_attn.{name}_adapter.down", down)
+                yield shard(f"self_attn.{name}_adapter.up", up, 0, rank, total)
+        yield whole("mlp.adapter.down", self.mlp_down)
+        gate, up = self.mlp_up.chunk(2)
+        total = self.shared.mlp.config.intermediate_size
+        yield section("mlp.adapter.up", gate, 0, rank * len(gate), 2 * total)
+        yield section("mlp.adapter.up", up, 0, total + rank * len(up), 2 * total)
+        yield whole("linear.weight", self.linear)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x [tokens, hidden], the residual stream -> [tokens, hidden]."""
+        shared, kernels = self.shared, step.kernels
+        assert step.embeddings is not None
+        both = shared.input_norm(torch.cat((x, step.embeddings.to(x.dtype)), dim=1), kernels)
+        attention = shared.self_attn
+        qkv = attention.qkv_proj(both)
+        if self.qkv_down is not None and self.qkv_up is not None:
+            down = torch.matmul(both, self.qkv_down.transpose(1, 2))  # [3, tokens, rank]
+            up = torch.matmul(down, self.qkv_up.transpose(1, 2))
+            qkv = qkv + up.transpose(0, 1).flatten(1)
+        y = attention.attend(qkv, step, self.layer)
+        y = shared.mlp_norm(y, kernels)
+        inner = shared.mlp.up_proj(y) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
+        return F.linear(shared.mlp.activate(inner, step), self.linear)

@@ -1,0 +1,37 @@
+"""Attention and Mamba2 on the same input, their results added (Falcon-H1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.layers.mamba2 import Mamba2, Mamba2Config
+from megatron_hybrid.layers.mixer import LayerContext, Mixer
+from megatron_hybrid.layers.parts import Parts, prefixed
+from megatron_hybrid.layers.recurrent import RecurrentMixer
+from megatron_hybrid.layers.step import Step
+
+
+class SideBySide(Mixer):
+    def __init__(
+        self, attention: AttentionConfig, mamba: Mamba2Config, context: LayerContext
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(attention, context)
+        self.mamba = Mamba2(mamba, context)
+
+    @property
+    def attention(self) -> Attention:
+        return self.self_attn
+
+    @property
+    def recurrent(self) -> RecurrentMixer:
+        return self.mamba
+
+    def weight_parts(self) -> Parts:
+        yield from prefixed("self_attn", self.self_attn.weight_parts())
+        yield from prefixed("mamba", self.mamba.weight_parts())
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.mamba(x, step) + self.self_attn(x, step)
