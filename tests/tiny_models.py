@@ -42,6 +42,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 _BAMBA_MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
@@ -107,7 +108,10 @@ def make_tiny_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, parameter, generator))
+            drawn = _draw(name, parameter, generator)
+            if "embed" in name and model.config.tie_word_embeddings:
+                drawn *= 0.1  # or the likeliest token were always the last one again
+            parameter.copy_(drawn)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
@@ -197,10 +201,10 @@ def _values(family: str, chunk_size: int) -> dict[str, Any]:
             "use_shared_attention_adapter": True,
             "adapter_rank": 8,
             "use_mem_rope": True,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": True,  # else transformers does not share the blocks either
         }  # fmt: skip
     if family in ("mamba", "falcon_mamba"):
-        return {"num_hidden_layers": 3, "state_size": 16, "tie_word_embeddings": family == "mamba"}
+        return {"num_hidden_layers": 3, "state_size": 16}
     if family == "mamba2":
         return {
             "num_hidden_layers": 3,

@@ -151,6 +151,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_mem_rope": False,
             "num_key_value_heads": 2,
             "time_step_min": 0.2,
+            "tie_word_embeddings": True,
         },
     ),
     "mamba with biases, without a bias of the convolution": (
@@ -160,7 +161,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "residual_in_fp32": False,
             "time_step_rank": 3,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": True,
         },
     ),
     "mamba2 with biases": ("mamba2", {"use_bias": True, "time_step_limit": (0.05, 0.2)}),
@@ -185,7 +186,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_bias": True,
             "block_auto_adjust_ff_dim": False,
             "conv_L_cache": 4,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": True,
         },
     ),
     "lfm2 with experts chosen without a bias": (
