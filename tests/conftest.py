@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.register_assert_rewrite("tests.engine.oracle_tests")

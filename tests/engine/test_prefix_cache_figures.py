@@ -1,5 +1,5 @@
 """The golden figures of the design, through scheduler and cache; the model's are in
-test_oracle.py."""
+oracle_tests.py."""
 
 from __future__ import annotations
 

@@ -27,6 +27,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": ("nemotron_h_moe", {"use_bias": True, "mlp_bias": True}),
     "bamba": ("bamba", {"mamba_n_groups": 1, "num_key_value_heads": 1, "vocab_size": 163}),
     "granite_moe_hybrid": ("granite_moe_hybrid", {"attention_bias": True}),
+    "falcon_h1": ("falcon_h1", {"mamba_n_groups": 1, "attention_bias": True}),
+    "zamba2": ("zamba2", {}),
+    "mamba": ("mamba", {"use_bias": True}),
+    "falcon_mamba": ("falcon_mamba", {}),
+    "mamba2": ("mamba2", {}),
+    "jamba": ("jamba", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"num_key_value_heads": 1}),
+    "lfm2": ("lfm2", {"conv_bias": True}),
+    "lfm2_moe": ("lfm2_moe", {}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
 }
@@ -103,8 +114,8 @@ def check(name: str, folder: Path, results: Path, ranks: int, alone: ParallelCon
         result = torch.load(results / f"{name}.{rank}", weights_only=False)
         scale = max(1.0, float(expected.std()))
         torch.testing.assert_close(result["logits"], expected, atol=2e-5 * scale, rtol=2e-5)
-        for shape in result["ssm"]:
-            assert shape[0] == 8 // ranks
+        whole = {spec.ssm_shape for spec in model.state_specs.values()}
+        assert result["ssm"] == {(shape[0] // ranks, *shape[1:]) for shape in whole}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,7 @@
 """The engine against transformers' full recompute: same greedy tokens, same log-probabilities, for
-prompts of every length modulo the grid, in every way that a prompt can be computed. One hybrid runs
-with a step in flight, as on a GPU."""
+prompts of every length modulo the grid, in every way that a prompt can be computed.
+
+The test_oracle_*.py files run these tests on their families, so that they can run side by side."""
 
 from __future__ import annotations
 
@@ -18,6 +19,15 @@ from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
+
+# What each test_oracle_*.py runs.
+KINDS = {
+    "mamba2": ("nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"),
+    "blocks": ("falcon_h1", "zamba2", "in_flight", "recurrent_only", *ATTENTION_ONLY),
+    "mamba1": ("mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
+    "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+}
+assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 
 GRID = 16
 ANSWER = 6
@@ -118,15 +128,15 @@ def computed_tokens(outputs: Sequence[RequestOutput]) -> list[int]:
     return [len(output.prompt_token_ids) - output.cached_tokens for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "recurrent_only", "in_flight"])
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = tmp_path_factory.mktemp(request.param)
-    asynchronous = request.param == "in_flight"
-    if request.param == "recurrent_only":
+def make_oracle(kind: str, folder: Path) -> Oracle:
+    """`kind`: a family, or "recurrent_only" (a Nemotron without attention) or "in_flight" (one that
+    runs with a step in flight, as on a GPU)."""
+    asynchronous = kind == "in_flight"
+    if kind == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
         model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
     else:
-        family = "nemotron_h" if asynchronous else request.param
+        family = "nemotron_h" if asynchronous else kind
         model = make_tiny_model(family, folder, chunk_size=GRID)
     generator = torch.Generator().manual_seed(5)
     vocab = model.config.vocab_size
@@ -138,8 +148,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prompts.append(
             text[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
         )
-    has_recurrent = request.param not in ATTENTION_ONLY
-    made = Oracle(folder, model, has_recurrent, asynchronous, text, prompts, [])
+    made = Oracle(folder, model, kind not in ATTENTION_ONLY, asynchronous, text, prompts, [])
     made.answers = [made.greedy(prompt) for prompt in prompts]
     return made
 

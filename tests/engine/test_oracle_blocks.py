@@ -1,0 +1,15 @@
+"""Blocks of two mixers, attention alone, recurrence alone, a step in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.oracle_tests import *  # noqa: F403
+from tests.engine.oracle_tests import KINDS, Oracle, make_oracle
+
+
+@pytest.fixture(
+    scope="module", params=["falcon_h1", "zamba2", "in_flight", "recurrent_only", "llama", "qwen3"]
+)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return make_oracle(request.param, tmp_path_factory.mktemp(request.param))

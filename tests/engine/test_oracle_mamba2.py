@@ -1,0 +1,15 @@
+"""The families of Mamba2 layers among others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.oracle_tests import *  # noqa: F403
+from tests.engine.oracle_tests import KINDS, Oracle, make_oracle
+
+
+@pytest.fixture(
+    scope="module", params=["nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"]
+)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return make_oracle(request.param, tmp_path_factory.mktemp(request.param))
