@@ -8,8 +8,6 @@ from tests.engine.oracle_tests import *  # noqa: F403
 from tests.engine.oracle_tests import KINDS, Oracle, make_oracle
 
 
-@pytest.fixture(
-    scope="module", params=["falcon_h1", "zamba2", "in_flight", "recurrent_only", "llama", "qwen3"]
-)
+@pytest.fixture(scope="module", params=KINDS["blocks"])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return make_oracle(request.param, tmp_path_factory.mktemp(request.param))

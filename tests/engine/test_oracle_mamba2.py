@@ -8,8 +8,6 @@ from tests.engine.oracle_tests import *  # noqa: F403
 from tests.engine.oracle_tests import KINDS, Oracle, make_oracle
 
 
-@pytest.fixture(
-    scope="module", params=["nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"]
-)
+@pytest.fixture(scope="module", params=KINDS["mamba2"])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return make_oracle(request.param, tmp_path_factory.mktemp(request.param))

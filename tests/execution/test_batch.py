@@ -28,7 +28,7 @@ def test_a_mixed_step_is_packed_decodes_first():
         chunk(1, 0, 3, samples=False),
         chunk(2, 4, 10, write_from=8, read_slot=11, checkpoints=((8, 12),)),
     ]
-    inputs = BatchBuilder(rows, 4, torch.device("cpu"), 64).build(plan)
+    inputs = BatchBuilder(rows, 4, torch.device("cpu"), 64, [4]).build(plan)
     assert inputs.num_tokens == 10 and inputs.num_decodes == 1
     assert inputs.token_ids.tolist() == [42, 100, 101, 102, 104, 105, 106, 107, 108, 109]
     assert inputs.positions.tolist() == [6, 0, 1, 2, 4, 5, 6, 7, 8, 9]
@@ -53,6 +53,8 @@ def test_a_mixed_step_is_packed_decodes_first():
     prefill = inputs.prefill
     assert prefill.cu_seqlens.tolist() == [0, 3, 9] and prefill.longest == 6
     assert prefill.start_position.tolist() == [0, 4]
+    # chunks of 4 positions: 0-2 | 4-7, 8-9, and empty ones behind
+    assert prefill.cu_chunk_seqlens[4].tolist() == [0, 3, 7, 9, 9, 9, 9]
     assert prefill.read_slot.tolist() == [0, 11] and prefill.write_slot.tolist() == [2, 3]
     assert prefill.sequence_of_token.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     assert prefill.cu_checkpoints.tolist() == [0, 0, 1]
