@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.benchmarks.environment import describe_environment
+from megatron_hybrid.benchmarks.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from megatron_hybrid.benchmarks.timing import Call, Ceilings, number_of_sets, time_calls
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
@@ -39,14 +40,19 @@ from megatron_hybrid.kernels.contract import (
     PagedSequences,
     PrefillSegments,
     RecurrentState,
+    chunk_bounds,
 )
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
+from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
+from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.parallel import initialize
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
 BLOCK = 64  # tokens in a KV block
@@ -96,58 +102,31 @@ class Bench:
     def integers(self, values: Any) -> Tensor:
         return torch.as_tensor(np.asarray(values), dtype=self.ints, device=self.device)
 
-    def mamba(self) -> Mamba2Config:
-        assert self.model.mamba is not None
-        return self.model.mamba
-
-    def channels(self) -> int:
-        config = self.mamba()
-        return config.inner_size + 2 * config.num_groups * config.state_size
-
-    def states(self, slots: int, dtype: torch.dtype) -> RecurrentState:
+    def states(self, kind: RecurrentKind, slots: int, dtype: torch.dtype) -> RecurrentState:
         """Laid out as an engine's."""
-        config = self.mamba()
         spec = StateSpec(
-            conv_shape=(self.channels(), config.conv_width - 1),
+            conv_shape=(kind.channels, kind.width - 1),
             conv_dtype=self.dtype,
-            ssm_shape=(config.num_heads, config.head_dim, config.state_size),
+            ssm_shape=kind.state,
             ssm_dtype=dtype,
-            kernel_chunk=config.kernel_chunk,
+            kernel_chunk=kind.kernel_chunk,
         )
         return allocate_caches({}, {0: spec}, 1, BLOCK, slots + 1, self.device).state[0]
 
-    def projected(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate, convolved and dt as the input projection leaves them, side by side."""
-        config = self.mamba()
-        sections = [config.inner_size, self.channels(), config.num_heads]
-        gate, convolved, dt = self.normal(tokens, sum(sections)).split(sections, dim=1)
-        return gate, convolved, dt
-
-    def scan_inputs(self, tokens: int) -> tuple[Tensor, ...]:
-        """x, B, C, dt, A, D, dt_bias of the scan's calls."""
-        config = self.mamba()
-        groups, size = config.num_groups, config.state_size
-        xbc = self.normal(tokens, self.channels())
-        x, b, c = xbc.split([config.inner_size, groups * size, groups * size], dim=1)
-        heads = torch.linspace(1, 16, config.num_heads, device=self.device)
-        return (
-            x.view(tokens, config.num_heads, config.head_dim),
-            b.view(tokens, groups, size),
-            c.view(tokens, groups, size),
-            self.projected(tokens)[2],
-            -heads,
-            torch.ones_like(heads),
-            torch.full_like(heads, -4.5),
-        )
+    def projected(self, kind: RecurrentKind, tokens: int) -> Tensor:
+        """The convolution's inputs, columns of a wider tensor."""
+        return self.normal(tokens, kind.channels + 64)[:, :-64]
 
     def slots(self, batch: int) -> DecodeSlots:
         """Each sequence reads and writes its own; they lie anywhere."""
         order = np.random.default_rng(0).permutation(batch) + 1
         return DecodeSlots(self.integers(order), self.integers(order))
 
-    def segments(self, lengths: list[int], checkpoints: int) -> PrefillSegments:
-        """Fresh sequences with so many checkpoints each, evenly spaced on the kernel's grid."""
-        chunk = self.mamba().kernel_chunk
+    def segments(self, lengths: list[int], checkpoints: int, kernel_chunk: int) -> PrefillSegments:
+        """Fresh sequences with so many checkpoints each, evenly spaced on the cache's grid."""
+        starts = np.zeros(len(lengths), dtype=np.int64)
+        bounds = chunk_bounds(starts, np.asarray(lengths), kernel_chunk)
+        chunk = math.lcm(kernel_chunk, 16 if self.tiny else BLOCK)
         count = len(lengths)
         found = [
             (s, position)
@@ -167,6 +146,7 @@ class Bench:
             checkpoint_slot=self.integers(range(count + 1, count + 1 + len(found))),
             sequence_of_token=self.integers(np.repeat(np.arange(count), lengths)),
             longest=max(lengths),
+            cu_chunk_seqlens={kernel_chunk: self.integers(bounds)},
         )
 
     def paged(self, queries: list[int], keys: list[int]) -> PagedSequences:
@@ -215,21 +195,25 @@ class Bench:
     # ---------------------------------------------------------------- cases
 
     def cases(self) -> Iterator[Case]:
-        if self.model.mamba is not None:
-            for dtype in (torch.float32, torch.bfloat16):
-                for batch in self.batches():
-                    yield self.state_update(batch, dtype)
-            several = [48, 48] if self.tiny else [4096, 4096]
-            for lengths in ([[n] for n in self.prefills()], [several]):
-                for each in lengths:
+        several = [48, 48] if self.tiny else [4096, 4096]
+        for kind in recurrent_kinds(self.model, self.kernels, self.device, self.dtype):
+            if kind.kernel is not None:
+                for dtype in (torch.float32, torch.bfloat16):
+                    for batch in self.batches():
+                        yield self.state_update(kind, batch, dtype)
+                for lengths in (*([n] for n in self.prefills()), several):
                     for checkpoints in (0, 4):
-                        yield self.scan(each, checkpoints)
+                        yield self.scan(kind, lengths, checkpoints)
             for batch in self.batches():
-                yield self.conv_decode(batch)
+                yield self.conv_decode(kind, batch)
             for tokens in self.prefills():
-                yield self.conv_prefill(tokens)
+                for checkpoints in (0, 4):
+                    yield self.conv_prefill(kind, tokens, checkpoints)
+            for checkpoints in (0, 4):
+                yield self.layer_prefill(kind, self.prefills()[0], checkpoints)
+        if self.model.mamba is not None and self.model.mamba.norm == "gate_first":
             for rows in self.rows():
-                yield self.gated_rms_norm(rows)
+                yield self.gated_rms_norm(rows, self.model.mamba)
         if self.model.attention is not None:
             kv, long = (70, 300) if self.tiny else (1024, 65536)
             for batch in self.batches():
@@ -255,118 +239,108 @@ class Bench:
         for filtered in (False, True):
             yield self.draw(self.batches()[-1], filtered)
 
-    def state_update(self, batch: int, dtype: torch.dtype) -> Case:
-        config, scan = self.mamba(), self.kernels.scan
+    def state_update(self, kind: RecurrentKind, batch: int, dtype: torch.dtype) -> Case:
         slots = self.slots(batch)
         plan = self.kernels.plan_decode(slots)
-        state_bytes = config.inner_size * config.state_size * dtype.itemsize
 
         def make() -> Calls:
-            x, b, c, dt, a, d, bias = self.scan_inputs(batch)
-            state = self.states(batch, dtype).ssm
-            calls: Calls = {
-                "ours": lambda: scan.decode(x, b, c, dt, a, d, bias, config.dt_limit, state, plan)
+            inputs, state = kind.inputs(batch), self.states(kind, batch, dtype).ssm
+            return {
+                "ours": lambda: kind.kernel.decode(*inputs, *kind.constants, state, plan),
+                **kind.update_libraries(inputs, state, slots),
             }
-            if update := _library("mamba_ssm.ops.triton.selective_state_update"):
-                heads, dim, size = state.shape[1:]
-                arguments = (
-                    dt[:, :, None].expand(-1, -1, dim),
-                    a[:, None, None].expand(heads, dim, size),
-                    b,
-                    c,
-                    d[:, None].expand(heads, dim),
-                )
-                wide_bias = bias[:, None].expand(heads, dim)
-                calls["mamba_ssm"] = lambda: update.selective_state_update(
-                    state, x, *arguments, dt_bias=wide_bias, dt_softplus=True,
-                    state_batch_indices=slots.read_slot,
-                )  # fmt: skip
-            if fast := _library("flashinfer.mamba"):
-                heads, dim, size = state.shape[1:]
-                own = [values.to(self.dtype) for values in (d, bias)]
-                more = (
-                    dt[:, :, None].expand(-1, -1, dim),
-                    a[:, None, None].expand(heads, dim, size),
-                    b,
-                    c,
-                    own[0][:, None].expand(heads, dim),
-                )
-                calls["flashinfer"] = lambda: fast.selective_state_update(
-                    state, x, *more, dt_bias=own[1][:, None].expand(heads, dim), dt_softplus=True,
-                    state_batch_indices=slots.read_slot,
-                )  # fmt: skip
-            return calls
 
-        inputs = (2 * config.inner_size + 2 * config.num_groups * config.state_size) * self.item
-        shape = f"B={batch} {_short(dtype)} state"
-        return Case("state update", shape, batch * (2 * state_bytes + inputs), make)
+        state_bytes = math.prod(kind.state) * dtype.itemsize
+        moved = batch * (2 * state_bytes + kind.values_per_token * self.item)
+        return Case("state update", f"B={batch} {_short(dtype)} state", moved, make)
 
-    def scan(self, lengths: list[int], checkpoints: int) -> Case:
-        config, scan = self.mamba(), self.kernels.scan
+    def scan(self, kind: RecurrentKind, lengths: list[int], checkpoints: int) -> Case:
         tokens, count = sum(lengths), len(lengths)
-        segments = self.segments(lengths, checkpoints)
-        plan = scan.plan(segments, config.kernel_chunk)
+        segments = self.segments(lengths, checkpoints, kind.kernel_chunk)
+        plan = kind.kernel.plan(segments, kind.kernel_chunk)
         stored = count + len(segments.checkpoint_slot)
 
         def make() -> Calls:
-            x, b, c, dt, a, d, bias = self.scan_inputs(tokens)
-            state = self.states(stored, torch.float32).ssm
+            inputs = kind.inputs(tokens)
+            state = self.states(kind, stored, torch.float32).ssm
             calls: Calls = {
-                "ours": lambda: scan.prefill(x, b, c, dt, a, d, bias, config.dt_limit, state, plan)
+                "ours": lambda: kind.kernel.prefill(*inputs, *kind.constants, state, plan)
             }
-            library = _library("mamba_ssm.ops.triton.ssd_combined")
-            if library and not checkpoints and len(set(lengths)) == 1:
-                split = [v.unflatten(0, (count, -1)) for v in (x, dt, b, c)]
-                calls["mamba_ssm"] = lambda: library.mamba_chunk_scan_combined(
-                    split[0], split[1], a, split[2], split[3], chunk_size=config.kernel_chunk,
-                    D=d, dt_bias=bias, dt_softplus=True, return_final_states=True,
-                )  # fmt: skip
+            if not checkpoints and len(set(lengths)) == 1:
+                calls |= kind.prefill_libraries(inputs, count)
             return calls
 
-        inner, size, tile = config.inner_size, config.state_size, 64
-        groups = config.num_groups
-        moved = tokens * (2 * inner + 2 * groups * size + config.num_heads) * self.item
-        # In tiles of 64 tokens: C h and B^T x, and half of the products inside a tile.
-        flops = tokens * (4 * inner * size + tile * (inner + groups * size))
+        moved = tokens * kind.values_per_token * self.item + stored * math.prod(kind.state) * 4
         shape = f"{count} x {lengths[0]} tokens, {checkpoints} checkpoints"
-        return Case("scan", shape, moved + stored * inner * size * 4, make, flops)
+        return Case("scan", shape, moved, make, tokens * kind.flops_per_token)
 
-    def conv_weights(self) -> tuple[Tensor, Tensor]:
-        return self.normal(self.channels(), self.mamba().conv_width), self.normal(self.channels())
-
-    def conv_decode(self, batch: int) -> Case:
-        conv, slots = self.kernels.conv, self.slots(batch)
-        plan = self.kernels.plan_decode(slots)
-        weight, bias = self.conv_weights()
+    def layer_prefill(self, kind: RecurrentKind, tokens: int, checkpoints: int) -> Case:
+        """A whole layer, its projections included."""
+        config = replace(self.model, pattern=kind.letter, vocab_size=32, tie_word_embeddings=True)
+        with torch.device(self.device):
+            model = HybridModel(
+                config, initialize(device=self.device), self.dtype, self.dtype, torch.float32
+            )
+        for _, part in model.weight_parts():
+            part.target.copy_(self.normal(*part.target.shape).mul_(part.shape[-1] ** -0.5))
+        model.after_loading()
+        mixer = model.blocks[0].mixer.recurrent  # type: ignore[union-attr]
+        assert isinstance(mixer, RecurrentMixer)
+        segments = self.segments([tokens], checkpoints, kind.kernel_chunk)
+        parts = mixer.plan(0, None, segments, self.kernels)
+        spec, stored = {0: mixer.spec}, 1 + len(segments.checkpoint_slot)
 
         def make() -> Calls:
-            x, state = self.projected(batch)[1], self.states(batch, self.dtype).conv
-            calls: Calls = {"ours": lambda: conv.decode(x, weight, bias, state, plan)}
-            if library := _library("causal_conv1d"):
-                calls["causal_conv1d"] = lambda: library.causal_conv1d_update(
-                    x, state, weight, bias, "silu", conv_state_indices=slots.read_slot
+            x = self.normal(tokens, self.model.hidden_size)
+            caches = allocate_caches({}, spec, 1, BLOCK, stored + 1, self.device)
+            step = Step(caches, self.kernels, recurrent={mixer.kind: parts})
+            return {"ours": lambda: mixer(x, step)}
+
+        weights = sum(weight.numel() for weight in mixer.parameters())
+        flops = 2 * weights * tokens + tokens * kind.flops_per_token
+        shape = f"{kind.letter}, {tokens} tokens, {checkpoints} checkpoints"
+        return Case("layer prefill", shape, weights * self.item, make, flops)
+
+    def conv_weights(self, kind: RecurrentKind) -> tuple[Tensor, Tensor]:
+        return self.normal(kind.channels, kind.width), self.normal(kind.channels)
+
+    def conv_decode(self, kind: RecurrentKind, batch: int) -> Case:
+        conv, slots, silu = self.kernels.conv, self.slots(batch), kind.silu
+        plan = self.kernels.plan_decode(slots)
+        weight, bias = self.conv_weights(kind)
+
+        def make() -> Calls:
+            x, state = self.projected(kind, batch), self.states(kind, batch, self.dtype).conv
+            calls: Calls = {"ours": lambda: conv.decode(x, weight, bias, state, plan, silu=silu)}
+            if fast := library("causal_conv1d"):
+                activation = "silu" if silu else None
+                calls["causal_conv1d"] = lambda: fast.causal_conv1d_update(
+                    x, state, weight, bias, activation, conv_state_indices=slots.read_slot
                 )
             return calls
 
-        moved = batch * self.channels() * (2 + 2 * (self.mamba().conv_width - 1)) * self.item
+        moved = batch * kind.channels * (2 + 2 * (kind.width - 1)) * self.item
         return Case("conv decode", f"B={batch}", moved, make)
 
-    def conv_prefill(self, tokens: int) -> Case:
-        conv = self.kernels.conv
-        weight, bias = self.conv_weights()
-        plan = conv.plan(self.segments([tokens], 0), self.mamba().conv_width)
+    def conv_prefill(self, kind: RecurrentKind, tokens: int, checkpoints: int) -> Case:
+        conv, silu = self.kernels.conv, kind.silu
+        weight, bias = self.conv_weights(kind)
+        segments = self.segments([tokens], checkpoints, kind.kernel_chunk)
+        plan = conv.plan(segments, kind.width)
+        stored = 1 + len(segments.checkpoint_slot)
 
         def make() -> Calls:
-            x, state = self.projected(tokens)[1], self.states(1, self.dtype).conv
-            calls: Calls = {"ours": lambda: conv.prefill(x, weight, bias, state, plan)}
-            if library := _library("causal_conv1d"):
-                calls["causal_conv1d"] = lambda: library.causal_conv1d_fn(
-                    x.t()[None], weight, bias, activation="silu"
+            x, state = self.projected(kind, tokens), self.states(kind, stored, self.dtype).conv
+            calls: Calls = {"ours": lambda: conv.prefill(x, weight, bias, state, plan, silu=silu)}
+            if (fast := library("causal_conv1d")) and not checkpoints:
+                activation = "silu" if silu else None
+                calls["causal_conv1d"] = lambda: fast.causal_conv1d_fn(
+                    x.t()[None], weight, bias, activation=activation
                 )
             return calls
 
-        moved = 2 * tokens * self.channels() * self.item
-        return Case("conv prefill", f"{tokens} tokens", moved, make)
+        moved = 2 * tokens * kind.channels * self.item
+        return Case("conv prefill", f"{tokens} tokens, {checkpoints} checkpoints", moved, make)
 
     def decode_attention(self, batch: int, kv: int) -> Case:
         attention, shape = self.kernels.attention, self.attention_shape()
@@ -456,21 +430,20 @@ class Bench:
         def make() -> Calls:
             x, residual = self.normal(rows, size), self.normal(rows, size, dtype=kind)
             calls: Calls = {"ours": lambda: norm.add_rms_norm(x, residual, 1.0, weight, EPS)}
-            library = _library("flashinfer")
-            if library and kind == self.dtype:
-                calls["flashinfer"] = lambda: library.fused_add_rmsnorm(x, residual, weight, EPS)
+            if (fast := library("flashinfer")) and kind == self.dtype:
+                calls["flashinfer"] = lambda: fast.fused_add_rmsnorm(x, residual, weight, EPS)
             return calls
 
         moved = rows * size * (2 * self.item + 2 * kind.itemsize)
         return Case("add_rms_norm", f"{rows} x {size}", moved, make)
 
-    def gated_rms_norm(self, rows: int) -> Case:
-        config, norm = self.mamba(), self.kernels.norm
+    def gated_rms_norm(self, rows: int, config: Mamba2Config) -> Case:
+        norm = self.kernels.norm
         size, group = config.inner_size, config.inner_size // config.num_groups
         weight = self.normal(size)
 
         def make() -> Calls:
-            x, gate = self.normal(rows, size), self.projected(rows)[0]
+            x, gate = self.normal(rows, size), self.normal(rows, 2 * size)[:, :size]
             return {"ours": lambda: norm.gated_rms_norm(x, gate, weight, group, EPS)}
 
         moved = 3 * rows * size * self.item
@@ -545,6 +518,16 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
         and replace(
             model.mamba, num_heads=4, head_dim=16, state_size=16, num_groups=2, kernel_chunk=16
         ),
+        mamba1=model.mamba1 and replace(model.mamba1, inner_size=128, dt_rank=4),
+        gated_delta_net=model.gated_delta_net
+        and replace(
+            model.gated_delta_net,
+            key_heads=2,
+            value_heads=4,
+            key_dim=16,
+            value_dim=16,
+            kernel_chunk=16,
+        ),
         mlp=model.mlp and replace(model.mlp, intermediate_size=96),
         moe=model.moe
         and replace(
@@ -558,20 +541,6 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _library(name: str) -> Any:
-    """A module that may not be installed; None then."""
-    if name.split(".")[0] in _MISSING:
-        return None
-    try:
-        return __import__(name, fromlist=["_"])
-    except ImportError:
-        _MISSING.add(name.split(".")[0])
-        return None
-
-
-_MISSING: set[str] = set()
 
 
 def run(case: Case, bench: Bench, ceilings: Ceilings) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import RecurrentState
+from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments, RecurrentState
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.layers.inputs import StateSpec, StepInputs
+from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, section
 from megatron_hybrid.layers.step import Step, StepPart
@@ -43,17 +43,23 @@ class RecurrentMixer(Mixer):
         """The scan of this kind of layer; None without one."""
         return None
 
-    def plan(self, inputs: StepInputs, kernels: KernelSet) -> tuple[StepPart, ...]:
+    def plan(
+        self,
+        num_decodes: int,
+        decode: DecodeSlots | None,
+        prefill: PrefillSegments | None,
+        kernels: KernelSet,
+    ) -> tuple[StepPart, ...]:
         """What the kernels of this kind of layer work out on the host, once a step."""
-        parts, decodes, scan = [], inputs.num_decodes, self.kernel(kernels)
-        if inputs.decode is not None:
-            slots = kernels.plan_decode(inputs.decode)
-            parts.append(StepPart(slice(decodes), True, slots, slots))
-        if inputs.prefill is not None:
-            conv = kernels.conv.plan(inputs.prefill, self.conv_weight.shape[1])
+        parts, scan = [], self.kernel(kernels)
+        if decode is not None:
+            slots = kernels.plan_decode(decode)
+            parts.append(StepPart(slice(num_decodes), True, slots, slots))
+        if prefill is not None:
+            conv = kernels.conv.plan(prefill, self.conv_weight.shape[1])
             if scan is not None:
-                scan = scan.plan(inputs.prefill, self.spec.kernel_chunk)
-            parts.append(StepPart(slice(decodes, None), False, conv, scan))
+                scan = scan.plan(prefill, self.spec.kernel_chunk)
+            parts.append(StepPart(slice(num_decodes, None), False, conv, scan))
         return tuple(parts)
 
     def state(self, step: Step) -> RecurrentState:

@@ -277,6 +277,7 @@ class HybridModel(nn.Module):
             shape = self._attention.shape(block_size)
             plans["attention"] = kernels.attention.plan(inputs.paged, shape)
         plans["recurrent"] = {
-            kind: layer.plan(inputs, kernels) for kind, layer in self._recurrent.items()
+            kind: layer.plan(inputs.num_decodes, inputs.decode, inputs.prefill, kernels)
+            for kind, layer in self._recurrent.items()
         }
         return Step(caches, kernels, **plans)
