@@ -604,7 +604,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here too")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
     try:
         bench = Bench(HybridModelConfig.from_folder(folder), device, args.kernels)

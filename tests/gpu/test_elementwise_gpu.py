@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.contract import DecodeSlots
-from tests.kernels.activation_cases import check_activate
+from tests.kernels.activation_cases import check_activate, check_gate
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, close, on
 from tests.kernels.norm_cases import check_add_rms_norm, check_gated_rms_norm, check_rms_norm
 from tests.kernels.segments import Segment, int64, prefill_segments
@@ -25,7 +25,7 @@ from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
-NEMOTRON, GRANITE = 10240, 3328  # channels of the convolution
+NEMOTRON, GRANITE, LFM2 = 10240, 3328, 2048  # channels of the convolution
 
 
 @pytest.fixture(autouse=True)
@@ -47,26 +47,29 @@ def test_conv_prefill(channels: int, dtype: torch.dtype, packed: bool) -> None:
     check_prefill(conv, [0], **options)
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_conv_of_other_widths(width: int) -> None:
-    check_prefill(conv, [100, 1, 40], channels=512, width=width, device="cuda", bias=False)
-    check_decode(conv, 20, channels=512, width=width, device="cuda", bias=False)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "silu"), [(2, True), (3, True), (3, False), (4, False)])
+def test_conv_of_other_widths_and_without_silu(width: int, silu: bool, dtype: torch.dtype) -> None:
+    options = {"channels": LFM2, "width": width, "dtype": dtype, "device": "cuda", "bias": False}
+    check_prefill(conv, [100, 1, 40, 700, 2], padding=20, silu=silu, **options)
+    check_decode(conv, 20, silu, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
 @pytest.mark.parametrize("lengths", [[1] * 99, [33, 1, 50, 15], [20, 79], [98, 1]])
 def test_conv_outputs_have_the_same_bits_however_the_sequence_is_cut(
-    lengths: list[int], dtype: torch.dtype
+    lengths: list[int], width: int, silu: bool, dtype: torch.dtype
 ) -> None:
-    case = Conv.random(99, 2, set(), channels=GRANITE, dtype=dtype, device="cuda")
+    case = Conv.random(99, 2, set(), channels=GRANITE, width=width, dtype=dtype, device="cuda")
     whole = on(prefill_segments([Segment(0, 99, 0, 0)]), "cuda")
-    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole)
+    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole, silu=silu)
     position = 0
     for length in lengths:
         segment = Segment(position, length, 1 if position else 0, 1)
         step = on(prefill_segments([segment]), "cuda")
         part = slice(position, position + length)
-        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step)
+        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step, silu=silu)
         assert torch.equal(y, expected[part])
         position += length
 
@@ -120,6 +123,19 @@ def test_norms(tokens: int, size: int, dtype: torch.dtype) -> None:
     check_add_rms_norm(norm, tokens, size, dtype, torch.float32, device="cuda")
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("size", [2048, 100])
+@pytest.mark.parametrize("tokens", [1, 3000])
+def test_norms_with_float32_weights_of_a_narrow_model(
+    tokens: int, size: int, out_dtype: torch.dtype | None
+) -> None:
+    narrow, wide = torch.bfloat16, torch.float32
+    check_rms_norm(norm, (tokens, size), narrow, wide, out_dtype, device="cuda")
+    check_rms_norm(norm, (tokens, 18, 256), narrow, wide, out_dtype, device="cuda")
+    check_add_rms_norm(norm, tokens, size, narrow, narrow, wide, out_dtype, device="cuda")
+    check_add_rms_norm(norm, tokens, size, narrow, wide, wide, out_dtype, device="cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (8, 64), (1, 96)])
 def test_norm_of_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -128,14 +144,24 @@ def test_norm_of_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "size"), [(8, 1024), (1, 3072), (8, 512), (3, 80)])
+@pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("tokens", [1, 32, 3000])
-def test_gated_norm(tokens: int, groups: int, size: int, dtype: torch.dtype) -> None:
-    check_gated_rms_norm(norm, tokens, groups, size, dtype, device="cuda")
+def test_gated_norm(
+    tokens: int, norm_first: bool, groups: int, size: int, dtype: torch.dtype
+) -> None:
+    check_gated_rms_norm(norm, tokens, groups, size, dtype, norm_first, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", ["silu", "relu2"])
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 21504), (32, 512), (3000, 21504), (7, 100)])
 def test_activate(name: str, gated: bool, tokens: int, columns: int, dtype: torch.dtype) -> None:
     check_activate(activation, name, gated, tokens, columns, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 4096), (3000, 4096), (7, 100)])
+def test_gate(name: str, tokens: int, columns: int, dtype: torch.dtype) -> None:
+    check_gate(activation, name, tokens, columns, dtype, device="cuda")

@@ -107,13 +107,14 @@ def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
         assert torch.equal(experts.long(), reference.route(logits, 6)[0])
 
 
-@pytest.mark.parametrize("num_experts", [5, 64, 128])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("num_experts", [5, 16, 64, 512])
 @pytest.mark.parametrize("tokens", [1, 30, 8192])
-def test_route(tokens: int, num_experts: int) -> None:
+def test_route(tokens: int, num_experts: int, normalize: bool) -> None:
     chosen = min(6, num_experts)
     logits = torch.randn(tokens, num_experts, device="cuda").bfloat16()
-    experts, weights = triton.route(logits, chosen)
-    expected, expected_weights = reference.route(logits, chosen)
+    experts, weights = triton.route(logits, chosen, normalize)
+    expected, expected_weights = reference.route(logits, chosen, normalize)
     # Of equal logits, which are common in bfloat16, any is right.
     torch.testing.assert_close(logits.gather(1, experts.long()), logits.gather(1, expected))
     torch.testing.assert_close(weights, expected_weights)

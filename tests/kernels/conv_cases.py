@@ -42,7 +42,9 @@ class Conv:
         x = draw(tokens, channels + 16)[:, 8:-8]
         return cls(x, weight, draw(channels) if bias else None, state)
 
-    def by_hand(self, begin: int, length: int, read: int) -> tuple[Tensor, Tensor]:
+    def by_hand(
+        self, begin: int, length: int, read: int, silu: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Outputs [length, channels] in float64 of x[begin:], and its inputs behind the window."""
         width = self.weight.shape[1]
         old = self.state[read].t() if read > 0 else self.x.new_zeros(width - 1, self.x.shape[1])
@@ -52,7 +54,7 @@ class Conv:
             y += rows[k : k + length].double() * self.weight[:, k].double()
         if self.bias is not None:
             y += self.bias.double()
-        return y * torch.sigmoid(y), rows
+        return y * torch.sigmoid(y) if silu else y, rows
 
 
 def mixed_segments(lengths: list[int]) -> list[Segment]:
@@ -87,7 +89,9 @@ def padded(step: PrefillSegments, tokens: int) -> PrefillSegments:
     return PrefillSegments(**values)
 
 
-def check_prefill(conv: Any, lengths: list[int], padding: int = 0, **options: Any) -> None:
+def check_prefill(
+    conv: Any, lengths: list[int], padding: int = 0, silu: bool = True, **options: Any
+) -> None:
     """`padding`: that many tokens and sequences more."""
     segments = mixed_segments(lengths)
     reads = {s.read for s in segments}
@@ -96,7 +100,7 @@ def check_prefill(conv: Any, lengths: list[int], padding: int = 0, **options: An
     width, device = case.weight.shape[1], str(case.x.device)
     expected, state, begin = [], case.state.clone(), 0
     for s in segments:
-        y, rows = case.by_hand(begin, s.length, s.read)
+        y, rows = case.by_hand(begin, s.length, s.read, silu)
         expected.append(y)
         for position, slot in [*s.checkpoints, (s.start + s.length, s.write)]:
             if slot > 0:
@@ -105,15 +109,19 @@ def check_prefill(conv: Any, lengths: list[int], padding: int = 0, **options: An
         begin += s.length
     step = on(padded(prefill_segments(segments, padding), padding), device)
     out = torch.full_like(case.x, NAN)
-    y = conv.prefill(case.x, case.weight, case.bias, case.state, conv.plan(step, width), out)
+    plan = conv.plan(step, width)
+    y = conv.prefill(case.x, case.weight, case.bias, case.state, plan, out, silu=silu)
     assert y is out
     close(y[:begin], torch.cat(expected))
     assert (y[begin:] == 0).all()
     torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
 
 
-def check_decode(conv: Any, rows: int, **options: Any) -> None:
-    """Rows in place, moved, new, dropped and padded in turn."""
+def check_decode(
+    conv: Any, rows: int, silu: bool = True, plan: Any = lambda slots: slots, **options: Any
+) -> None:
+    """Rows in place, moved, new, dropped and padded in turn. `plan`: the kernel set's
+    plan_decode."""
     kinds = []
     for i in range(rows):
         own, other = 1 + 2 * i, 2 + 2 * i
@@ -121,14 +129,14 @@ def check_decode(conv: Any, rows: int, **options: Any) -> None:
     case = Conv.random(rows, 2 * rows + 2, {read for read, _ in kinds} - {0}, **options)
     state, expected = case.state.clone(), []
     for i, (read, write) in enumerate(kinds):
-        y, window = case.by_hand(i, 1, read)
+        y, window = case.by_hand(i, 1, read, silu)
         expected.append(y)
         if write > 0:
             state[write] = window[1:].t()
     slots = DecodeSlots(int64([r for r, _ in kinds]), int64([w for _, w in kinds]))
     out = torch.full_like(case.x, NAN)
-    step = on(slots, str(case.x.device))
-    y = conv.decode(case.x, case.weight, case.bias, case.state, step, out)
+    step = plan(on(slots, str(case.x.device)))
+    y = conv.decode(case.x, case.weight, case.bias, case.state, step, out, silu=silu)
     assert y is out
     is_padded = torch.tensor([kind == (0, 0) for kind in kinds], device=y.device)
     close(y[~is_padded], torch.cat(expected)[~is_padded])

@@ -1,7 +1,8 @@
-"""Mixtures of experts, pair by pair in float64, and inputs for them."""
+"""Routers row by row and mixtures of experts pair by pair, in float64, and inputs for them."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,18 @@ def mixture(
         activation=activation,
         gated=gated,
     )
+
+
+def route_by_hand(logits: Tensor, chosen: int, normalize: bool) -> tuple[list[list[int]], Tensor]:
+    """route: of equal logits the lower expert comes first."""
+    experts, weights = [], []
+    for row in logits.double().tolist():
+        order = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
+        experts.append(order[:chosen])
+        shares = [math.exp(row[expert] - row[order[0]]) for expert in order]
+        total = sum(shares[:chosen] if normalize else shares)
+        weights.append([share / total for share in shares[:chosen]])
+    return experts, torch.tensor(weights, dtype=torch.float64)
 
 
 def by_hand(m: Mixture) -> Tensor:

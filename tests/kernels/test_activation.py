@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.activation import reference as activation
-from tests.kernels.activation_cases import check_activate
+from tests.kernels.activation_cases import check_activate, check_gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -14,3 +14,9 @@ from tests.kernels.activation_cases import check_activate
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_activate(name: str, gated: bool, dtype: torch.dtype) -> None:
     check_activate(activation, name, gated, 5, 12, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_gate(name: str, dtype: torch.dtype) -> None:
+    check_gate(activation, name, 5, 12, dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
-from tests.kernels.activation_cases import check_activate
+from tests.kernels.activation_cases import check_activate, check_gate
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -26,15 +26,21 @@ def test_every_size(name: str, gated: bool, tokens: int, columns: int, dtype: to
     check_activate(activation, name, gated, tokens, columns, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 12), (1, 1), (9, 12), (2, 700)])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gate(name: str, tokens: int, columns: int, dtype: torch.dtype) -> None:
+    check_gate(activation, name, tokens, columns, dtype)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(200)
-def test_extreme_inputs() -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_extreme_inputs(name: str) -> None:
     x = torch.tensor([[-200.0, -90.0, 0.0, 90.0, float("nan")]])
-    torch.testing.assert_close(
-        activation.activate(x, "silu", False), torch.nn.functional.silu(x), equal_nan=True
-    )
-    assert activation.activate(x, "relu2", False)[0, -1].isnan()
+    expected = ACTIVATIONS[name](x)
+    torch.testing.assert_close(activation.activate(x, name, False), expected, equal_nan=True)
 
 
 def test_an_unknown_activation_is_named() -> None:
-    with pytest.raises(ValueError, match="'gelu', must be one of silu, relu2"):
-        activation.activate(torch.zeros(1, 4), "gelu", False)
+    with pytest.raises(ValueError, match="'tanh', must be one of silu, relu2, gelu, sigmoid"):
+        activation.activate(torch.zeros(1, 4), "tanh", False)

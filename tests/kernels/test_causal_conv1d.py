@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.causal_conv1d import reference as causal_conv1d
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.slots import plan_decode
+from tests.kernels.conv_cases import check_decode, check_prefill
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
 CHANNELS, WIDTH = 6, 4
@@ -158,6 +159,16 @@ def test_decode_equals_prefill_of_one_token(weights: tuple[Tensor, Tensor]) -> N
     assert torch.equal(state[4], window_after(x, 8))
     assert torch.equal(state[3], window_after(x, 7))
     assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_every_width_with_silu_and_without(width: int, silu: bool) -> None:
+    lengths = [40, 1, 2, 0, 3, 300, 5, 1, 1, 19]
+    check_prefill(causal_conv1d, lengths, channels=6, width=width, silu=silu)
+    check_prefill(causal_conv1d, [9], channels=6, width=width, silu=silu, bias=False)
+    check_decode(causal_conv1d, 4, silu, plan_decode, channels=6, width=width)
+    check_decode(causal_conv1d, 4, silu, plan_decode, channels=6, width=width, bias=False)
 
 
 def test_slot_0_and_padding_are_never_written(weights: tuple[Tensor, Tensor]) -> None:

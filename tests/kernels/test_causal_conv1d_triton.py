@@ -26,6 +26,14 @@ def test_prefill(width: int, packed: bool) -> None:
     check_prefill(conv, LENGTHS, padding=3, channels=6, width=width, packed=packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_without_silu(width: int, dtype: torch.dtype) -> None:
+    options = {"channels": 6, "width": width, "dtype": dtype, "bias": False, "silu": False}
+    check_prefill(conv, LENGTHS, padding=3, **options)
+    check_decode(conv, 11, **options)
+
+
 @pytest.mark.parametrize("lengths", [[1], [2], [64], [0, 0], [1] * 7])
 def test_prefill_of_few_tokens(lengths: list[int]) -> None:
     check_prefill(conv, lengths, channels=5, bias=False)
@@ -36,16 +44,19 @@ def test_padding_tokens_give_zeros(padding: int) -> None:
     check_prefill(conv, [17, 3], padding=padding, channels=520)
 
 
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
 @pytest.mark.parametrize("lengths", [[1] * 60, [7, 1, 30, 22], [20, 40], [59, 1]])
-def test_outputs_have_the_same_bits_however_the_sequence_is_cut(lengths: list[int]) -> None:
-    case = Conv.random(60, 2, set(), channels=6)
+def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
+    lengths: list[int], width: int, silu: bool
+) -> None:
+    case = Conv.random(60, 2, set(), channels=6, width=width)
     whole = prefill_segments([Segment(0, 60, 0, 0)])
-    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole)
+    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole, silu=silu)
     position = 0
     for length in lengths:
         step = prefill_segments([Segment(position, length, 1 if position else 0, 1)])
         part = slice(position, position + length)
-        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step)
+        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step, silu=silu)
         assert torch.equal(y, expected[part])
         position += length
 

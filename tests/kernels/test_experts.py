@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.experts.reference import mix, route
-from tests.kernels.experts_by_hand import by_hand, mixture
+from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -22,6 +22,20 @@ def test_experts_without_tokens_and_a_token_that_chose_one_twice() -> None:
     m = mixture(20)
     m.experts.fill_(3)
     torch.testing.assert_close(mix(*m).double(), by_hand(m), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("num_experts", [6, 64])
+def test_route(num_experts: int, normalize: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(11)])
+    logits = (logits / 4 - 3).to(dtype)  # no two are equal
+    experts, weights = route(logits, 6, normalize)
+    expected, expected_weights = route_by_hand(logits, 6, normalize)
+    assert experts.tolist() == expected
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
 
 
 def test_route_takes_the_largest_logits_and_their_softmax() -> None:

@@ -16,8 +16,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
-from tests.kernels.experts_by_hand import by_hand, mixture  # noqa: E402
+from megatron_hybrid.kernels.experts import triton  # noqa: E402
+from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -91,27 +91,30 @@ def test_groups(pairs: int, rows: int) -> None:
     assert row == pairs
 
 
-@pytest.mark.parametrize("num_experts", [6, 64])
-def test_route(num_experts: int) -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("num_experts", [6, 11, 64])
+def test_route(num_experts: int, normalize: bool) -> None:
     logits = torch.randn(11, num_experts, generator=torch.Generator().manual_seed(0))
-    experts, weights = triton.route(logits, 6)
-    expected, expected_weights = reference.route(logits, 6)
-    assert experts.tolist() == expected.tolist()
-    torch.testing.assert_close(weights, expected_weights)
+    experts, weights = triton.route(logits, 6, normalize)
+    expected, expected_weights = route_by_hand(logits, 6, normalize)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
-def test_route_of_rows_that_are_no_numbers_stays_within_the_experts() -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_route_of_rows_that_are_no_numbers_stays_within_the_experts(normalize: bool) -> None:
     logits = torch.randn(3, 5)
     logits[1] = torch.nan
     logits[2, 1:] = -torch.inf
-    experts, weights = triton.route(logits, 3)
+    experts, weights = triton.route(logits, 3, normalize)
     assert experts.min() >= 0 and experts.max() < 5
     assert weights[1].isnan().all()
     assert weights[2].tolist() == [1.0, 0.0, 0.0]
 
 
-def test_equal_logits_go_to_the_lower_expert() -> None:
-    experts, weights = triton.route(torch.zeros(2, 6), 3)
+@pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])
+def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> None:
+    experts, weights = triton.route(torch.zeros(2, 6), 3, normalize)
     assert experts.tolist() == [[0, 1, 2]] * 2
-    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+    torch.testing.assert_close(weights, torch.full((2, 3), share))

@@ -205,6 +205,15 @@ def test_equal_keys_without_decay_equal_the_token_loop() -> None:
     close(state[1], states[64])
 
 
+def test_keys_and_queries_of_zeros_add_nothing() -> None:
+    data, state = Data.draw(20), poisoned(3)
+    data.k[:], data.q[:10] = 0, 0
+    assert run(data, [Segment(0, 20, 0, 1)], state).eq(0).all() and state[1].eq(0).all()
+    slots = DecodeSlots(int64([0, 1]), int64([2, 1]))
+    assert delta_rule.decode(*data.rows(9, 11).arguments(), state, slots).eq(0).all()
+    assert state[1:].eq(0).all()
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_nan_in_one_sequence_stays_there(bad: int) -> None:
     data, state = Data.draw(40), poisoned(3)

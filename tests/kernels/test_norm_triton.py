@@ -23,6 +23,7 @@ def test_every_size(tokens: int, size: int) -> None:
     check_add_rms_norm(norm, tokens, size)
     check_gated_rms_norm(norm, tokens, groups=3, size=size)
     check_gated_rms_norm(norm, tokens, groups=1, size=size)
+    check_gated_rms_norm(norm, tokens, groups=2, size=size, norm_first=True)
 
 
 def test_bfloat16() -> None:
@@ -30,6 +31,21 @@ def test_bfloat16() -> None:
     check_rms_norm(norm, (9, 200), torch.float32, torch.bfloat16)
     check_add_rms_norm(norm, 9, 200, torch.bfloat16, torch.float32)
     check_gated_rms_norm(norm, 9, groups=3, size=64, dtype=torch.bfloat16)
+    check_gated_rms_norm(norm, 9, groups=3, size=64, dtype=torch.bfloat16, norm_first=True)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+def test_float32_weights_of_a_narrow_model(out_dtype: torch.dtype | None) -> None:
+    narrow, wide = torch.bfloat16, torch.float32
+    check_rms_norm(norm, (9, 200), narrow, wide, out_dtype)
+    check_rms_norm(norm, (9, 3, 16), narrow, wide, out_dtype)
+    check_add_rms_norm(norm, 9, 200, narrow, narrow, wide, out_dtype)
+    check_add_rms_norm(norm, 9, 200, narrow, wide, wide, out_dtype)
+
+
+def test_an_output_that_is_wider_than_the_weights() -> None:
+    check_rms_norm(norm, (9, 200), torch.float32, torch.bfloat16, torch.float32)
+    check_add_rms_norm(norm, 9, 200, torch.bfloat16, out_dtype=torch.float32)
 
 
 def test_heads_of_a_wider_projection() -> None:

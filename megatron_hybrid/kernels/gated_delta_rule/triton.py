@@ -114,7 +114,7 @@ def prefill(
     weights = torch.empty(heads, tokens, tile, dtype=v.dtype, device=v.device)
     factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=v.device)
     chunks = s.cu_chunk_seqlens[chunk]
-    if tokens:
+    if chunks.shape[0] > 1:
         _prepare_kernel[(heads, (chunks.shape[0] - 1) * (chunk // tile))](
             q, k, v, a, b, A, dt_bias, u, w, weights, factors, chunks, tokens,
             q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0),
@@ -143,13 +143,19 @@ def _tiling(k_dim: int, v: Tensor, sequences: int, longest: int) -> Tiling:
     heads, v_dim = v.shape[1:]
     if v.dtype == torch.float32:  # no tensor cores: what fits into registers
         return Tiling(16, 16, prepare_warps=4, walk_warps=8, walk_stages=1)
-    # Every program reads all of q, k, w and P: the more columns, the less is read in all. But there
-    # should be a program for most processors.
+    # Every program reads all of q, k, w and P: the more columns, the less is read in all. But most
+    # processors should have a program.
     wide = 4 * sequences * heads * (v_dim // 64) >= 3 * _processors(v.device) and k_dim <= 128
-    # Tiles ahead of the products hide the time of their loads. A short sequence has few, and what
-    # hides it are other programs on the same processor, for which memory is left.
+    # Tiles loaded ahead hide how long that takes. A short sequence has few of them: there other
+    # programs on the same processor hide it, for which memory is left.
     stages = 3 if longest > 128 and k_dim <= 128 else 1
-    return Tiling(64, 64 if wide else min(v_dim, 32), 4, 4, stages)
+    return Tiling(
+        tile=64,
+        block_v=64 if wide else min(v_dim, 32),
+        prepare_warps=4,
+        walk_warps=8 if wide and stages > 1 else 4,
+        walk_stages=stages,
+    )
 
 
 @functools.cache
@@ -236,7 +242,6 @@ def _prepare_kernel(
     a = tl.load(a_ptr + begin * a_row + head + places * a_row, valid, 0.0)
     b = tl.load(b_ptr + begin * b_row + head + places * b_row, valid, 0.0)
     decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
-    beta = tl.where(valid, beta, 0.0)
     cs = tl.cumsum(tl.where(valid, decay, 0.0), 0)  # log2(e) * G
     last = tl.sum(tl.where(places == TILE - 1, cs, 0.0), 0)
     q32 = q.to(tl.float32)

@@ -136,8 +136,6 @@ def _decode_kernel(
     dt = softplus(tl.load(dt_ptr + row * dt_row + d).to(tl.float32) + tl.load(bias_ptr + d))
 
     h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
-    tl.store(
-        state_ptr + write * state_slot + in_slot, h.to(state_ptr.dtype.element_ty), is_written
-    )
+    tl.store(state_ptr + write * state_slot + in_slot, h.to(state_ptr.dtype.element_ty), is_written)
     y = (tl.sum(h * c[None, :], 1) + tl.load(d_ptr + d) * x) * silu(z)
     tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))

@@ -36,7 +36,8 @@ def add_rms_norm(
     x [tokens, size], residual [tokens, size] (float32, or x's dtype) -> norm in `dtype` (by default
     the weight's), sum in residual's.
     """
-    total = torch.add(residual, x, alpha=multiplier)
+    # In float32: on a CPU a sum of bfloat16 would round the multiplier to bfloat16 first.
+    total = torch.add(residual.float(), x.float(), alpha=multiplier).to(residual.dtype)
     return rms_norm(total, weight, eps, dtype), total
 
 
