@@ -117,16 +117,16 @@ def _decode_kernel(
     row = tl.program_id(1).to(tl.int64)
     read = tl.load(read_ptr + row).to(tl.int64)
     write = tl.load(write_ptr + row).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK)
+    d = tl.program_id(0) * BLOCK + place
     n = tl.arange(0, SIZE)
     if (read <= 0) & (write <= 0):
         tl.store(y_ptr + row * y_row + d, tl.zeros([BLOCK], y_ptr.dtype.element_ty))
         return
 
     in_slot = d[:, None] * SIZE + n[None, :]
-    # Two conditions that hold for all or for none of the block: no state is read from slot 0.
-    is_read = (d >= 0)[:, None] & (read > 0)
-    is_written = (d >= 0)[:, None] & (write > 0)
+    is_read = (place < tl.where(read > 0, BLOCK, 0))[:, None]
+    is_written = (place < tl.where(write > 0, BLOCK, 0))[:, None]
     h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
     a = tl.load(a_ptr + in_slot)
     x = tl.load(x_ptr + row * x_row + d).to(tl.float32)
