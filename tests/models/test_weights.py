@@ -127,6 +127,74 @@ def test_both_spellings_of_expert_weights_load(
     assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
 
 
+@pytest.mark.parametrize("family", ["jamba", "lfm2_moe", "qwen3_next", "qwen3_5_moe"])
+def test_stacked_experts_load(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext, family: str
+) -> None:
+    """As transformers 5 has them in memory: all experts of a layer, gates with up projections."""
+
+    def stack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        stacked = {k: v for k, v in tensors.items() if ".experts." not in k}
+        moes = {k[: k.index(".experts.")] for k in tensors if ".experts." in k}
+        for moe in moes:
+            count = sum(k.startswith(f"{moe}.experts.") for k in tensors) // 3
+            names = (
+                ("w1", "w3", "w2")
+                if family == "lfm2_moe"
+                else ("gate_proj", "up_proj", "down_proj")
+            )
+            gate, up, down = (
+                torch.stack([tensors[f"{moe}.experts.{i}.{name}.weight"] for i in range(count)])
+                for name in names
+            )
+            stacked[f"{moe}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            stacked[f"{moe}.experts.down_proj"] = down
+        assert moes
+        return stacked
+
+    model, tokens = tiny(family), random_tokens(20)
+    ours = load(copy_with(model, tmp_path, stack), parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
+def test_the_text_part_of_a_model_with_vision_loads(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    model, tokens = tiny("qwen3_5"), random_tokens(20)
+
+    def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        renamed = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+        unused = ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight")
+        return renamed | {name: torch.zeros(2, 2) for name in unused}
+
+    copy_with(model, tmp_path, whole)
+    text = json.loads((model.folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    ours = load(tmp_path, parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
+def test_shared_blocks_may_be_stored_once_for_each_use(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """Layers 1 and 4 of the six use the same block, and so do 3 and 5."""
+
+    def repeat(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        copies = {}
+        for name, tensor in tensors.items():
+            for first, second in ((1, 4), (3, 5)):
+                own = f"model.layers.{first}.shared_transformer."
+                if name.startswith(own):
+                    copies[name.replace(f".{first}.", f".{second}.", 1)] = tensor.clone()
+        assert copies
+        return tensors | copies
+
+    model, tokens = tiny("zamba2"), random_tokens(20)
+    ours = load(copy_with(model, tmp_path, repeat), parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
 def test_weights_without_a_use_are_ignored(
     tiny: Tiny, tmp_path: Path, parallel: ParallelContext
 ) -> None:

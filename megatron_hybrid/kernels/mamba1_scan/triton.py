@@ -195,7 +195,7 @@ def _prefill_kernel(
         for i in tl.static_range(PLACES):
             decay = tl.exp2(dts[i] * a)
             h = tl.fma(h, decay, inputs[i] * tl.trans(bs[i]))
-            ys = ys + (_sum(h, tl.trans(cs[i])),)
+            ys = ys + (_sum(h, tl.trans(cs[i])),)  # type: ignore[assignment]
         y = tl.fma(skip, x, tl.trans(_tile(ys))) * silu(z.to(tl.float32))
         place = tl.arange(0, PLACES)[:, None]
         valid = (group + place >= start) & (group + place < end)
@@ -254,8 +254,8 @@ def _columns(tile):
             for k in tl.static_range(len(parts)):
                 pair = tl.reshape(parts[k], [tile.shape[0], 2, parts[k].shape[1] // 2])
                 first, second = tl.split(tl.permute(pair, (0, 2, 1)))
-                halves = halves + (first, second)
-            parts = halves
+                halves = halves + (first, second)  # type: ignore[assignment]
+            parts = halves  # type: ignore[assignment]
     return parts
 
 
@@ -267,7 +267,8 @@ def _tile(parts):
             joined = ()
             for k in tl.static_range(len(parts) // 2):
                 pair = tl.permute(tl.join(parts[2 * k], parts[2 * k + 1]), (0, 2, 1))
-                joined = joined + (tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]]),)
+                row = tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]])
+                joined = joined + (row,)  # type: ignore[assignment]
             parts = joined
     return parts[0]
 
