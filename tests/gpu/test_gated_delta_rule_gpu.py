@@ -242,8 +242,7 @@ def test_prefill_cut_in_two_equals_one_piece(cut: int, dtype: torch.dtype) -> No
     [
         delta_rule.Tiling(64, block_v, 4, warps, stages)
         for block_v, warps, stages in [
-            (16, 4, 1),
-            (32, 4, 1),
+            (32, 4, 2),
             (32, 4, 3),
             (64, 4, 1),
             (64, 4, 3),

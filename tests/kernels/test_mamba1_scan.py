@@ -70,8 +70,10 @@ def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tenso
     return torch.stack(outputs), states
 
 
-def run(data: Data, segments: list[Segment], state: Tensor, chunk: int = CHUNK) -> Tensor:
-    plan = mamba1_scan.plan(prefill_segments(segments, padding=1), chunk)
+def run(
+    data: Data, segments: list[Segment], state: Tensor, chunk: int = CHUNK, padding: int = 0
+) -> Tensor:
+    plan = mamba1_scan.plan(prefill_segments(segments, padding), chunk)
     out = torch.full_like(data.x, float("nan"))
     assert mamba1_scan.prefill(*data.arguments(), state, plan, out) is out
     return out
@@ -81,11 +83,12 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 16, 24, 64])
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 32, 100])
-def test_one_sequence_equals_the_token_loop(length: int, chunk: int) -> None:
+def test_one_sequence_equals_the_token_loop(length: int, chunk: int, padding: int) -> None:
     data, state = Data.draw(length), poisoned(3, *SHAPE)
-    y = run(data, [Segment(0, length, 0, 2)], state, chunk)
+    y = run(data, [Segment(0, length, 0, 2)], state, chunk, padding)
     expected, states = naive(data)
     close(y, expected)
     close(state[2], states[length])
@@ -232,7 +235,7 @@ def test_nan_in_one_sequence_stays_there(bad: int) -> None:
 
 def test_slot_0_and_padding_are_never_written() -> None:
     data, state = Data.draw(20), poisoned(3, *SHAPE)
-    y = run(data, [Segment(0, 12, 0, 0), Segment(0, 8, -1, -1)], state)
+    y = run(data, [Segment(0, 12, 0, 0), Segment(0, 8, -1, -1)], state, padding=2)
     assert y.isfinite().all()
     for slots in ([0, -1], [0], [-1]):
         rows = data.rows(0, len(slots))

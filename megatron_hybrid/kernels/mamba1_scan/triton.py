@@ -66,7 +66,7 @@ class ScanPlan:
 class Tiling(NamedTuple):
     """How programs cover the channels."""
 
-    states: int  # of a thread: 2, 4 or 8
+    states: int  # of a thread, 2 or 4
     num_warps: int  # fewer where they are too many for the channels
 
 
@@ -112,7 +112,7 @@ def prefill(
 
 
 # Instructions of a warp for one token, where a thread has so many states.
-_INSTRUCTIONS = {2: 29, 4: 41}
+_INSTRUCTIONS = {2: 29, 4: 43}
 
 
 def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
@@ -202,7 +202,7 @@ def _prefill_kernel(
         outputs = y_ptr + group.to(tl.int64) * y_row + place * y_row
         tl.store(outputs, y.to(y_ptr.dtype.element_ty), valid)
         group += PLACES
-        while due <= tl.minimum(group, end):
+        while due <= group:
             slot = tl.load(slot_ptr + checkpoint).to(tl.int64)
             if slot > 0:
                 tl.store(state_ptr + slot * state_slot, h.to(state_ptr.dtype.element_ty))
