@@ -28,7 +28,6 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.devices import aligned, processors
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     EPS,
     checked_output,
@@ -99,7 +99,7 @@ def prefill(
     """As in reference.py. k_dim and v_dim must be powers of two from 16, k_dim at most 128.
     `tiling`: another than the one that _tiling chooses."""
     y = checked_output(q, k, v, a, b, state, out)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     tokens, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
     if min(k_dim, v_dim) < 16 or k_dim & (k_dim - 1) or v_dim & (v_dim - 1) or k_dim > 128:
@@ -150,7 +150,7 @@ def _tiling(v: Tensor, sequences: int, longest: int) -> Tiling:
         return Tiling(16, 16, prepare_warps=4, walk_warps=8, walk_stages=1)
     # Every program reads all of q, k, w and P: the more columns, the less is read in all. But most
     # processors should have a program.
-    if 4 * sequences * heads * (v_dim // 64) < 3 * _processors(v.device):
+    if 4 * sequences * heads * (v_dim // 64) < 3 * processors(v.device):
         # Without loads ahead Triton 3.6 compiles so few columns wrongly.
         return Tiling(64, min(v_dim, 32), prepare_warps=4, walk_warps=4, walk_stages=3)
     # Tiles loaded ahead hide how long that takes. A short sequence has few of them: there other
@@ -158,21 +158,6 @@ def _tiling(v: Tensor, sequences: int, longest: int) -> Tiling:
     if longest > 128:
         return Tiling(64, 64, prepare_warps=4, walk_warps=8, walk_stages=3)
     return Tiling(64, 64, prepare_warps=4, walk_warps=4, walk_stages=1)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Rows that begin at multiples of 16 bytes, and that Triton knows to: of a stride it knows only
-    whether 16 divides it. For others Triton 3.6 compiles wrong loads. A model's rows pass."""
-    if rows.data_ptr() % 16 or rows.stride(0) % 16:
-        return rows.contiguous()
-    return rows
 
 
 @triton.jit

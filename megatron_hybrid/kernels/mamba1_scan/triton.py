@@ -30,16 +30,15 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     LOG2_E,
     channel_block,
@@ -123,16 +122,9 @@ def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
 
     def cost(each: int) -> int:
         warps = triton.cdiv(states, 32 * each)
-        return triton.cdiv(warps, 4 * _processors(x.device)) * _INSTRUCTIONS[each]
+        return triton.cdiv(warps, 4 * processors(x.device)) * _INSTRUCTIONS[each]
 
     return Tiling(min(_INSTRUCTIONS, key=cost), num_warps=4)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES)

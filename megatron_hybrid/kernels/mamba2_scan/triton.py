@@ -25,7 +25,6 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.devices import aligned, processors
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     LOG2_E,
     checked_output,
@@ -86,7 +86,7 @@ def prefill(
     """As in reference.py. head_dim and state must be powers of two of at least 16. `tiling` and
     `part`: other than those that _tiling and _chunks_per_part choose."""
     y = checked_output(x, B, C, dt, state, out)
-    x, B, C = _aligned(x), _aligned(B), _aligned(C)
+    x, B, C = aligned(x), aligned(B), aligned(C)
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     chunk, s = plan.kernel_chunk, plan.segments
@@ -164,27 +164,12 @@ def _chunks_per_part(segments: PrefillSegments, chunk: int, x: Tensor, block_p: 
     """Into parts of how many kernel chunks sequences are split; 0: not at all. Splitting costs a
     good fifth more operations: it pays where the longest sequence outlasts the others' work."""
     tokens, heads, head_dim = x.shape
-    at_once = 2 * _processors(x.device)  # two programs a processor
+    at_once = 2 * processors(x.device)  # two programs a processor
     each = heads * (head_dim // block_p)  # programs that walk over one sequence
     if segments.longest < 8 * chunk or segments.longest * at_once < 1.5 * tokens * each:
         return 0
     rounds = 3 if tokens >= 64 * chunk else 1
     return triton.cdiv(triton.cdiv(tokens, chunk), max(2, rounds * at_once // each))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Rows that begin at multiples of 16 bytes, and that Triton knows to: of a stride it knows only
-    whether 16 divides it. For others Triton 3.6 compiles wrong loads. A model's rows pass."""
-    if rows.data_ptr() % 16 or rows.stride(0) % 16:
-        return rows.contiguous()
-    return rows
 
 
 @triton.jit
