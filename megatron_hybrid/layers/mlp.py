@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.mixer import Mixer, scale_
+from megatron_hybrid.layers.mixer import LayerContext, Mixer, scale_
 from megatron_hybrid.layers.parts import Parts, shard, whole
 from megatron_hybrid.layers.step import Step
-from megatron_hybrid.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,9 @@ class MLPConfig:
 class MLP(Mixer):
     """down(act(gate x) * up x), or down(act(up x)) without a gate."""
 
-    def __init__(
-        self, config: MLPConfig, hidden_size: int, dtype: torch.dtype, parallel: ParallelContext
-    ) -> None:
+    def __init__(self, config: MLPConfig, context: LayerContext) -> None:
         super().__init__()
+        hidden_size, dtype, parallel = context.hidden_size, context.dtype, context.parallel
         size = config.intermediate_size
         if size % parallel.size:
             raise ConfigurationError(

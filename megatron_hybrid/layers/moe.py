@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.mixer import Mixer, parameter
+from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.parts import Parts, prefixed, shard, whole
 from megatron_hybrid.layers.step import Step
-from megatron_hybrid.parallel import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,9 @@ class SigmoidRouter(nn.Module):
 class MoE(Mixer):
     """Routed experts plus an optional MLP that sees every token."""
 
-    def __init__(
-        self, config: MoEConfig, hidden_size: int, dtype: torch.dtype, parallel: ParallelContext
-    ) -> None:
+    def __init__(self, config: MoEConfig, context: LayerContext) -> None:
         super().__init__()
+        hidden_size, dtype, parallel = context.hidden_size, context.dtype, context.parallel
         size = config.expert.intermediate_size
         if size % parallel.size:
             raise ConfigurationError(
@@ -119,7 +117,7 @@ class MoE(Mixer):
         self.down_proj = parameter((config.num_experts, width, local), dtype)
         self.shared = None
         if config.shared is not None:
-            self.shared = MLP(config.shared, hidden_size, dtype, parallel)
+            self.shared = MLP(config.shared, context)
         self.shared_gate = None
         if config.shared_gate:
             self.shared_gate = parameter((1, hidden_size), dtype)

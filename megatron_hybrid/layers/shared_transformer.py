@@ -36,7 +36,7 @@ class SharedTransformer(nn.Module):
         self.input_norm = RMSNorm(2 * hidden, eps, dtype)
         self.self_attn = Attention(config.attention, context, input_size=2 * hidden)
         self.mlp_norm = RMSNorm(hidden, eps, dtype)
-        self.mlp = MLP(config.mlp, hidden, dtype, context.parallel)
+        self.mlp = MLP(config.mlp, context)
 
     def weight_parts(self) -> Parts:
         yield from prefixed("input_norm", self.input_norm.weight_parts())

@@ -164,7 +164,6 @@ class HybridModel(nn.Module):
 
     def _mixer(self, letter: str, context: LayerContext) -> Mixer:
         config = self.config
-        hidden, dtype, parallel = config.hidden_size, self.dtype, self.parallel
         if letter == "M" and config.mamba is not None:
             return Mamba2(config.mamba, context)
         if letter == "S" and config.mamba1 is not None:
@@ -178,9 +177,9 @@ class HybridModel(nn.Module):
         if letter == "*" and config.attention is not None:
             return Attention(config.attention, context)
         if letter == "-" and config.mlp is not None:
-            return MLP(config.mlp, hidden, dtype, parallel)
+            return MLP(config.mlp, context)
         if letter == "E" and config.moe is not None:
-            return MoE(config.moe, hidden, dtype, parallel)
+            return MoE(config.moe, context)
         raise self._undescribed(letter)
 
     def _undescribed(self, letter: str) -> ConfigurationError:
