@@ -151,6 +151,38 @@ def test_nemotron_options_that_are_refused(
         HybridModelConfig.from_folder(write(tmp_path, values | change))
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("mamba2", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ("jamba", {"sliding_window": 128}, "sliding_window = 128"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("zamba2", {"use_long_context": True}, "use_long_context = True"),
+        ("zamba2", {"add_bias_linear": True}, "add_bias_linear = True"),
+        ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with 2 KV heads"),
+        ("qwen3_next", {"layer_types": ["mamba"]}, "type 'mamba'"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ("lfm2", {"layer_types": None}, "neither layer_types nor full_attn_idxs"),
+    ],
+)
+def test_options_of_other_families_that_are_refused(
+    tiny: Tiny, tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    values = values_of(tiny(family)) | change
+    with pytest.raises(ConfigurationError, match=message):
+        HybridModelConfig.from_folder(write(tmp_path, values))
+
+
+def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: Path) -> None:
+    lfm2 = values_of(tiny("lfm2")) | {"layer_types": None, "full_attn_idxs": [1]}
+    lfm2 |= {"block_ff_dim": lfm2.pop("intermediate_size")}
+    qwen = values_of(tiny("qwen3_next")) | {"layer_types": None, "full_attention_interval": 2}
+    read = [HybridModelConfig.from_folder(write(tmp_path, values)) for values in (lfm2, qwen)]
+    assert read[0] == HybridModelConfig.from_folder(tiny("lfm2").folder)
+    assert read[1].pattern == "GE*-GE*E"
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no config.json"):
         HybridModelConfig.from_folder(tmp_path)
@@ -172,6 +204,9 @@ def test_dtypes_by_name() -> None:
     [
         ("nemotron_h", 3, "--tensor-model-parallel-size 3 does not divide .* 8 Mamba heads"),
         ("llama", 3, "--tensor-model-parallel-size 3 does not divide .* 4 attention heads"),
+        ("mamba", 3, "--tensor-model-parallel-size 3 does not divide .* 128 Mamba channels"),
+        ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
+        ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
         ("nemotron_h", 16, "16 does not divide"),
     ],
 )
