@@ -11,4 +11,4 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest.register_assert_rewrite("tests.engine.oracle_tests")
+pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recurrence_contract")

@@ -1,283 +1,61 @@
+"""Mamba2's scan in plain torch: the contract of recurrences."""
+
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
-from megatron_hybrid.kernels.slots import plan_decode
 from megatron_hybrid.kernels.tiles import largest_tile
-from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
+from tests.kernels.recurrence_contract import *  # noqa: F403
+from tests.kernels.recurrence_contract import Data, Recurrence, draw_columns
 
 HEADS, HEAD_DIM, GROUPS, SIZE = 4, 5, 2, 6
-LIMIT = (0.02, 1.5)  # both bounds are reached
-CHUNK = 16
-SHAPE = (HEADS, HEAD_DIM, SIZE)
-
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[float, float]]
+LIMIT = (0.02, 1.5)
 
 
-@dataclass
-class Data:
-    x: Tensor  # [T, heads, head_dim]
-    B: Tensor  # [T, groups, state]
-    C: Tensor
-    dt: Tensor  # [T, heads]
-    A: Tensor
-    D: Tensor
-    dt_bias: Tensor
-
-    @classmethod
-    def draw(cls, length: int, seed: int = 0) -> Data:
-        g = torch.Generator().manual_seed(seed)
-        h = torch.Generator().manual_seed(99)  # the layer's constants
-        return cls(
-            x=torch.randn(length, HEADS, HEAD_DIM, generator=g),
-            B=torch.randn(length, GROUPS, SIZE, generator=g),
-            C=torch.randn(length, GROUPS, SIZE, generator=g),
-            dt=torch.randn(length, HEADS, generator=g) * 2,
-            A=-8 * torch.rand(HEADS, generator=h) - 0.05,
-            D=torch.randn(HEADS, generator=h),
-            dt_bias=torch.randn(HEADS, generator=h) - 2,
-        )
-
-    def rows(self, begin: int, end: int) -> Data:
-        cut = slice(begin, end)
-        varying = (self.x[cut], self.B[cut], self.C[cut], self.dt[cut])
-        return Data(*varying, self.A, self.D, self.dt_bias)
-
-    def arguments(self) -> Arguments:
-        return (self.x, self.B, self.C, self.dt, self.A, self.D, self.dt_bias, LIMIT)
+def draw(length: int, seed: int = 0) -> Data:
+    widths = [HEADS * HEAD_DIM, GROUPS * SIZE, GROUPS * SIZE, HEADS]
+    x, B, C, dt = draw_columns(length, widths, seed)
+    dt *= 2
+    h = torch.Generator().manual_seed(99)
+    return Data(
+        {
+            "x": x.unflatten(1, (HEADS, HEAD_DIM)),
+            "B": B.unflatten(1, (GROUPS, SIZE)),
+            "C": C.unflatten(1, (GROUPS, SIZE)),
+            "dt": dt,
+        },
+        {
+            "A": -8 * torch.rand(HEADS, generator=h) - 0.05,
+            "D": torch.randn(HEADS, generator=h),
+            "dt_bias": torch.randn(HEADS, generator=h) - 2,
+            "dt_limit": LIMIT,
+        },
+    )
 
 
-def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Token by token in float64: outputs [T, heads, head_dim] and the states after 0..T tokens."""
-    state = torch.zeros(SHAPE, dtype=torch.float64) if initial is None else initial.double()
-    states, outputs = [state], []
-    for t in range(data.x.shape[0]):
-        dt = torch.nn.functional.softplus(data.dt[t].double() + data.dt_bias).clamp(*LIMIT)
-        x = data.x[t].double()
-        B = data.B[t].double().repeat_interleave(HEADS // GROUPS, 0)
-        C = data.C[t].double().repeat_interleave(HEADS // GROUPS, 0)
-        decay = torch.exp(dt * data.A)
-        state = decay[:, None, None] * state + (dt[:, None] * x)[:, :, None] * B[:, None]
-        outputs.append((state * C[:, None]).sum(-1) + data.D[:, None] * x)
-        states.append(state)
-    return torch.stack(outputs), states
+def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
+    dt = F.softplus(token.dt + token.dt_bias).clamp(*token.dt_limit)
+    B, C = (values.repeat_interleave(HEADS // GROUPS, 0)[:, None] for values in (token.B, token.C))
+    state = torch.exp(dt * token.A)[:, None, None] * state + (dt[:, None] * token.x)[:, :, None] * B
+    return (state * C).sum(-1) + token.D[:, None] * token.x, state
 
 
-def run(data: Data, segments: list[Segment], state: Tensor, chunk: int = CHUNK) -> Tensor:
-    plan = mamba2_scan.plan(prefill_segments(segments, padding=1), chunk)
-    return mamba2_scan.prefill(*data.arguments(), state, plan)
+@pytest.fixture(scope="module")
+def recurrence() -> Recurrence:
+    return Recurrence(mamba2_scan, (HEADS, HEAD_DIM, SIZE), "x", draw, step)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 32, 100])
-def test_one_sequence_equals_the_token_loop(length: int) -> None:
-    data, state = Data.draw(length), poisoned(3, *SHAPE)
-    y = run(data, [Segment(0, length, 0, 2)], state)
-    expected, states = naive(data)
-    close(y, expected)
-    close(state[2], states[length])
-
-
-def test_a_chunk_larger_than_the_tile_equals_the_token_loop() -> None:
-    data, state = Data.draw(300), poisoned(4, *SHAPE)
-    y = run(data, [Segment(0, 300, 0, 2, [(256, 3)])], state, chunk=256)
-    expected, states = naive(data)
-    close(y, expected)
-    close(state[3], states[256])
+def test_both_limits_of_dt_are_reached() -> None:
+    data = draw(60)
+    dt = F.softplus(data.tokens["dt"] + data.constants["dt_bias"])
+    assert (dt < LIMIT[0]).any() and (dt > LIMIT[1]).any()
 
 
 def test_a_tile_divides_the_kernel_chunk() -> None:
     assert [largest_tile(q, 64) for q in (256, 128, 16, 96, 1, 100)] == [64, 64, 16, 48, 1, 50]
-
-
-def test_packed_sequences_equal_each_one_alone() -> None:
-    lengths, starts = [40, 1, 7, 33, 16], [0, 5, 16, 30, 0]
-    data, state = Data.draw(sum(lengths)), poisoned(20, *SHAPE)
-    initial = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(3))
-    for i, start in enumerate(starts):
-        if start:
-            state[i + 1] = initial[i]
-    y = run(
-        data,
-        [
-            Segment(start, n, i + 1 if start else 0, i + 10)
-            for i, (n, start) in enumerate(zip(lengths, starts, strict=True))
-        ],
-        state,
-    )
-    begin = 0
-    for i, n in enumerate(lengths):
-        expected, states = naive(data.rows(begin, begin + n), initial[i] if starts[i] else None)
-        close(y[begin : begin + n], expected)
-        close(state[i + 10], states[n])
-        begin += n
-
-
-@pytest.mark.parametrize("cuts", [[16, 32, 48], [1, 2, 3, 20], [7], [31, 33], [5, 16, 17, 49]])
-def test_any_segmentation_gives_the_same_outputs_and_state(cuts: list[int]) -> None:
-    data, state = Data.draw(60), poisoned(3, *SHAPE)
-    outputs, bounds = [], [0, *cuts, 60]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        segment = Segment(begin, end - begin, 1 if begin else 0, 1)
-        outputs.append(run(data.rows(begin, end), [segment], state))
-    expected, states = naive(data)
-    close(torch.cat(outputs), expected)
-    close(state[1], states[60])
-
-
-def test_segments_cut_on_the_grid_give_the_very_same_bits() -> None:
-    data = Data.draw(80)
-    whole, cut = poisoned(9, *SHAPE), poisoned(9, *SHAPE)
-    y = run(data, [Segment(0, 80, 0, 1, [(16, 2), (48, 3)])], whole)
-    parts = [
-        run(data.rows(0, 16), [Segment(0, 16, 0, 2)], cut),
-        run(data.rows(16, 48), [Segment(16, 32, 2, 3)], cut),
-        run(data.rows(48, 80), [Segment(48, 32, 3, 1)], cut),
-    ]
-    assert torch.equal(torch.cat(parts), y)
-    assert torch.equal(whole[1:4], cut[1:4])
-
-
-def test_checkpoints_equal_a_run_that_ends_there() -> None:
-    data, state = Data.draw(90), poisoned(20, *SHAPE)
-    segments = [
-        Segment(0, 50, 0, 1, [(16, 2), (48, 3), (50, 4)]),
-        Segment(0, 40, 0, 5, [(32, 6)]),
-    ]
-    run(data, segments, state)
-    for begin, position, slot in ((0, 16, 2), (0, 48, 3), (0, 50, 4), (50, 32, 6)):
-        alone = poisoned(2, *SHAPE)
-        run(data.rows(begin, begin + position), [Segment(0, position, 0, 1)], alone)
-        close(state[slot], alone[1].double())
-    assert torch.equal(state[4], state[1])  # at the segment's end
-
-
-def test_a_checkpoint_in_a_segment_that_starts_off_the_grid() -> None:
-    data, state = Data.draw(40), poisoned(4, *SHAPE)
-    run(data.rows(0, 21), [Segment(0, 21, 0, 1)], state)
-    run(data.rows(21, 40), [Segment(21, 19, 1, 1, [(32, 3)])], state)
-    close(state[3], naive(data)[1][32])
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-@pytest.mark.parametrize("length", range(1, 2 * CHUNK + 2))
-def test_a_segment_may_start_and_end_anywhere(length: int, packed: bool) -> None:
-    """From a stored state at every position modulo the grid, one segment a start, each with text of
-    its own; checkpoints at the grid positions inside."""
-    starts = list(range(2 * CHUNK + 1))
-    texts = [Data.draw(s + length, seed=100 * length + s) for s in starts]
-    state = poisoned(5 * len(starts) + 1, *SHAPE)
-    segments = []
-    for s, text in zip(starts, texts, strict=True):
-        if s:
-            run(text.rows(0, s), [Segment(0, s, 0, 5 * s + 1)], state)
-        inside = [p for p in range(CHUNK, s + length, CHUNK) if p > s]
-        checkpoints = [(p, 5 * s + 3 + i) for i, p in enumerate(inside)]
-        segments.append(Segment(s, length, 5 * s + 1 if s else 0, 5 * s + 2, checkpoints))
-    before = state.clone()
-    parts = [text.rows(s, s + length) for s, text in zip(starts, texts, strict=True)]
-    if packed:
-        varying = [torch.cat([getattr(p, n) for p in parts]) for n in ("x", "B", "C", "dt")]
-        batch = Data(*varying, parts[0].A, parts[0].D, parts[0].dt_bias)
-        outputs = run(batch, segments, state).split(length)
-    else:
-        outputs = tuple(run(p, [g], state) for p, g in zip(parts, segments, strict=True))
-    written = set()
-    for s, text, segment, y in zip(starts, texts, segments, outputs, strict=True):
-        expected, states = naive(text)
-        close(y, expected[s:])
-        for position, slot in [*segment.checkpoints, (s + length, segment.write)]:
-            close(state[slot], states[position])
-            written.add(slot)
-    kept = [slot for slot in range(len(state)) if slot not in written]
-    assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
-
-
-def test_states_are_read_before_any_is_written() -> None:
-    data, state = Data.draw(20), poisoned(4, *SHAPE)
-    old = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(4))
-    state[1:3] = old
-    y = run(data, [Segment(16, 10, 1, 2), Segment(16, 10, 2, 1)], state)
-    first, states_first = naive(data.rows(0, 10), old[0])
-    second, states_second = naive(data.rows(10, 20), old[1])
-    close(y, torch.cat((first, second)))
-    close(state[2], states_first[10])
-    close(state[1], states_second[10])
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_nan_in_one_sequence_stays_there(bad: int) -> None:
-    data, state = Data.draw(30), poisoned(5, *SHAPE)
-    halves = [slice(0, 10), slice(10, 30)]
-    data.x[halves[bad]] = float("nan")
-    y = run(data, [Segment(0, 10, 0, 1), Segment(0, 20, 0, 2)], state)
-    good = halves[1 - bad]
-    close(y[good], naive(data.rows(good.start, good.stop))[0])
-    assert state[2 - bad].isfinite().all()
-
-
-def test_slot_0_and_padding_are_never_written() -> None:
-    data, state = Data.draw(20), poisoned(3, *SHAPE)
-    y = run(data, [Segment(0, 12, 0, 0), Segment(0, 8, -1, -1)], state)
-    assert y.isfinite().all()
-    for slots in ([0, -1], [0], [-1]):
-        rows = data.rows(0, len(slots))
-        plan = plan_decode(DecodeSlots(int64(slots), int64(slots)))
-        z = mamba2_scan.decode(*rows.arguments(), state, plan)
-        close(z[0], naive(data.rows(0, 1))[0][0])
-    assert state.isnan().all()
-
-
-@pytest.mark.parametrize("slots", [[1, 2, 3, 4], [4, 2, 1, 3]], ids=["in place", "scattered"])
-def test_decode_equals_the_token_loop(slots: list[int]) -> None:
-    """Slots in a row are updated where they lie, others through a copy."""
-    data = [Data.draw(6, seed=i) for i in range(4)]
-    state = poisoned(6, *SHAPE)
-    for one, slot in zip(data, slots, strict=True):
-        run(one.rows(0, 3), [Segment(0, 3, 0, slot)], state)
-    plan = plan_decode(DecodeSlots(int64(slots), int64(slots)))
-    for t in range(3, 6):
-        rows = [one.rows(t, t + 1) for one in data]
-        step = Data(
-            *(torch.cat([getattr(r, name) for r in rows]) for name in ("x", "B", "C", "dt")),
-            *(getattr(data[0], name) for name in ("A", "D", "dt_bias")),
-        )
-        y = mamba2_scan.decode(*step.arguments(), state, plan)
-        for i, one in enumerate(data):
-            expected, states = naive(one)
-            close(y[i], expected[t])
-            close(state[slots[i]], states[t + 1])
-    assert state[5].isnan().all() and state[0].isnan().all()
-
-
-def test_decode_reads_one_slot_and_writes_another() -> None:
-    data, state = Data.draw(5), poisoned(4, *SHAPE)
-    run(data.rows(0, 4), [Segment(0, 4, 0, 1)], state)
-    before = state[1].clone()
-    plan = plan_decode(DecodeSlots(int64([1]), int64([3])))
-    y = mamba2_scan.decode(*data.rows(4, 5).arguments(), state, plan)
-    expected, states = naive(data)
-    close(y[0], expected[4])
-    close(state[3], states[5])
-    assert torch.equal(state[1], before)
-
-
-def test_bfloat16_inputs_and_states_follow_float32() -> None:
-    data = Data.draw(50)
-    for name in ("x", "B", "C", "dt"):
-        setattr(data, name, getattr(data, name).bfloat16())
-    state = poisoned(3, *SHAPE, dtype=torch.bfloat16)
-    y = run(data, [Segment(0, 50, 0, 1, [(32, 2)])], state)
-    expected, states = naive(data)
-    assert y.dtype == torch.bfloat16 and state.dtype == torch.bfloat16
-    torch.testing.assert_close(y.double(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(state[2].double(), states[32], atol=2e-2, rtol=2e-2)

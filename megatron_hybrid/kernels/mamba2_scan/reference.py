@@ -97,7 +97,8 @@ def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
     factor = decay[:, :, None, None]
     if plan.num_sequences == 1:
         for tile in range(plan.num_tiles):
-            states[tile + 1].addcmul_(states[tile], factor[tile])
+            # not addcmul_, which rounds once: several sequences are rounded twice, too
+            states[tile + 1] += states[tile] * factor[tile]
         return
     for tiles, rows in plan.rounds:
         carried = states.index_select(0, rows).mul_(factor.index_select(0, tiles))
@@ -139,8 +140,9 @@ def decode(
 
 
 def _step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:
-    """[T, heads] float32: softplus(dt + bias), clamped."""
-    steps = F.softplus(dt.float() + bias)
+    """[T, heads] float32: softplus(dt + bias), clamped. In float64 on the way: of float32 torch
+    rounds the last values of a tensor differently, and so how many tokens follow would count."""
+    steps = F.softplus(dt.double() + bias).float()
     if limit != (0.0, float("inf")):  # softplus is positive
         steps.clamp_(*limit)
     return steps
