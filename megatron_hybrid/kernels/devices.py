@@ -22,3 +22,17 @@ def aligned(rows: Tensor) -> Tensor:
     if rows.data_ptr() % 16 or rows.stride(0) % 16:
         return rows.contiguous()
     return rows
+
+
+def checked_output(like: Tensor, out: Tensor | None, **inputs: Tensor) -> Tensor:
+    """`out`, or a new tensor `like` one of the inputs. Kernels take only the stride of the rows:
+    raises ValueError for a tensor that has others."""
+    y = torch.empty(like.shape, dtype=like.dtype, device=like.device) if out is None else out
+    for name, tensor in (*inputs.items(), ("out", y)):
+        # A single row tells nothing about its strides; then only the inner ones are looked at.
+        if not tensor[:1].is_contiguous():
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
+                "all but the first dimension must be contiguous."
+            )
+    return y

@@ -27,7 +27,16 @@ from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedT
 from megatron_hybrid.layers.short_conv import ShortConv
 from megatron_hybrid.layers.side_by_side import SideBySide
 from megatron_hybrid.layers.step import Step
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.config import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    MAMBA,
+    MAMBA1,
+    SHARED_TRANSFORMER,
+    SHORT_CONV,
+    SIDE_BY_SIDE,
+    HybridModelConfig,
+)
 from megatron_hybrid.parallel import (
     ColumnParallelLinear,
     ParallelContext,
@@ -150,31 +159,32 @@ class HybridModel(nn.Module):
     def _block(self, letter: str, context: LayerContext, shared: list[SharedTransformer]) -> Block:
         """`shared`: the shared blocks so far."""
         config = self.config
-        if letter != "Z":
+        if letter != SHARED_TRANSFORMER:
             return Block(self._norm(), self._mixer(letter, context))
         if config.shared_transformer is None:
             raise self._undescribed(letter)
         # Each in turn: 1 2 3 1 2 3 ...
-        index = config.pattern[: context.layer].count("Z") % config.shared_transformer.num_blocks
+        before = config.pattern[: context.layer].count(SHARED_TRANSFORMER)
+        index = before % config.shared_transformer.num_blocks
         is_first = index == len(shared)
         if is_first:
             shared.append(SharedTransformer(config.shared_transformer, context))
         use = SharedTransformerUse(config.shared_transformer, shared[index], is_first, context)
-        return SharedTransformerBlock(self._norm(), self._mixer("M", context), use)
+        return SharedTransformerBlock(self._norm(), self._mixer(MAMBA, context), use)
 
     def _mixer(self, letter: str, context: LayerContext) -> Mixer:
         config = self.config
-        if letter == "M" and config.mamba is not None:
+        if letter == MAMBA and config.mamba is not None:
             return Mamba2(config.mamba, context)
-        if letter == "S" and config.mamba1 is not None:
+        if letter == MAMBA1 and config.mamba1 is not None:
             return Mamba1(config.mamba1, context)
-        if letter == "G" and config.gated_delta_net is not None:
+        if letter == GATED_DELTA_NET and config.gated_delta_net is not None:
             return GatedDeltaNet(config.gated_delta_net, context)
-        if letter == "C" and config.short_conv is not None:
+        if letter == SHORT_CONV and config.short_conv is not None:
             return ShortConv(config.short_conv, context)
-        if letter == "H" and config.attention is not None and config.mamba is not None:
+        if letter == SIDE_BY_SIDE and config.attention is not None and config.mamba is not None:
             return SideBySide(config.attention, config.mamba, context)
-        if letter == "*" and config.attention is not None:
+        if letter == ATTENTION and config.attention is not None:
             return Attention(config.attention, context)
         if letter == "-" and config.mlp is not None:
             return MLP(config.mlp, context)

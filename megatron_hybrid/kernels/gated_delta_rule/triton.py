@@ -37,10 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.devices import aligned, processors
+from megatron_hybrid.kernels.devices import aligned, checked_output, processors
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     EPS,
-    checked_output,
     decode,
     gates,
 )
@@ -98,7 +97,7 @@ def prefill(
 ) -> Tensor:
     """As in reference.py. k_dim and v_dim must be powers of two from 16, k_dim at most 128.
     `tiling`: another than the one that _tiling chooses."""
-    y = checked_output(q, k, v, a, b, state, out)
+    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
     q, k, v = aligned(q), aligned(k), aligned(v)
     tokens, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]

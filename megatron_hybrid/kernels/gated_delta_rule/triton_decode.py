@@ -3,12 +3,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.devices import checked_output
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
 
 EPS = tl.constexpr(1e-6)  # in the lengths of q and k
@@ -31,7 +31,7 @@ def decode(
 ) -> Tensor:
     """As in reference.py; the outputs of padded rows are zeros. A program takes block_v rows of the
     state: many small programs keep most bytes in flight."""
-    y = checked_output(q, k, v, a, b, state, out)
+    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
     rows, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
     _decode_kernel[(v_dim // block_v, heads, rows)](
@@ -43,22 +43,6 @@ def decode(
         BLOCK_V=block_v,
         num_warps=num_warps,
     )  # fmt: skip
-    return y
-
-
-def checked_output(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, out: Tensor | None
-) -> Tensor:
-    """The output tensor. The kernels take only the stride of the rows."""
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    named = (("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("state", state), ("out", y))
-    for name, tensor in named:
-        # A single row tells nothing about its strides; then only the inner ones are looked at.
-        if not tensor[:1].is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
-                "all but the first dimension must be contiguous."
-            )
     return y
 
 

@@ -34,10 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.devices import aligned, processors
+from megatron_hybrid.kernels.devices import aligned, checked_output, processors
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     LOG2_E,
-    checked_output,
     decode,
     softplus,
 )
@@ -85,7 +84,7 @@ def prefill(
 ) -> Tensor:
     """As in reference.py. head_dim and state must be powers of two of at least 16. `tiling` and
     `part`: other than those that _tiling and _chunks_per_part choose."""
-    y = checked_output(x, B, C, dt, state, out)
+    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
     x, B, C = aligned(x), aligned(B), aligned(C)
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]

@@ -3,12 +3,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.devices import checked_output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -31,7 +31,7 @@ def decode(
 ) -> Tensor:
     """As in reference.py; the outputs of padded rows are zeros. A program takes block_p rows of the
     state: many small programs keep most bytes in flight."""
-    y = checked_output(x, B, C, dt, state, out)
+    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
     rows, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     _decode_kernel[(head_dim // block_p, heads, rows)](
@@ -43,21 +43,6 @@ def decode(
         BLOCK_P=block_p,
         num_warps=num_warps,
     )  # fmt: skip
-    return y
-
-
-def checked_output(
-    x: Tensor, B: Tensor, C: Tensor, dt: Tensor, state: Tensor, out: Tensor | None
-) -> Tensor:
-    """The output tensor. The kernels take only the stride of the rows."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    for name, tensor in (("x", x), ("B", B), ("C", C), ("dt", dt), ("state", state), ("out", y)):
-        # A single row tells nothing about its strides; then only the inner ones are looked at.
-        if not tensor[:1].is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
-                "all but the first dimension must be contiguous."
-            )
     return y
 
 
