@@ -210,7 +210,7 @@ class LLM:
                 del self._open[answer.key]
                 ended.append(answer)
             elif answer.stopped and not stopped:  # a stop string, which is ours to see
-                self.engine.abort(*answer.key)
+                self.engine.abort(*answer.key, FinishReason.STOP)
         return ended
 
     def _abort(self, answers: Iterable[_Answer]) -> None:

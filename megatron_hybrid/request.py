@@ -14,6 +14,20 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128  # of one prompt
 MAX_PRIORITY = 1000
 MAX_CACHE_CHECKPOINTS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_LENGTH = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to look like.
+
+    kind: "json_schema" (text: the schema as JSON), "regex", or "lark" (llguidance's dialect, in
+    which a rule can be `%json {schema}`).
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,12 @@ class SamplingParams:
         the model's own end-of-sequence ids, which `ignore_eos` switches off.
     logprobs: log-probabilities of the sampled token and of this many most likely ones.
     prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
+    presence_penalty: subtracted from the logit of every token that the answer holds;
+        frequency_penalty: times how often it does. repetition_penalty: divides positive logits
+        and multiplies negative ones of tokens in prompt or answer (Keskar et al., 2019); 1 is off.
+    logit_bias: (token id, what is added to its logit).
+    min_tokens: no end-of-sequence id, nor one of `stop_token_ids`, before this many tokens.
+    grammar: the answer matches it, unless `max_tokens` cuts it short.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -44,6 +64,12 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: Grammar | None = None
 
     def validate(self) -> None:
         """Raise InvalidRequestError naming the first field that is out of range."""

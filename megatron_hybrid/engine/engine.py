@@ -17,6 +17,7 @@ from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.plan import Launched, Runner, StepPlan
 from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.request import (
+    FinishReason,
     RequestEvent,
     SamplingParams,
     validate_cache_checkpoints,
@@ -161,13 +162,15 @@ class DynamicInferenceEngine:
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),
+        arrived: float | None = None,
     ) -> None:
         """Queue a request. Raises InvalidRequestError, without effect, if it can't be served.
 
         cache_salt, adapter: only prompts with the same ones share anything. priority: a smaller
         number runs first; who waits long gets ahead all the same. cache_checkpoints: positions in
         the prompt at which its state is wanted later. message_ends: where the messages of a chat
-        end, ascending, the system message's first; a hint for where to keep states.
+        end, ascending, the system message's first; a hint for where to keep states. arrived: when
+        it came, by `time.monotonic`, for the latencies that are measured (None: now).
         """
         params.validate()
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
@@ -222,10 +225,15 @@ class DynamicInferenceEngine:
             )
         self.scheduler.submit(answers)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its answers; the last event comes with the next step. Unknown
-        ids are ignored."""
-        self.scheduler.abort(request_id, index)
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
+        """End a request, or one of its answers, for this reason; the last event comes with the
+        next step. Unknown ids are ignored."""
+        self.scheduler.abort(request_id, index, reason)
 
     # ------------------------------------------------------------------ whole
 
@@ -244,6 +252,25 @@ class DynamicInferenceEngine:
 
     def reset_prefix_cache(self) -> None:
         self.reset()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait until `resume`."""
+        return False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing runs and no step is in flight."""
+        return self.scheduler.num_running == 0 and self._in_flight is None
+
+    def pause(self, mode: str) -> None:
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def update_weights(self, folder: str) -> None:
+        raise NotImplementedError
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""

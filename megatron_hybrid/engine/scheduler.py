@@ -83,13 +83,18 @@ class Scheduler:
         for request in answers:
             self._waiting.add(request, self._step)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
         """End a request, or one of its answers, wherever it is; a token in flight is dropped.
         Ignored are unknown ids, and answers whose last token is in flight."""
         for request in list(self._open.get(request_id, {}).values()):
             computes = request.status is RequestStatus.WAITING or request.lease is not None
             if computes and index in (None, request.index):
-                self._finish(request, FinishReason.ABORT)
+                self._finish(request, reason)
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._open

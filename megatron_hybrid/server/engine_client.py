@@ -24,6 +24,15 @@ logger = logging.getLogger(__name__)
 
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
 STALLED_SECONDS = 600.0
+QUERY_SECONDS = 60.0  # a step may take that long
+
+
+class QueryFailed(RuntimeError):
+    """The engine refused a query; `status` is the HTTP status that fits."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -45,7 +54,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._requests: dict[str, _Registered] = {}
-        self._queries: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._queries: dict[int, queue.SimpleQueue[wire.Result | None]] = {}
         self._query_ids = itertools.count()
         self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -88,39 +97,43 @@ class EngineClient:
         with self._lock:
             return len(self._requests)
 
-    def abort(self, request_id: str) -> int:
-        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
-        with self._lock:
-            found = {
-                name: len(known.open)
-                for name, known in self._requests.items()
-                if name == request_id or name.rpartition("-")[0] == request_id
-            }
-        for name in found:
-            self.send(wire.AbortRequest(name))
-        return sum(found.values())
+    def ask(
+        self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None = QUERY_SECONDS
+    ) -> dict[str, Any]:
+        """The result of a query of this kind; None: wait for it as long as the engine lives.
 
-    def reset_prefix_cache(self) -> None:
+        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
+        """
         self.check()
-        self.send(wire.ResetPrefixCache())
-
-    def stats(self, timeout: float = 2.0) -> dict[str, Any]:
-        """The engine's counters; EngineUnavailable if it does not answer in time."""
-        self.check()
-        answer: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[wire.Result | None] = queue.SimpleQueue()
         query_id = next(self._query_ids)
         with self._lock:
             self._queries[query_id] = answer
-        self.send(wire.GetStats(query_id))
+        self.send(kind(query_id, *arguments))
         try:
-            values = answer.get(timeout=timeout)
+            result = answer.get(timeout=timeout)
         except queue.Empty:
-            values = None
-        with self._lock:
-            self._queries.pop(query_id, None)
-        if values is None:
-            raise EngineUnavailable("The engine is busy and did not tell its counters in time.")
-        return values
+            raise EngineUnavailable("The engine is busy and did not answer in time.") from None
+        finally:
+            with self._lock:
+                self._queries.pop(query_id, None)
+        if result is None:
+            self.check()
+            raise EngineUnavailable("The engine has ended.")
+        if result.error is not None:
+            raise QueryFailed(result.error, result.status)
+        return result.values
+
+    def abort(self, request_id: str) -> int:
+        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
+        return int(self.ask(wire.AbortAnswers, request_id)["aborted"])
+
+    def reset_prefix_cache(self) -> None:
+        self.ask(wire.ResetPrefixCache)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        return self.ask(wire.GetStats, timeout=2.0)
 
     def engine_ended(self, reason: str) -> None:
         """Fail what is under way and whatever comes, with this reason."""
@@ -211,11 +224,11 @@ class EngineClient:
             if known is not None:
                 error = InvalidRequestError(reply.field, reply.message, reply.status)
                 known.subscription.deliver(error)
-        elif isinstance(reply, wire.Stats):
+        elif isinstance(reply, wire.Result):
             with self._lock:
                 answer = self._queries.get(reply.query_id)
             if answer is not None:
-                answer.put(reply.values)
+                answer.put(reply)
         elif isinstance(reply, wire.EngineReady):
             self.ready = reply
             self.on_ready()

@@ -48,9 +48,27 @@ class Engine(Protocol):
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),
+        arrived: float | None = None,
     ) -> None: ...
 
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None: ...
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def is_quiet(self) -> bool: ...
+
+    def update_weights(self, folder: str) -> None: ...
 
     def has_work(self) -> bool: ...
 
@@ -96,7 +114,7 @@ class EngineLoop:
         self._on_join = on_join
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
-        self._senders: deque[bytes] = deque()  # of the requests received and not yet added
+        self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._failed_steps = 0
         self._last_heartbeat = 0.0
         self._stop_requested = False
@@ -145,9 +163,9 @@ class EngineLoop:
                     self._send(client, self._ready())
                     self._on_join(command.url)
                 elif isinstance(command, wire.GetStats):
-                    self._send(client, wire.Stats(command.query_id, self._engine.stats()))
+                    self._send(client, wire.Result(command.query_id, self._engine.stats()))
                 else:
-                    if isinstance(command, wire.AddRequest):
+                    if isinstance(command, wire.AddRequest | wire.Query):
                         self._senders.append(client)
                     shared.append(command)
         return shared
@@ -160,9 +178,30 @@ class EngineLoop:
         if isinstance(command, wire.AddRequest):
             self._add(command)
         elif isinstance(command, wire.AbortRequest):
-            self._engine.abort(command.request_id, command.index)
-        elif isinstance(command, wire.ResetPrefixCache):
+            self._engine.abort(command.request_id, command.index, command.reason)
+        elif isinstance(command, wire.Query):
+            self._answer(command)
+
+    def _answer(self, query: wire.Query) -> None:
+        """Do what every rank does, and tell the first rank's client."""
+        client = self._senders.popleft() if self._senders else b""
+        values: dict[str, Any] = {}
+        if isinstance(query, wire.ResetPrefixCache):
             self._engine.reset_prefix_cache()
+        elif isinstance(query, wire.AbortAnswers):
+            values = {"aborted": self._abort_answers(query.request_id)}
+        self._send(client, wire.Result(query.query_id, values))
+
+    def _abort_answers(self, request_id: str) -> int:
+        """Of one HTTP request, whose prompts are engine requests named `<its id>-<number>`."""
+        found = {
+            name: len(owned.open)
+            for name, owned in self._owned.items()
+            if request_id in (name, name.rpartition("-")[0])
+        }
+        for name in found:
+            self._engine.abort(name)
+        return sum(found.values())
 
     def _add(self, command: wire.AddRequest) -> None:
         client = self._senders.popleft() if self._senders else b""
@@ -175,6 +214,7 @@ class EngineLoop:
                 priority=command.priority,
                 cache_checkpoints=command.cache_checkpoints,
                 message_ends=command.message_ends,
+                arrived=command.arrived,
             )
         except InvalidRequestError as error:
             self._send(

@@ -151,7 +151,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._metrics.finished(delta.finish_reason, time.monotonic() - self._started)
             # Does nothing unless a stop string ended it here.
-            subscription.abort(event.request_id, event.index)
+            subscription.abort(event.request_id, event.index, FinishReason.STOP)
         return [delta]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_hybrid.request import RequestEvent, SamplingParams
+from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -24,6 +24,8 @@ class Join(Command, frozen=True):
 
 
 class AddRequest(Command, frozen=True):
+    """`arrived`: when the HTTP request came, by the clock of this machine's `time.monotonic`."""
+
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -31,23 +33,56 @@ class AddRequest(Command, frozen=True):
     priority: int = 0
     cache_checkpoints: tuple[int, ...] = ()
     message_ends: tuple[int, ...] = ()
+    arrived: float | None = None
 
 
 class AbortRequest(Command, frozen=True):
-    """End one choice of a request; without an index, all that have not ended."""
+    """End one choice of a request; without an index, all that have not ended. `reason`: how it is
+    counted; "stop" when a stop string ended it, which only the front end sees."""
 
     request_id: str
     index: int | None = None
+    reason: FinishReason = FinishReason.ABORT
 
 
-class ResetPrefixCache(Command, frozen=True):
+class Query(Command, frozen=True):
+    """A command that is answered, with one Result."""
+
+    query_id: int
+
+
+class GetStats(Query, frozen=True):
+    """The engine's counters."""
+
+
+class AbortAnswers(Query, frozen=True):
+    """End all choices of one HTTP request, whichever front end it came through; the result holds
+    `aborted`, their number."""
+
+    request_id: str
+
+
+class ResetPrefixCache(Query, frozen=True):
     """Forget every cached prefix."""
 
 
-class GetStats(Command, frozen=True):
-    """Ask for the engine's counters; answered with Stats."""
+class Pause(Query, frozen=True):
+    """Start no more requests. Those that run: "finish", "abort" or "keep" them where they are.
+    Answered when none runs any more, or at once for "keep"."""
 
-    query_id: int
+    mode: str
+
+
+class Resume(Query, frozen=True):
+    """Go on after Pause."""
+
+
+class UpdateWeights(Query, frozen=True):
+    """Read the model's weights from a folder; what runs is treated as by Pause. The cache is
+    emptied. Paused before: stays paused; else goes on."""
+
+    folder: str
+    mode: str
 
 
 class Stop(Command, frozen=True):
@@ -79,9 +114,13 @@ class Refused(Reply, frozen=True):
     status: int
 
 
-class Stats(Reply, frozen=True):
+class Result(Reply, frozen=True):
+    """Of a Query: its values, or the sentence of an error and its HTTP status."""
+
     query_id: int
-    values: dict[str, Any]
+    values: dict[str, Any] = {}
+    error: str | None = None
+    status: int = 200
 
 
 class Heartbeat(Reply, frozen=True):
@@ -94,8 +133,9 @@ class EngineEnded(Reply, frozen=True):
     reason: str
 
 
-AnyCommand = Join | AddRequest | AbortRequest | ResetPrefixCache | GetStats
-AnyReply = EngineReady | Events | Refused | Stats | Heartbeat | EngineEnded
+AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
+AnyCommand = Join | AddRequest | AbortRequest | AnyQuery
+AnyReply = EngineReady | Events | Refused | Result | Heartbeat | EngineEnded
 
 
 def _plain(value: Any) -> Any:

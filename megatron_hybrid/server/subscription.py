@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import RequestEvent
+from megatron_hybrid.request import FinishReason, RequestEvent
 from megatron_hybrid.server import messages as wire
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class Subscription:
         except queue.Empty:
             return events
 
-    def abort(self, request_id: str, index: int) -> None:
-        """Stop caring for one choice, and let the engine know."""
+    def abort(self, request_id: str, index: int, reason: FinishReason) -> None:
+        """Stop caring for one choice, and let the engine know why."""
         if (request_id, index) in self.open_choices:
             self._forget(request_id, index)
-            self._client.send(wire.AbortRequest(request_id, index))
+            self._client.send(wire.AbortRequest(request_id, index, reason))
 
     def close(self) -> None:
         """Abort whatever has not ended."""

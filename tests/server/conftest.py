@@ -57,7 +57,7 @@ class RunningLoop:
 
     def close(self) -> None:
         self.loop.request_stop()
-        self.client.send(wire.ResetPrefixCache())  # an idle loop looks up at once
+        self.client.send(wire.ResetPrefixCache(0))  # an idle loop looks up at once
         self.thread.join(5)
         self.client.close()
         self._socket.close()

@@ -87,6 +87,7 @@ class FakeEngine:
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),
+        arrived: float | None = None,
     ) -> None:
         params.validate()
         validate_priority(priority)
@@ -119,7 +120,12 @@ class FakeEngine:
             )
         )
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
         self.log.append(f"abort {request_id}" if index is None else f"abort {request_id} {index}")
         for key, one in self._running.items():
             if key[0] == request_id and index in (None, key[1]):
@@ -159,6 +165,18 @@ class FakeEngine:
         }
 
     def reset_prefix_cache(self) -> None:
+        self._cached.clear()
+
+    is_paused = False
+    is_quiet = True
+
+    def pause(self, mode: str) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def update_weights(self, folder: str) -> None:
         self._cached.clear()
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:

@@ -180,7 +180,7 @@ def test_a_request_ends_for_loop_and_client_with_its_last_choice(running: Runnin
     (event,) = subscription.next(5)
     assert (event.index, event.finish_reason) == (1, FinishReason.ABORT)
     assert running.client.running() == 1
-    subscription.abort("a-0", 0)
+    subscription.abort("a-0", 0, FinishReason.STOP)
     assert running.client.running() == 1
     running.client.send(wire.AbortRequest("a-0"))
     (event,) = subscription.next(5)

@@ -1,0 +1,77 @@
+"""The routes of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flask import Flask, Response, request
+
+from megatron_hybrid.server.chat import answer_chat
+from megatron_hybrid.server.completions import answer_completion
+from megatron_hybrid.server.fields import parse_body
+from megatron_hybrid.server.generation import Generation
+from megatron_hybrid.server.http_errors import json_response
+from megatron_hybrid.server.openai_protocol import GenerationRequest, parse_chat, parse_completion
+from megatron_hybrid.server.serving import Serving, UnknownModel
+
+
+def install(app: Flask, serving: Serving) -> None:
+    @app.post("/v1/chat/completions")
+    def chat_completions() -> Response:
+        body = parse_chat(parse_body(request.get_data()))
+        with _generation(serving, "chatcmpl", body.generation) as generation:
+            return _closing(answer_chat(serving, body, generation), generation)
+
+    @app.post("/v1/completions")
+    def completions() -> Response:
+        body = parse_completion(parse_body(request.get_data()))
+        with _generation(serving, "cmpl", body.generation) as generation:
+            return _closing(answer_completion(serving, body, generation), generation)
+
+    @app.get("/v1/models")
+    def models() -> Response:
+        return json_response({"object": "list", "data": [_model_card(serving)]})
+
+    @app.get("/v1/models/<path:name>")
+    def model(name: str) -> Response:
+        if name != serving.options.model_name:
+            raise UnknownModel(f"The model {name!r} is not served here.")
+        return json_response(_model_card(serving))
+
+
+def _model_card(serving: Serving) -> dict[str, Any]:
+    ready = serving.client.ready
+    return {
+        "id": serving.options.model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "megatron_hybrid",
+        "max_model_len": ready.max_seq_length if ready is not None else None,
+    }
+
+
+@contextmanager
+def _generation(serving: Serving, prefix: str, wanted: GenerationRequest) -> Iterator[Generation]:
+    """A place for the current request, given up at once if it fails."""
+    serving.check_model(wanted.model)
+    # Whether the client has gone, as far as the WSGI server knows.
+    disconnected: Callable[[], bool] = request.environ.get(
+        "waitress.client_disconnected", lambda: False
+    )
+    generation = serving.open(prefix, wanted, disconnected)
+    try:
+        yield generation
+    except BaseException:
+        generation.close()
+        raise
+
+
+def _closing(response: Response, generation: Generation) -> Response:
+    """Close once the response was sent, or now if it is complete."""
+    if response.is_streamed:
+        response.call_on_close(generation.close)
+    else:
+        generation.close()
+    return response
