@@ -21,13 +21,19 @@ class IncrementalDetokenizer:
     What could still change is held back: an unfinished character, and an end of the text that
     could be the beginning of a stop string. `stop_hit` is the stop string that ended the text
     (not part of it); `tokens_used` counts the tokens up to and including the one that completed
-    it, or all of them.
+    it, or all of them. `visible_ids`: special tokens that the text shows all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.stop_hit: str | None = None
         self.tokens_used = 0
         self._stop = tuple(stop)
+        self._visible_ids = visible_ids
         self._decoding = _decoding_for(tokenizer)
         self._tokenizer = tokenizer
         self._held = ""
@@ -39,7 +45,7 @@ class IncrementalDetokenizer:
             if self.stop_hit is not None:
                 break
             self.tokens_used += 1
-            if not self._tokenizer.is_special(token_id):
+            if not self._tokenizer.is_special(token_id) or token_id in self._visible_ids:
                 text = self._decoding.push(token_id)
                 if text:
                     pieces.append(self._release(text))
@@ -65,7 +71,7 @@ class IncrementalDetokenizer:
             start, self.stop_hit = first
             self._held = ""
             return text[:start]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -79,7 +85,7 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return start, stop
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop` without completing it."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

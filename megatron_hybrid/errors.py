@@ -33,3 +33,7 @@ class StatePoolExhausted(RuntimeError):
 
 class DeviceLostError(RuntimeError):
     """The device can't compute any more; the process has to end."""
+
+
+class WeightsLostError(DeviceLostError):
+    """New weights were copied only in part: the process has to be started again."""

@@ -14,6 +14,7 @@ from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.engine.build import build_engine, model_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
+from megatron_hybrid.execution.plan import WeightsSource
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestOutput, SamplingParams
 from megatron_hybrid.tokenizer import EncodedPrompt, Tokenizer
 
@@ -142,6 +143,38 @@ class LLM:
         finally:
             self._abort([answer])
 
+    def pause(self, mode: str = "finish") -> None:
+        """Begin no more answers. Those of open streams that have begun: "finish" computes them to
+        their end now, "abort" ends them, "keep" leaves them where they are until `resume`."""
+        self.engine.pause(mode)
+        while not self.engine.is_quiet:
+            self._step()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.engine.resume()
+
+    def update_weights(self, source: WeightsSource, *, mode: str | None = None) -> int:
+        """Overwrite the model's weights in place and empty the prefix cache; the weights' epoch,
+        which counts the updates.
+
+        `source`: a Hugging Face folder of the same model, with all its weights; or tensors by
+        Hugging Face's names, a mapping or pairs, of which some may be left out (pause first, to
+        update a model in several parts). Under torchrun every rank passes whole tensors. `mode`:
+        what becomes of open streams, as in `pause`; None: as the pause that holds, else "finish".
+        Paused before, it stays paused. Raises WeightsError, and changes nothing, for weights that
+        do not fit; WeightsLostError when they could be copied only in part: make a new LLM then.
+        """
+        was_paused = self.engine.is_paused
+        if mode is not None or not was_paused:
+            self.pause(mode or "finish")
+        try:
+            self.engine.update_weights(source)
+        finally:
+            if not was_paused:
+                self.engine.resume()
+        return self.engine.epoch
+
     def stats(self) -> dict[str, Any]:
         """The counters of docs/prefix_cache.md."""
         return self.engine.stats()
@@ -199,6 +232,8 @@ class LLM:
 
     def _step(self) -> list[_Answer]:
         """One step of the engine, given to all answers that run; those that ended with it."""
+        if self.engine.is_paused and self.engine.is_quiet:
+            raise RuntimeError("The engine is paused; call LLM.resume() to go on.")
         ended = []
         for event in self.engine.step():
             answer = self._open.get((event.request_id, event.index))

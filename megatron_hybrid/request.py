@@ -15,6 +15,10 @@ MAX_CHOICES = 128  # of one prompt
 MAX_PRIORITY = 1000
 MAX_CACHE_CHECKPOINTS = 64
 MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0  # of presence and frequency
+MAX_REPETITION_PENALTY = 100.0
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 MAX_GRAMMAR_LENGTH = 2**20
 
 
@@ -28,6 +32,21 @@ class Grammar:
 
     kind: str
     text: str
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError unless its kind is known and its text has a size that can be
+        read; `megatron_hybrid.grammar.check` reads it."""
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidRequestError(
+                "response_format",
+                f"response_format has a grammar of kind {self.kind!r}; known are "
+                f"{', '.join(GRAMMAR_KINDS)}.",
+            )
+        if not isinstance(self.text, str) or len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequestError(
+                "response_format",
+                f"response_format must hold a text of at most {MAX_GRAMMAR_LENGTH} characters.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +62,14 @@ class SamplingParams:
     logprobs: log-probabilities of the sampled token and of this many most likely ones.
     prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
     presence_penalty: subtracted from the logit of every token that the answer holds;
-        frequency_penalty: times how often it does. repetition_penalty: divides positive logits
-        and multiplies negative ones of tokens in prompt or answer (Keskar et al., 2019); 1 is off.
-    logit_bias: (token id, what is added to its logit).
+        frequency_penalty: times how often it does; both -2 to 2. repetition_penalty: divides
+        positive logits and multiplies negative ones of tokens in prompt or answer (Keskar et al.,
+        2019); above 0, to 100; 1 is off. The last one comes first.
+    logit_bias: (token id, what is added to its logit, -100 to 100), each id once.
     min_tokens: no end-of-sequence id, nor one of `stop_token_ids`, before this many tokens.
-    grammar: the answer matches it, unless `max_tokens` cuts it short.
+    grammar: the answer matches it, unless `max_tokens` or a stop cuts it short. It ends when the
+        grammar is complete, also before `min_tokens`.
+    Log-probabilities are the model's own, before any of these.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -99,6 +121,67 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            MAX_REPETITION_PENALTY,
+            open_low=True,
+        )
+        self._validate_logit_bias()
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            self.validate_min_tokens(self.max_tokens)
+        if self.grammar is not None:
+            self.grammar.validate()
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if `logit_bias` names an id that the model does not have."""
+        for token, _ in self.logit_bias:
+            if token >= vocab_size:
+                raise InvalidRequestError(
+                    "logit_bias",
+                    f"logit_bias names token id {token}; the model knows 0 to {vocab_size - 1}.",
+                )
+
+    def validate_min_tokens(self, max_tokens: int) -> None:
+        """Raise InvalidRequestError if the answer can't become as long as it has to."""
+        if self.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is "
+                f"{max_tokens}.",
+            )
+
+    def _validate_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError(
+                "logit_bias",
+                f"logit_bias has {len(self.logit_bias)} ids; the limit is {MAX_LOGIT_BIASES}.",
+            )
+        for token, bias in self.logit_bias:
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequestError("logit_bias", "logit_bias names a token id twice.")
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether what has been written changes what comes next."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether tokens are not chosen from the model's own logits."""
+        return bool(
+            self.is_penalised or self.logit_bias or self.min_tokens or self.grammar is not None
+        )
 
     @property
     def greedy(self) -> bool:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import json
+import re
+import secrets
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_hybrid.answer_places import (
+    GeneratedAnswer,
+    Place,
+    Slot,
+    can_be_encoded_apart,
+    cut_at,
+    encode_around,
+    find_places,
+)
+from megatron_hybrid.chat_content import with_plain_content
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+# Whether a piece of rendered text says what an assistant's message with tool calls says.
+SameCalls = Callable[[str, Message], bool]
 LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the first one's
 
 
@@ -41,6 +56,9 @@ class Tokenizer:
             for token_id, token in self.backend.get_added_tokens_decoder().items()
             if token.special
         }
+        self._special_tokens = tuple(
+            token for token in map(self.backend.id_to_token, self._special_ids) if token
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -69,6 +87,24 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The template's source; of several, the one for tools comes first."""
+        template = self._hf.chat_template or ""
+        if isinstance(template, Mapping):
+            return "\n".join([template.get("tool_use", ""), *map(str, template.values())])
+        return str(template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for descriptions of functions."""
+        return re.search(r"\{[%{][^}]*\btools\b", self.chat_template) is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling; None if the vocabulary has no such token."""
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
     def is_special(self, token_id: int) -> bool:
         """Whether this id stands for no text of the answer: end of sequence, roles, padding."""
         return token_id in self._special_ids
@@ -89,35 +125,89 @@ class Tokenizer:
         return text
 
     def encode_chat(
-        self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Tools = (),
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Raises InvalidRequestError when the messages, or the template's view of them, are wrong.
         """
-        conversation, arguments = self._checked_chat(messages, template_arguments)
+        conversation, arguments = self._checked_chat(messages, template_arguments, tools)
         return self.encode(self._render_chat(conversation, arguments), add_special_tokens=False)
 
     def encode_chat_with_ends(
-        self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Tools = (),
+        *,
+        answers: Mapping[int, GeneratedAnswer] | None = None,
+        same_calls: SameCalls | None = None,
     ) -> EncodedPrompt:
         """What `encode_chat` gives, and where in it the first message and the last ones end.
 
         A message's end is where the rendering of the chat up to it ends, if the whole begins so.
         Templates that refuse a part of a chat, or render it otherwise, have fewer ends, or none.
+
+        answers: what is known to have been generated, by the message's number; it goes into the
+        prompt as these ids wherever the rendered text holds it unchanged. `same_calls` decides that
+        for messages with tool calls, which a template may spell otherwise than the model did.
         """
-        conversation, arguments = self._checked_chat(messages, template_arguments)
+        conversation, arguments = self._checked_chat(messages, template_arguments, tools)
         text = self._render_chat(conversation, arguments)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        places = self._places(conversation, arguments, text, answers or {}, same_calls)
+        token_ids, ends_of_tokens = encode_around(self.backend, text, places)
         characters = self._message_ends(conversation, arguments, text)
         # Where each token has ended, and all those before it, in characters.
-        token_ends = list(accumulate((end for _, end in encoding.offsets), max))
+        token_ends = list(accumulate(ends_of_tokens, max))
         # A token that goes on beyond the message does not belong to it.
         ends = {bisect_right(token_ends, end) for end in characters} - {0}
-        return EncodedPrompt(encoding.ids, tuple(sorted(ends)))
+        return EncodedPrompt(token_ids, tuple(sorted(ends)))
+
+    def _places(
+        self,
+        conversation: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        text: str,
+        answers: Mapping[int, GeneratedAnswer],
+        same_calls: SameCalls | None,
+    ) -> list[Place]:
+        """Where the answers stand in the rendered chat, from one more rendering with marks instead
+        of them."""
+        marks, slots = [], []
+        marked = list(conversation)
+        for number in sorted(answers):
+            message, answer = conversation[number], answers[number]
+            same = None
+            if message.get("tool_calls"):
+                if same_calls is None:
+                    continue
+                same = functools.partial(_same, same_calls, message)
+            mark = f"answer{secrets.token_hex(16)}"
+            marked[number] = {k: v for k, v in message.items() if k != "tool_calls"}
+            marked[number]["content"] = mark
+            marks.append(mark)
+            slots.append(Slot(message["content"], answer, same))
+        if not slots:
+            return []
+        try:
+            rendered = self._apply_template(marked, arguments, answer_follows=True)
+        except Exception:  # a template may want calls where results of calls follow
+            return []
+        places = find_places(text, cut_at(rendered, marks), slots)
+        return [
+            place
+            for place in places
+            if can_be_encoded_apart(self.backend, text, place.end, self._special_tokens)
+        ]
 
     def _checked_chat(
-        self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None,
+        tools: Tools,
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -132,7 +222,16 @@ class Tokenizer:
                     "chat_template_kwargs",
                     f"chat_template_kwargs.{name} is not a variable of the chat template.",
                 )
-        return [_flatten(message, index) for index, message in enumerate(messages)], arguments
+        if tools:
+            if not self.takes_tools:
+                raise InvalidRequestError(
+                    "tools",
+                    "This model's chat template has no place for tools; leave tools out.",
+                )
+            arguments["tools"] = list(tools)
+        return [
+            with_plain_content(message, index) for index, message in enumerate(messages)
+        ], arguments
 
     def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         try:
@@ -170,6 +269,10 @@ class Tokenizer:
         return text
 
 
+def _same(same_calls: SameCalls, message: Message, body: str) -> bool:
+    return same_calls(body, message)
+
+
 def _load_hf_tokenizer(path: Path) -> Any:
     # AutoTokenizer pulls in torch; a tokenizer.json needs only the tokenizers library.
     if (path / "tokenizer.json").is_file():
@@ -194,30 +297,3 @@ def _template_parameters() -> frozenset[str]:
 
 # Arguments of apply_chat_template itself, which a request must not set.
 _TEMPLATE_PARAMETERS = _template_parameters() - {"kwargs"} | {"messages"}
-
-
-def _flatten(message: Message, index: int) -> dict[str, Any]:
-    """The message with its content as one string; parts that are not text are refused by name."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    name = f"messages[{index}].content"
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            name, f"{name} is {json.dumps(content)[:60]}; it must be text or a list of parts."
-        )
-    texts = []
-    for position, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise InvalidRequestError(
-                f"{name}[{position}].type",
-                f"{name}[{position}].type is {kind!r}; only 'text' is supported.",
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRequestError(
-                f"{name}[{position}].text", f"{name}[{position}].text is missing or not a string."
-            )
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}

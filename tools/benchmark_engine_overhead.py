@@ -152,6 +152,9 @@ class FixedLogitsRunner:
     def dummy_forward(self) -> None:
         pass
 
+    def update_weights(self, source: object) -> None:
+        raise NotImplementedError
+
 
 def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -> dict[str, Any]:
     """Milliseconds a step with `requests` requests decoding."""

@@ -283,7 +283,7 @@ class Bench:
                 config, initialize(device=self.device), self.dtype, self.dtype, torch.float32
             )
         for _, part in model.weight_parts():
-            part.target.copy_(self.normal(*part.target.shape).mul_(part.shape[-1] ** -0.5))
+            part.put(self.normal(*part.target.shape).mul_(part.shape[-1] ** -0.5))
         model.after_loading()
         mixer = model.blocks[0].mixer.recurrent  # type: ignore[union-attr]
         assert isinstance(mixer, RecurrentMixer)

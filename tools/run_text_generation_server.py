@@ -6,6 +6,12 @@ r"""Serves a model over HTTP in OpenAI's wire format.
     torchrun --nproc-per-node 2 tools/run_text_generation_server.py --load DIR \
         --tensor-model-parallel-size 2
 
+When the engine process dies, the HTTP front end stays: it answers 503 and waits for the next one
+(--engine-restart-timeout). What starts the next one is a supervisor, such as
+
+    torchrun --max-restarts 3 --nproc-per-node 1 tools/run_text_generation_server.py ...
+    until megatron-hybrid serve ...; do sleep 1; done
+
 All flags: --help.
 """
 

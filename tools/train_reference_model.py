@@ -48,8 +48,15 @@ ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")
 SPECIALS = [PAD, END, *ROLES.values(), "<|reserved_0|>", "<|reserved_1|>"]
 
 # A message is its role's token, its content as it is, and the end token. Nothing is trimmed and
-# nothing depends on a later message, so a chat's tokens are a prefix of the longer chat's.
+# nothing depends on a later message, so a chat's tokens are a prefix of the longer chat's. Tools,
+# which the model was not trained on, go before the messages and are called as Qwen 3 does it.
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|system|>You may call these functions:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '\\n</tools>\\nTo call one, answer with its name and arguments:\\n' -}}
+{{- '<tool_call>\\n{"name": "...", "arguments": {...}}\\n</tool_call><|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
 {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
@@ -61,6 +68,11 @@ CHAT_TEMPLATE = """\
 {%- elif message['content'] -%}
 {%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\\n' if message['content'] or not loop.first -}}
+{{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""

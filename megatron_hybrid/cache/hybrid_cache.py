@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys, root_key
 from megatron_hybrid.cache.cached_state import CachedState
@@ -68,6 +71,7 @@ class HybridCache:
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
+        self.kv.begin_step(step)
         self.states.begin_step(step)
 
     # -------------------------------------------------------------- admission
@@ -335,6 +339,11 @@ class HybridCache:
 
     def occupancy(self) -> Occupancy:
         return self.store.occupancy()
+
+    def last_uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The steps in which each KV block that nobody holds, and each cached state, was used last.
+        Takes time that grows with their number; not for every step."""
+        return self.kv.last_uses(), self.states.last_uses()
 
     def check_integrity(
         self, leases: Iterable[Lease] | None = None, holds: Iterable[Hold] = ()

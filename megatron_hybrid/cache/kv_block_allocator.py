@@ -22,6 +22,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.tail_index import Tail, TailIndex
 from megatron_hybrid.errors import KVBlocksExhausted
@@ -62,9 +65,11 @@ class KVBlockAllocator:
         self._tails_of: dict[int, list[BlockKey]] = {}
         self._parent = [0] * (num_blocks + 1)  # of mapped blocks
         self._cover = [0] * (num_blocks + 1)  # states at the block, and covered children
-        # mapped blocks without references, the next one to be evicted first
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._uncovered: OrderedDict[int, None] = OrderedDict()
+        self._step = 0
+        # mapped blocks without references, the next one to be evicted first, each with the step
+        # of its last use
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        self._uncovered: OrderedDict[int, int] = OrderedDict()
 
     # ------------------------------------------------------------------ sizes
 
@@ -101,7 +106,16 @@ class KVBlockAllocator:
         references = self._references
         return [references[block] for block in blocks].count(0)
 
+    def last_uses(self) -> npt.NDArray[np.int64]:
+        """[num_cached]: the step in which somebody last held each cached block."""
+        steps = [*self._cached.values(), *self._uncovered.values()]
+        return np.array(steps, dtype=np.int64)
+
     # ------------------------------------------------------------------ verbs
+
+    def begin_step(self, step: int) -> None:
+        """What is released from now on was used until this step."""
+        self._step = step
 
     def allocate(self, count: int) -> list[int]:
         """`count` private blocks with one reference each; evicts what it must.
@@ -148,9 +162,9 @@ class KVBlockAllocator:
                 elif not self._keeps_idle:
                     self._drop(block)
                 elif self._needs_cover and self._cover[block] == 0:
-                    self._uncovered[block] = None
+                    self._uncovered[block] = self._step
                 else:
-                    self._cached[block] = None
+                    self._cached[block] = self._step
 
     def publish(self, block: int, key: BlockKey, parent: int = DUMMY_BLOCK) -> int:
         """Map `key` to `block`, whose KV is complete, and return the block that holds the key.
@@ -208,8 +222,7 @@ class KVBlockAllocator:
             if cover[block] > 1:
                 return
             if block in self._uncovered:
-                del self._uncovered[block]
-                self._cached[block] = None
+                self._cached[block] = self._uncovered.pop(block)
             block = parents[block]
 
     def uncover(self, block: int) -> None:
@@ -220,8 +233,7 @@ class KVBlockAllocator:
             if cover[block] > 0:
                 return
             if block in self._cached:
-                del self._cached[block]
-                self._uncovered[block] = None
+                self._uncovered[block] = self._cached.pop(block)
             block = self._parent[block]
 
     def evict(self) -> int | None:

@@ -20,6 +20,7 @@ from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.cache.tail_index import Tail
 
 STATES_GIVEN_UP_AT_ONCE = 8
+LOST_CAUSES = ("grid", "prompt_logprobs", "state_evicted", "state_missing")  # of `lost_tokens`
 EVICTED_KEYS_REMEMBERED = 16384  # for telling "evicted" from "never there"
 
 
@@ -27,10 +28,13 @@ class Occupancy(NamedTuple):
     """How full the two pools are, in blocks and slots."""
 
     kv_blocks: int
+    kv_free: int  # hold nothing; blocks = free + used + evictable
     kv_used: int  # referenced by running requests
     kv_cached: int  # mapped, referenced or not
     kv_evictable: int
     state_slots: int
+    state_free: int  # hold nothing; slots = free + live + cached
+    state_live: int  # of running requests, being written included
     state_used: int  # live, being written or being read
     state_cached: int
     state_evictable: int
@@ -127,10 +131,13 @@ class PrefixStore:
         kv, states = self.kv, self.states
         return Occupancy(
             kv_blocks=kv.num_blocks,
+            kv_free=kv.num_free,
             kv_used=kv.num_blocks - kv.num_available,
             kv_cached=kv.num_mapped,
             kv_evictable=kv.num_cached,
             state_slots=states.num_slots,
+            state_free=states.num_free,
+            state_live=states.num_slots - states.num_free - states.num_cached,
             state_used=states.num_slots - states.num_free - states.num_evictable,
             state_cached=states.num_cached,
             state_evictable=states.num_evictable,

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
@@ -175,6 +178,10 @@ class StatePool:
 
     def cached(self) -> list[CachedState]:
         return [state for state in self._state if state is not None]
+
+    def last_uses(self) -> npt.NDArray[np.int64]:
+        """[num_cached]: the step in which each cached state was left or last read."""
+        return np.array([state.used_at for state in self.cached()], dtype=np.int64)
 
     # ---------------------------------------------------------------- details
 

@@ -22,6 +22,7 @@ from megatron_hybrid.engine.sizing import MAX_REQUESTS, derive_geometry, describ
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.grammar import FolderGrammars
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
@@ -104,6 +105,7 @@ def build_engine(
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
         or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
+        grammars=FolderGrammars(plan.folder, model_config.vocab_size, model_config.eos_token_ids),
     )
 
 

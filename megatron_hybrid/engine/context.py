@@ -16,7 +16,7 @@ from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint
 from megatron_hybrid.cache.prefix_index import PrefixMatch
 from megatron_hybrid.engine.tracked_request import NO_ROW, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
-from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
 from megatron_hybrid.request import RequestStatus
 
 
@@ -215,6 +215,11 @@ class DynamicInferenceContext:
         if not preserve_prefix_cache:
             self.cache.reset()
 
+    def begin_epoch(self) -> None:
+        """New weights: as `reset`, and nothing that is computed from now on shares a key with
+        what was."""
+        self.cache.set_epoch(self.cache.epoch + 1)
+
     def check_integrity(self, holds: Iterable[Hold] = ()) -> None:
         """Assert every invariant; call between steps. `holds`: those that the scheduler has."""
         running = list(self.running())
@@ -238,6 +243,29 @@ class DynamicInferenceContext:
         rows.min_p[row] = params.min_p
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if params.adjusts_logits:
+            self._adjust_row(request)
+
+    def _adjust_row(self, request: TrackedRequest) -> None:
+        params, written, bias, stop_ids = request.params, None, None, None
+        if params.is_penalised:
+            written = Written(request.prompt, np.asarray(request.output, dtype=np.int32))
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = LogitBias(np.asarray(ids, np.int64), np.asarray(values, np.float32))
+        if params.min_tokens:
+            stop_ids = np.asarray(request.stop_ids, dtype=np.int64)
+        self.rows.adjust(
+            request.row,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            written=written,
+            logit_bias=bias,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+            grammar=request.grammar,
+        )
 
     def _lease(self, row: int) -> Lease:
         lease = self.request_in(row).lease

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,20 @@ import numpy as np
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
+from megatron_hybrid.engine.pause import PAUSE_MODES, PauseMode
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
-from megatron_hybrid.execution.plan import Launched, Runner, StepPlan
+from megatron_hybrid.errors import (
+    DeviceLostError,
+    InvalidRequestError,
+    WeightsError,
+    WeightsLostError,
+)
+from megatron_hybrid.execution.plan import Launched, Runner, StepPlan, WeightsSource
 from megatron_hybrid.execution.random_streams import stream_seed
+from megatron_hybrid.grammar import Grammars, no_tokenizer
 from megatron_hybrid.request import (
     FinishReason,
     RequestEvent,
@@ -50,13 +59,17 @@ class DynamicInferenceEngine:
         chunked_prefill: bool = True,
         break_at_checkpoints: bool = False,
         log_interval: int = 0,
+        clock: Clock = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: None for a model without a tokenizer, whose answers can't have one."""
         self.context = context
         self.runner = runner
         self.vocab_size = vocab_size
         self.max_seq_length = context.max_seq_length
         self.eos_token_ids = eos_token_ids
-        self.statistics = Statistics(context.cache)
+        self.latencies = Latencies(context.geometry.max_requests, clock)
+        self.statistics = Statistics(context.cache, self.latencies)
         self.scheduler = Scheduler(
             context,
             self.statistics,
@@ -66,8 +79,13 @@ class DynamicInferenceEngine:
         self._seed = seed
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
+        self._grammars = grammars
         self._submitted = 0
         self._in_flight: tuple[StepPlan, Launched] | None = None
+        self._weights_lost: str | None = None  # why nothing can be computed any more
+        self._clock = clock
+        self._started = clock()
+        self._step_times = StepTimes()
 
     # --------------------------------------------------------------- the loop
 
@@ -77,6 +95,8 @@ class DynamicInferenceEngine:
         With an asynchronous runner these are of the step before. Raises DeviceLostError when
         nothing can be computed any more.
         """
+        if self._weights_lost is not None:
+            raise WeightsLostError(self._weights_lost)
         self.statistics.begin_step()
         try:
             self._step()
@@ -91,9 +111,13 @@ class DynamicInferenceEngine:
 
     def _step(self) -> None:
         scheduler = self.scheduler
+        if scheduler.pause_mode is PauseMode.KEEP:
+            scheduler.settle(self._receive())
+            return
         if self._in_flight is not None and scheduler.needs_tokens:
             scheduler.settle(self._receive())
         plan = scheduler.schedule()
+        self._step_times.note(plan.step, self._clock())
         if plan.is_empty:
             scheduler.settle(self._receive())
             return
@@ -107,6 +131,7 @@ class DynamicInferenceEngine:
             scheduler.settle(self._receive())
             scheduler.fail(plan.owners, error)
             return
+        self.latencies.was_launched(plan)
         received = self._receive()  # of the step before, if it is in flight
         scheduler.publish(plan)
         scheduler.settle(received)
@@ -127,7 +152,9 @@ class DynamicInferenceEngine:
         except Exception as error:
             raise _ResultLostError from error
         self._in_flight = None
-        return self.scheduler.receive(plan, result)
+        received = self.scheduler.receive(plan, result)
+        self.latencies.was_received(plan, len(received))
+        return received
 
     def _fail_everything(self, error: BaseException) -> None:
         """A step was lost after what it computes was published, or before although it was
@@ -140,9 +167,15 @@ class DynamicInferenceEngine:
         self.reset()
         self.scheduler.fail(self.scheduler.started(), error)
 
+    @property
+    def num_waiting(self) -> int:
+        """Answers that have not begun."""
+        return self.scheduler.num_waiting
+
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return self.scheduler.has_work or self._in_flight is not None
+        lost = self._weights_lost is not None  # `step` says so
+        return self.scheduler.has_work or self._in_flight is not None or lost
 
     def dummy_forward(self) -> None:
         """An idle step: run the model for nobody. Cache, counters, requests and a step in flight
@@ -173,6 +206,7 @@ class DynamicInferenceEngine:
         it came, by `time.monotonic`, for the latencies that are measured (None: now).
         """
         params.validate()
+        params.validate_vocabulary(self.vocab_size)
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
         validate_priority(priority)
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
@@ -193,9 +227,8 @@ class DynamicInferenceEngine:
                 f"prompt has {length} tokens; without --enable-chunked-prefill the limit is "
                 f"{self.context.max_tokens} (--inference-dynamic-batching-max-tokens).",
             )
-        stop_ids = params.stop_token_ids
-        if not params.ignore_eos:
-            stop_ids += tuple(t for t in self.eos_token_ids if t not in stop_ids)
+        params.validate_min_tokens(max_tokens)
+        stop_ids = self._stop_ids(params)
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         seed = self._next_seed(params)
         answers = [
@@ -211,6 +244,7 @@ class DynamicInferenceEngine:
                 adapter=adapter,
                 priority=priority,
                 hints=CheckpointHints(tuple(cache_checkpoints), tuple(message_ends)),
+                arrived=self._clock() if arrived is None else arrived,
             )
             for index in range(params.n)
         ]
@@ -223,6 +257,13 @@ class DynamicInferenceEngine:
                 f"{geometry.num_blocks * geometry.block_size} "
                 "(--inference-dynamic-batching-buffer-size-gb).",
             )
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise no_tokenizer()
+            for request in answers:
+                request.grammar = self._grammars.compile(
+                    params.grammar, ignore_eos=params.ignore_eos
+                )
         self.scheduler.submit(answers)
 
     def abort(
@@ -238,12 +279,27 @@ class DynamicInferenceEngine:
     # ------------------------------------------------------------------ whole
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start and gauges of now; see docs/prefix_cache.md."""
+        """Counters since the start and gauges of now; see docs/prefix_cache.md and, for the times,
+        docs/server_metrics.md."""
+        kv, states = self.context.cache.last_uses()
+        now = self._clock()
         return {
             "requests_running": self.scheduler.num_running,
             "requests_waiting": self.scheduler.num_waiting,
+            "paused": self.is_paused,
+            "epoch": self.epoch,
+            "started": self._started,
             **self.statistics.as_dict(),
+            "kv_cached_by_age": self._step_times.count_by_age(kv, now),
+            "state_cached_by_age": self._step_times.count_by_age(states, now),
+            "latency": self.latencies.as_dict(),
+            "iteration_tokens": self.latencies.iteration_tokens.as_dict(),
         }
+
+    @property
+    def epoch(self) -> int:
+        """How often the weights were updated."""
+        return self.context.cache.epoch
 
     def reset(self, preserve_prefix_cache: bool = False) -> None:
         """Empty the prefix cache (unless preserved). Running requests go on; those that began
@@ -253,28 +309,75 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         self.reset()
 
+    # ------------------------------------------------------ pause and weights
+
     @property
     def is_paused(self) -> bool:
         """Whether requests wait until `resume`."""
-        return False
+        return self.scheduler.pause_mode is not None
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing runs and no step is in flight."""
-        return self.scheduler.num_running == 0 and self._in_flight is None
+        """Whether nothing is computed until something is asked of the engine: no step is in
+        flight, and every event was handed out. A pause has come to rest then."""
+        return not self.has_work()
 
     def pause(self, mode: str) -> None:
-        raise NotImplementedError
+        """Begin no more requests; those that come wait. Answers that have begun: "finish" lets
+        them go on to their end, "abort" ends them, "keep" stops them where they stand until
+        `resume`. Call `step` while there is work, then `is_quiet`. Paused already: the mode
+        changes. Raises InvalidRequestError for another mode."""
+        if mode not in PAUSE_MODES:
+            raise InvalidRequestError(
+                "mode", f"mode is {mode!r}; it can be {', '.join(PAUSE_MODES)}."
+            )
+        self.scheduler.pause(PauseMode(mode))
 
     def resume(self) -> None:
-        raise NotImplementedError
+        """Go on after `pause`, with those who waited in their order."""
+        self.scheduler.resume()
 
-    def update_weights(self, folder: str) -> None:
-        raise NotImplementedError
+    def update_weights(self, source: WeightsSource) -> None:
+        """Overwrite the model's weights between two steps, and empty the cache.
+
+        `source`: a Hugging Face folder of the same model; or tensors by Hugging Face's names,
+        whole ones on every rank, of which some may be left out. What is in flight is received
+        first; answers that have begun (pause before, to let them end) go on with the new weights
+        from the KV and states that they have, and publish nothing. Raises WeightsError, and
+        changes nothing, for weights that do not fit; WeightsLostError if they could be copied
+        only in part, and then again in every step.
+        """
+        if self._weights_lost is not None:
+            raise WeightsLostError(self._weights_lost)
+        try:
+            self.scheduler.settle(self._receive())
+        except _ResultLostError as lost:
+            self._fail_everything(lost.__cause__ or lost)
+        try:
+            self.runner.update_weights(source)
+        except WeightsError:
+            raise
+        except BaseException as error:  # interrupted: nobody knows how far it came
+            self._weights_lost = str(error) or type(error).__name__
+            raise
+        self.context.begin_epoch()
+        self.scheduler.keys_changed()
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         self.context.check_integrity(self.scheduler.holds)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Each once; ids that the model does not know never come."""
+        wanted = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+        stop_ids = tuple(dict.fromkeys(t for t in wanted if t < self.vocab_size))
+        if params.min_tokens and len(stop_ids) == self.vocab_size:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"min_tokens is {params.min_tokens}, but every token id ends the answer "
+                "(stop_token_ids).",
+            )
+        return stop_ids
 
     def _next_seed(self, params: SamplingParams) -> int:
         self._submitted += 1

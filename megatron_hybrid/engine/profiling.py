@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
-from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.rows import RowTable, Written
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -57,12 +57,15 @@ def measure_activations(
 def largest_step(
     *, block_size: int, max_requests: int, max_tokens: int, max_seq_length: int
 ) -> tuple[RowTable, StepPlan]:
-    """A step of `max_tokens` tokens that samples, with every filter, for as many rows as there can
-    be. Prompts are as long as can be; decodes read slot 0 and write nowhere."""
+    """A step of `max_tokens` tokens that samples, with every filter and penalty, for as many rows
+    as there can be. Prompts are as long as can be; decodes read slot 0 and write nowhere."""
     prompts = min(-(-max_tokens // max_seq_length), max_requests)
     decodes = min(max_requests - prompts, max_tokens - prompts)
     rows = RowTable(prompts + decodes, -(-max_seq_length // block_size))
     rows.temperature[:], rows.top_k[:], rows.top_p[:], rows.min_p[:] = 1.0, 50, 0.9, 0.01
+    written = Written(np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32))
+    for row in range(prompts + decodes):  # what penalties are counted in is made when first needed
+        rows.adjust(row, presence_penalty=0.1, repetition_penalty=1.1, written=written)
     chunks: list[PrefillChunk] = []
     left, next_block = max_tokens - decodes, 1
     for row in range(decodes, decodes + prompts):

@@ -29,6 +29,7 @@ from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.lease import Hold, StepCheckpoint
 from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.pause import PauseMode
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import Twins
@@ -69,6 +70,7 @@ class Scheduler:
         self._twins = Twins(context.cache) if twins is None else twins
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
         self._events: list[RequestEvent] = []  # not handed out yet
+        self._pause: PauseMode | None = None
         # answers that have not ended, by request and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
@@ -116,7 +118,36 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would compute anything or return any event, besides those of a step in
         flight."""
-        return bool(len(self._waiting) or self._running or self._events)
+        if self._pause is PauseMode.KEEP:
+            return bool(self._events)
+        waiting = len(self._waiting) if self._pause is None else any(self._preempted())
+        return bool(waiting or self._running or self._events)
+
+    # ------------------------------------------------------------------ pause
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """Of the pause that holds; None without one."""
+        return self._pause
+
+    def pause(self, mode: PauseMode) -> None:
+        """Admit nobody who has not begun; `mode` is for the others. Paused already: the new mode
+        counts from now on."""
+        self._pause = mode
+        if mode is PauseMode.ABORT:
+            for request in [*self._running.values(), *self._preempted()]:
+                self._finish(request, FinishReason.ABORT)
+
+    def resume(self) -> None:
+        self._pause = None
+
+    def keys_changed(self) -> None:
+        """The cache has a new epoch: those who wait are found by other keys than before."""
+        self._waiting.forget_keys()
+
+    def _preempted(self) -> list[TrackedRequest]:
+        """Those who wait although they have begun."""
+        return [request for request in self._waiting if request.admission]
 
     @property
     def holds(self) -> Iterable[Hold]:
@@ -137,7 +168,10 @@ class Scheduler:
     @property
     def needs_tokens(self) -> bool:
         """Whether the coming step may preempt a request: its tokens in flight have to be known
-        before, or what it has computed with them could not be found again."""
+        before, or what it has computed with them could not be found again. Or whether a grammar
+        has to see them to say what may follow."""
+        if self._context.rows.grammars:
+            return True
         return len(self._context.rows_that_need_a_block()) > self._cache.kv.num_available
 
     def schedule(self) -> StepPlan:
@@ -176,13 +210,12 @@ class Scheduler:
 
     def _preempt(self, request: TrackedRequest) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
+        self._statistics.count_preemption(request)
         self._context.keep_end(request, placement.PREEMPTED)
         self._stop_running(request)
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
-        self._totals["preemptions"] += 1
-        request.counters["preemptions"] += 1
 
     def _reserve_decode_checkpoints(self, decode_rows: np.ndarray) -> None:
         for request, position in self._context.rows_on_the_grid_next(decode_rows):
@@ -203,7 +236,7 @@ class Scheduler:
         context, twins = self._context, self._twins
         twins.collect_promises(self._prefilling, self._checkpoints)
         # no more than there are rows: one that waits for a twin keeps its row against later ones
-        for request in self._waiting.first(context.rows.num_free):
+        for request in self._first(context.rows.num_free):
             if budget == 0:
                 break
             match = context.match(request)
@@ -216,6 +249,10 @@ class Scheduler:
                 break
             budget -= self._plan_admitted(plan, request, budget)
             twins.promise(request, self._checkpoints.get(request.row))
+
+    def _first(self, count: int) -> list[TrackedRequest]:
+        """Who is tried, in order: during a pause only those who go on."""
+        return self._waiting.first(count) if self._pause is None else self._preempted()[:count]
 
     def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> bool:
         if not self._chunked_prefill and request.num_tokens - match.skip > budget:
@@ -374,6 +411,8 @@ class Scheduler:
             if not request.is_open:
                 continue
             request.output.append(token)
+            if request.grammar is not None:
+                request.grammar.advance(token)
             event = self._event(request, [token])
             if logprobs and row in logprobs:
                 event.logprobs = [logprobs[row]]
@@ -391,6 +430,11 @@ class Scheduler:
             if token in request.stop_ids:
                 event.stop_token_id = token
                 self._finish(request, FinishReason.STOP, event)
+            elif request.grammar is not None and request.grammar.is_complete:
+                self._finish(request, FinishReason.STOP, event)
+            elif request.grammar is not None and request.grammar.error is not None:
+                event.error = request.grammar.error
+                self._finish(request, FinishReason.ERROR, event)
             elif len(request.output) == request.max_tokens:
                 self._finish(request, FinishReason.LENGTH, event)
             else:
@@ -425,7 +469,7 @@ class Scheduler:
         del self._open[request.request_id][request.index]
         if not self._open[request.request_id]:
             del self._open[request.request_id]
-        self._statistics.requests_finished[reason.value] += 1
+        self._statistics.count_end(request, reason)
         event = self._event(request) if event is None else event
         event.finish_reason = reason
         event.counters = dict(request.counters)

@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.prefix_index import PrefixMatch
+from megatron_hybrid.engine.latency import Latencies
 from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.request import FinishReason
 
 Figures = dict[str, Any]  # names to numbers, or to further figures
 
@@ -30,9 +32,12 @@ TOTALS = (
 
 
 class Statistics:
-    """Cumulative figures of the scheduler, and the last step's share of them."""
+    """Cumulative figures of the scheduler, and the last step's share of them.
 
-    def __init__(self, cache: HybridCache) -> None:
+    latencies: told of admissions, preemptions and ends, too; None where there is no clock.
+    """
+
+    def __init__(self, cache: HybridCache, latencies: Latencies | None = None) -> None:
         self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.requests_finished: Counter[str] = Counter()  # by finish reason
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
@@ -40,6 +45,7 @@ class Statistics:
         self.running = 0
         self.waiting = 0
         self._cache = cache
+        self._latencies = latencies
         self._before = self._figures()
 
     def begin_step(self) -> None:
@@ -50,6 +56,8 @@ class Statistics:
         """A request was admitted, for the first time or once more."""
         lease, own, totals = request.lease, request.counters, self.totals
         assert lease is not None
+        if self._latencies is not None:
+            self._latencies.was_admitted(request)
         if not own["prompt_tokens"]:
             own["prompt_tokens"] = request.prompt_tokens
             own["matched_tokens"] = match.matched_tokens
@@ -69,6 +77,18 @@ class Statistics:
         self._count(request, "skipped_tokens", first_time)
         self._count(request, "reskipped_tokens", lease.skip - first_time)
         request.seen = max(request.seen, lease.skip)
+
+    def count_preemption(self, request: TrackedRequest) -> None:
+        """A running request is about to give back its row and what it holds."""
+        self._count(request, "preemptions", 1)
+        if self._latencies is not None:
+            self._latencies.will_be_preempted(request)
+
+    def count_end(self, request: TrackedRequest, reason: FinishReason) -> None:
+        """A request ended, running or not."""
+        self.requests_finished[reason.value] += 1
+        if self._latencies is not None:
+            self._latencies.has_finished(request)
 
     def count_computed(self, request: TrackedRequest, start: int, end: int) -> None:
         """Tokens [start, end) of a request that is prefilled were computed."""
@@ -117,10 +137,10 @@ class Statistics:
         }
         return line + "".join(f" | {name} {n}" for name, n in others.items() if n)
 
-    def _count(self, request: TrackedRequest, name: str, tokens: int) -> None:
-        if tokens:
-            self.totals[name] += tokens
-            request.counters[name] += tokens
+    def _count(self, request: TrackedRequest, name: str, number: int) -> None:
+        if number:
+            self.totals[name] += number
+            request.counters[name] += number
 
     def _figures(self) -> Figures:
         cache = self._cache

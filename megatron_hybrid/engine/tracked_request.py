@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
 from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.grammar import AnswerMatcher
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 
 NO_ROW = -1
@@ -36,6 +37,9 @@ class TrackedRequest:
     adapter: str = ""
     priority: int = 0  # a smaller number runs first
     hints: CheckpointHints = NO_HINTS
+    arrived: float = 0.0  # times are the engine's clock's, in seconds; nobody decides by them
+    admitted: float | None = None  # for the first time
+    last_token: float | None = None  # when its last token came, if it was preempted after that
     status: RequestStatus = RequestStatus.WAITING
     rank: tuple[int, int] = (0, 0)  # in the waiting queue
     admission: int = 0  # counts admissions: the last one is preempted first
@@ -51,6 +55,7 @@ class TrackedRequest:
     deferrals: int = 0
     skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    grammar: AnswerMatcher | None = None  # has taken all of `output`
     counters: Counter[str] = field(default_factory=Counter)
 
     @property

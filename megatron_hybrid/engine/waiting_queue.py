@@ -66,6 +66,12 @@ class WaitingQueue:
             for key in keys:
                 self._by_prefix.setdefault(key, {})[request] = None
 
+    def forget_keys(self) -> None:
+        """The keys of those who wait are no longer those of what is computed: index them again."""
+        self._by_prefix.clear()
+        self._indexed.clear()
+        self._new = dict.fromkeys(self._order)
+
     def shared_with(self, request: TrackedRequest, block_size: int) -> list[tuple[int, int]]:
         """Where those who wait leave a running request's prompt behind its `position`:
         (tokens in common, how many requests)."""

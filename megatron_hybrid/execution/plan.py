@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.request import TokenLogprob
+
+# A Hugging Face folder, or tensors by their names in one.
+WeightsSource = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class PrefillChunk(NamedTuple):
@@ -134,3 +139,7 @@ class Runner(Protocol):
 
     def dummy_forward(self) -> None:
         """Run the model for nobody: join the collectives, change nothing."""
+
+    def update_weights(self, source: WeightsSource) -> None:
+        """Overwrite the model's weights in place. Raises WeightsError, without any effect, for
+        weights that do not fit; after another error nothing can be computed any more."""

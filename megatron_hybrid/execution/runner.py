@@ -12,12 +12,13 @@ from torch import Tensor
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import StepPlan, StepResult, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler, Sampling
 from megatron_hybrid.layers.inputs import LayerCaches, StepInputs
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 
 
@@ -85,6 +86,11 @@ class ModelRunner:
         with _device_errors():
             size = self._graphs.choose(nothing)
             self._compute(self._batch_builder.build_dummy(size or GraphSize(1)), size)
+
+    def update_weights(self, source: WeightsSource) -> None:
+        """Overwrite the model's weights where they are; see `models.weights.update_model`."""
+        with _device_errors():
+            update_model(self._model, source)
 
     def _logits(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:

@@ -15,9 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.transfer import download, upload
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 
@@ -30,6 +32,7 @@ class Sampler:
         self._rows = rows
         self._kernels = kernels
         self._parallel = parallel
+        self._adjustments = LogitAdjustments(rows, kernels)
 
     def sample(
         self, logits: Tensor, plan: StepPlan, sampled_rows: Tensor, last_token: Tensor
@@ -39,30 +42,50 @@ class Sampler:
         rows, sampled = self._rows, plan.sampled_rows
         count = len(sampled)
         tokens = torch.argmax(logits[:count], dim=-1)
-        drawn = np.flatnonzero(rows.temperature[sampled] > 0)
-        if len(drawn):
-            self._draw(logits, tokens, sampled, drawn)
+        adjusted = self._adjustments.among(sampled)
+        drawn = rows.temperature[sampled] > 0
+        drawn[adjusted] = False  # on their own, below
+        if drawn.any():
+            self._draw(logits, tokens, sampled, np.flatnonzero(drawn))
+        if len(adjusted):
+            self._choose_adjusted(logits, tokens, plan, adjusted)
         # the logits are equal on every rank, but only one may decide
         tokens = self._parallel.broadcast(tokens)
+        if len(adjusted):
+            self._adjustments.note(sampled, tokens)
         last_token.index_copy_(0, sampled_rows.long(), tokens)
         wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
         own = prompt = None
         if len(wanted):
-            at = _upload(wanted, logits.device)
+            at = upload(wanted, logits.device)
             own = _Logprobs.of(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
             tops = np.repeat([c.num_top_logprobs for c, _ in asking], [len(t) for _, t in asking])
-            prompt = _Logprobs.of(logits[count:], _upload(targets, logits.device), tops)
+            prompt = _Logprobs.of(logits[count:], upload(targets, logits.device), tops)
         return Sampling(
-            tokens=_download(tokens),
+            tokens=download(tokens),
             own=own,
             own_rows=sampled[wanted],
             prompt=prompt,
             prompt_rows=[(c.row, len(targets)) for c, targets in asking],
             done=_done(logits.device),
         )
+
+    def _choose_adjusted(
+        self, logits: Tensor, tokens: Tensor, plan: StepPlan, adjusted: npt.NDArray[np.int64]
+    ) -> None:
+        """Replace the tokens of the rows whose logits are adjusted: of a copy, since reported
+        log-probabilities are the model's."""
+        who, index = plan.sampled_rows[adjusted], upload(adjusted, logits.device)
+        own = logits.index_select(0, index).float()
+        self._adjustments.apply(own, who, plan)
+        chosen = torch.argmax(own, dim=-1)
+        drawn = np.flatnonzero(self._rows.temperature[who] > 0)
+        if len(drawn):
+            self._draw(own, chosen, who, drawn)
+        tokens.index_copy_(0, index, chosen)
 
     def _draw(
         self,
@@ -76,7 +99,7 @@ class Sampler:
         top_k, top_p, min_p = rows.top_k[who], rows.top_p[who], rows.min_p[who]
         point = uniform(rows.seed[who], rows.generated[who])
         figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, point])
-        at, temperature, k, p, least, where = _upload(figures, logits.device)
+        at, temperature, k, p, least, where = upload(figures, logits.device)
         index = at.long()
         chosen = self._kernels.draw(
             logits.index_select(0, index),
@@ -134,7 +157,7 @@ class _Logprobs:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         own = logprobs.gather(1, tokens[:, None]).squeeze(1)
         values, ids = logprobs.topk(min(int(counts.max()), logits.shape[-1]), dim=-1)
-        return cls(_download(tokens), _download(own), _download(values), _download(ids), counts)
+        return cls(download(tokens), download(own), download(values), download(ids), counts)
 
     def entries(self) -> list[TokenLogprob]:
         """After the step is done."""
@@ -146,21 +169,6 @@ class _Logprobs:
             TokenLogprob(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
             for token, own, ids, values, count in rows
         ]
-
-
-def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":  # from pageable memory the copy would wait for the device
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
-
-
-def _download(values: Tensor) -> Tensor:
-    """On the host once the step is done."""
-    if values.device.type == "cpu":
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _done(device: torch.device) -> torch.cuda.Event | None:

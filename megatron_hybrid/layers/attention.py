@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.layers.inputs import KVSpec
-from megatron_hybrid.layers.mixer import LayerContext, Mixer, scale_
+from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, WeightPart, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, WeightPart, prefixed, scaled, section, shard, whole
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -97,16 +97,19 @@ class Attention(Mixer):
         )
 
     def weight_parts(self) -> Parts:
-        yield from self._qkv_parts("weight", self.qkv_proj.weight)
+        config = self.config
+        weights = self._qkv_parts("weight", self.qkv_proj.weight)
+        yield from scaled(config.input_multiplier, weights)
         if self.qkv_proj.bias is not None:
             yield from self._qkv_parts("bias", self.qkv_proj.bias)
-        width = self.config.num_heads * self.config.head_dim
-        yield shard("o_proj.weight", self.o_proj.weight, 1, self.parallel.rank, width)
+        width = config.num_heads * config.head_dim
+        out = [shard("o_proj.weight", self.o_proj.weight, 1, self.parallel.rank, width)]
         if self.o_proj.bias is not None:
-            yield whole("o_proj.bias", self.o_proj.bias)
+            out.append(whole("o_proj.bias", self.o_proj.bias))
+        yield from scaled(config.out_multiplier, out)
         if self.q_norm is not None and self.k_norm is not None:
-            yield whole("q_norm.weight", self.q_norm.weight)
-            yield whole("k_norm.weight", self.k_norm.weight)
+            yield from prefixed("q_norm", self.q_norm.weight_parts())
+            yield from prefixed("k_norm", self.k_norm.weight_parts())
 
     def _qkv_parts(self, kind: str, parameter: Tensor) -> list[WeightPart]:
         dim, config, rank = self.config.head_dim, self.config, self.parallel.rank
@@ -131,12 +134,6 @@ class Attention(Mixer):
             section(f"k_proj.{kind}", k, 0, kv_start, kv_total),
             section(f"v_proj.{kind}", v, 0, kv_start, kv_total),
         ]
-
-    def after_loading(self) -> None:
-        scale_(self.qkv_proj.weight, self.config.input_multiplier)
-        scale_(self.o_proj.weight, self.config.out_multiplier)
-        if self.o_proj.bias is not None:
-            scale_(self.o_proj.bias, self.config.out_multiplier)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""

@@ -128,8 +128,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     def after_loading(self) -> None:
         super().after_loading()
-        self.A = -self.A_log.exp()
-        self.norm_weights = self.norm_weight.repeat(self.value_heads)
+        self.derive("A", -self.A_log.exp())
+        self.derive("norm_weights", self.norm_weight.repeat(self.value_heads))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""

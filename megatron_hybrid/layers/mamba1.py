@@ -115,7 +115,7 @@ class Mamba1(RecurrentMixer):
 
     def after_loading(self) -> None:
         super().after_loading()
-        self.A = -self.A_log.exp()
+        self.derive("A", -self.A_log.exp())
         if self.config.norms == "plain":
             for norm in (self.dt_norm, self.b_norm, self.c_norm):
                 assert norm is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import StateSpec
-from megatron_hybrid.layers.mixer import LayerContext, parameter, scale_
+from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
-from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, prefixed, scaled, section, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
@@ -127,37 +127,35 @@ class Mamba2(RecurrentMixer):
         starts.append(starts[1] + all_groups)
         conv_total = config.inner_size + 2 * all_groups
         total = config.inner_size + conv_total + config.num_heads
-        for kind, weight in (("weight", self.in_proj.weight), ("bias", self.in_proj.bias)):
+        in_starts = [
+            rank * self.inner,
+            *(config.inner_size + start for start in starts),
+            config.inner_size + conv_total + rank * self.heads,
+        ]
+        sections = [self.inner, *self.conv_sections, self.heads]
+        for kind, weight, multiplier in (
+            ("weight", self.in_proj.weight, config.input_multiplier),
+            ("bias", self.in_proj.bias, 1.0),
+        ):
             if weight is not None:
-                z, convolved, dt = weight.split(self.in_sections)
-                name = f"in_proj.{kind}"
-                yield section(name, z, 0, rank * self.inner, total)
-                for rows, start in zip(convolved.split(self.conv_sections), starts, strict=True):
-                    yield section(name, rows, 0, config.inner_size + start, total)
-                dt_start = config.inner_size + conv_total + rank * self.heads
-                yield section(name, dt, 0, dt_start, total)
+                for rows, start, own in zip(
+                    weight.split(sections), in_starts, config.in_multipliers, strict=True
+                ):
+                    part = section(f"in_proj.{kind}", rows, 0, start, total)
+                    yield replace(part, multiplier=own * multiplier)
         yield from self.conv_parts("conv1d", starts, conv_total)
         for name in ("dt_bias", "A_log", "D"):
             yield shard(name, getattr(self, name), 0, rank, config.num_heads)
         if self.norm is not None:
             yield from prefixed("norm", self.norm.weight_parts())
-        yield shard("out_proj.weight", self.out_proj.weight, 1, rank, config.inner_size)
+        out = [shard("out_proj.weight", self.out_proj.weight, 1, rank, config.inner_size)]
         if self.out_proj.bias is not None:
-            yield whole("out_proj.bias", self.out_proj.bias)
+            out.append(whole("out_proj.bias", self.out_proj.bias))
+        yield from scaled(config.out_multiplier, out)
 
     def after_loading(self) -> None:
         super().after_loading()
-        self.A = -self.A_log.exp()
-        config = self.config
-        # Multipliers become part of the weights.
-        sections = [self.inner, *self.conv_sections, self.heads]
-        for index, multiplier in enumerate(config.in_multipliers):
-            scale_(self.in_proj.weight.split(sections)[index], multiplier * config.input_multiplier)
-            if self.in_proj.bias is not None:
-                scale_(self.in_proj.bias.split(sections)[index], multiplier)
-        scale_(self.out_proj.weight, config.out_multiplier)
-        if self.out_proj.bias is not None:
-            scale_(self.out_proj.bias, config.out_multiplier)
+        self.derive("A", -self.A_log.exp())
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""

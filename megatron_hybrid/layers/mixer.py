@@ -40,6 +40,14 @@ class Mixer(nn.Module):
         """[tokens, hidden] -> [tokens, hidden]."""
         raise NotImplementedError
 
+    def derive(self, name: str, value: Tensor) -> None:
+        """Set an attribute that is made from weights; again, after new weights, in place: CUDA
+        graphs read it where it is."""
+        if (known := getattr(self, name, None)) is None:
+            setattr(self, name, value)
+        else:
+            known.copy_(value)
+
     @property
     def attention(self) -> Attention | None:
         """The attention in it, which has a KV cache."""
@@ -49,12 +57,6 @@ class Mixer(nn.Module):
     def recurrent(self) -> RecurrentMixer | None:
         """The recurrent layer in it, which has a state."""
         return None
-
-
-def scale_(weight: Tensor, multiplier: float) -> None:
-    """A constant factor becomes part of a weight, rounded once more to its dtype."""
-    if multiplier != 1.0:
-        weight.copy_(weight.float() * multiplier)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.mixer import LayerContext, Mixer, scale_
-from megatron_hybrid.layers.parts import Parts, shard, whole
+from megatron_hybrid.layers.mixer import LayerContext, Mixer
+from megatron_hybrid.layers.parts import Parts, scaled, shard, whole
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -52,19 +52,13 @@ class MLP(Mixer):
         for kind, parameter in kinds:
             if parameter is not None:
                 for name, rows in zip(names, parameter.chunk(len(names)), strict=True):
-                    yield shard(f"{name}.{kind}", rows, 0, rank, total)
-        yield shard("down_proj.weight", self.down_proj.weight, 1, rank, total)
+                    part = shard(f"{name}.{kind}", rows, 0, rank, total)
+                    is_gate = name == "gate_proj"
+                    yield replace(part, multiplier=self.config.gate_multiplier if is_gate else 1.0)
+        down = [shard("down_proj.weight", self.down_proj.weight, 1, rank, total)]
         if self.down_proj.bias is not None:
-            yield whole("down_proj.bias", self.down_proj.bias)
-
-    def after_loading(self) -> None:
-        config = self.config
-        for weight in (self.up_proj.weight, self.up_proj.bias):
-            if weight is not None and config.gated:
-                scale_(weight.chunk(2)[0], config.gate_multiplier)
-        for weight in (self.down_proj.weight, self.down_proj.bias):
-            if weight is not None:
-                scale_(weight, config.out_multiplier)
+            down.append(whole("down_proj.bias", self.down_proj.bias))
+        yield from scaled(self.config.out_multiplier, down)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,11 +28,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
 
     def weight_parts(self) -> Parts:
-        yield whole("weight", self.weight)
-
-    def after_loading(self) -> None:
-        if self.zero_centered:
-            self.weight.add_(1)
+        yield replace(whole("weight", self.weight), offset=1.0 if self.zero_centered else 0.0)
 
     def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
         """[..., size] -> [..., size] in the model's dtype."""

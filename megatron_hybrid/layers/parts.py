@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,13 +14,24 @@ class WeightPart:
 
     `role` is the weight's name inside its layer ("q_proj.weight", "experts.3.up_proj.weight"); a
     model family maps it to a checkpoint's name. `shape` is the whole weight's, `source` this
-    rank's part of it, `target` a view into a parameter, shaped like `source`.
+    rank's part of it, `target` a view into a parameter, shaped like `source`. Constants of the
+    model that become part of the weight: it is kept as multiplier * value + offset.
     """
 
     role: str
     shape: tuple[int, ...]
     source: tuple[slice, ...]
     target: Tensor
+    multiplier: float = 1.0
+    offset: float = 0.0
+
+    def put(self, values: Tensor) -> None:
+        """Write the checkpoint's values, shaped like the target, in place."""
+        self.target.copy_(values)
+        if self.multiplier != 1.0:  # rounded once more to the weight's dtype
+            self.target.copy_(self.target.float() * self.multiplier)
+        if self.offset != 0.0:
+            self.target.add_(self.offset)
 
 
 def whole(role: str, target: Tensor) -> WeightPart:
@@ -50,3 +61,9 @@ def prefixed(name: str, parts: Parts) -> Parts:
     """The parts of a layer inside another one, which calls it `name`."""
     for part in parts:
         yield replace(part, role=f"{name}.{part.role}")
+
+
+def scaled(multiplier: float, parts: Iterable[WeightPart]) -> Parts:
+    """The parts, with a constant factor of what they compute in them."""
+    for part in parts:
+        yield replace(part, multiplier=multiplier * part.multiplier)

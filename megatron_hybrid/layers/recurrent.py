@@ -109,6 +109,6 @@ class RecurrentMixer(Mixer):
                 yield section(f"{name}.{kind}", rows, 0, start, total)
 
     def after_loading(self) -> None:
-        """What is made from the weights once."""
+        """What is made from the weights, again after new ones; what is in place stays there."""
         if self.conv_weight.is_cuda:  # channels side by side, as in the activations
             self.conv_weight.data = self.conv_weight.t().contiguous().t()

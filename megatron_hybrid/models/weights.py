@@ -1,24 +1,25 @@
-"""Loading a Hugging Face folder of safetensors: only this rank's slices, straight into place."""
+"""Weights straight into place, only this rank's slices: from a Hugging Face folder of safetensors
+when the model is made, and new ones later."""
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections import defaultdict
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
 from megatron_hybrid.layers.parts import WeightPart
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.families import family_of
 from megatron_hybrid.models.family import Family, Location
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weight_source import Tensors, TensorSource, WeightSource, open_folder
 from megatron_hybrid.parallel import ParallelContext
 
 
@@ -52,74 +53,91 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
-        checkpoint = _Checkpoint.open(folder, family_of(config.model_type))
-        _read(model, checkpoint, progress and parallel.is_first)
+        family = family_of(config.model_type)
+        with open_folder(folder, family) as source:
+            _put(_place(model, source, family), source, progress and parallel.is_first)
     model.after_loading()
     return model
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """Where each tensor is: canonical name -> (name in its file, file)."""
+def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
+    """Overwrite the model's weights where they are: CUDA graphs go on reading them there.
 
-    folder: Path
-    family: Family
-    tensors: dict[str, tuple[str, str]]
+    `source`: a Hugging Face folder, which has to hold every weight, with the same configuration
+    where it holds one; or tensors in memory by Hugging Face's names, whole ones on every rank, of
+    which some may be left out. All ranks call it. Raises WeightsError, before anything is
+    changed, for weights that do not fit, on every rank if one refuses; WeightsLostError when they
+    could be copied only in part.
+    """
+    family, parallel = family_of(model.config.model_type), model.parallel
+    with ExitStack() as stack:
+        refused: WeightsError | None = None
+        opened: WeightSource
+        placed: list[_Placed] = []
+        try:
+            if isinstance(source, str | Path):
+                folder = Path(source)
+                opened = stack.enter_context(open_folder(folder, family))
+                _check_same_model(model.config, folder)
+            else:
+                opened = TensorSource(source, family)
+            placed = _place(model, opened, family, partial=not isinstance(source, str | Path))
+        except (WeightsError, ConfigurationError, OSError) as error:
+            refused = error if isinstance(error, WeightsError) else WeightsError(str(error))
+        if not parallel.minimum(int(refused is None)):  # of all ranks
+            raise refused or WeightsError("Another rank refuses the weights; its log says why.")
+        lost: Exception | None = None
+        try:
+            _put(placed, opened)
+            model.after_loading()
+        except Exception as error:
+            lost = error
+        if not parallel.minimum(int(lost is None)):
+            reason = "on another rank" if lost is None else f"{type(lost).__name__}: {lost}"
+            raise WeightsLostError(
+                f"The new weights were copied only in part ({reason}): the model is a mixture of "
+                "old and new ones. The engine must be restarted."
+            ) from lost
 
-    @classmethod
-    def open(cls, folder: Path, family: Family) -> _Checkpoint:
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        files: dict[str, str]
-        if index.is_file():
-            files = json.loads(index.read_text())["weight_map"]
-            for file in sorted(set(files.values())):
-                if not (folder / file).is_file():
-                    raise WeightsError(f"{index.name} names {file}, which is not in {folder}.")
-        elif single.is_file():
-            with safe_open(single, framework="pt") as opened:
-                files = dict.fromkeys(opened.keys(), single.name)
-        else:
-            raise WeightsError(
-                f"{folder} has neither model.safetensors nor model.safetensors.index.json."
-            )
-        return cls(
-            folder, family, {family.canonical(name): (name, file) for name, file in files.items()}
-        )
 
-    def locate(self, config: HybridModelConfig, block: int | None, role: str) -> Location:
-        """Raises WeightsError when the weight is in none of its places."""
-        if block is None:
-            places = [Location(str(getattr(self.family, role)))]
-        else:
-            places = self.family.locate(config, block, role)
-        for place in places:
-            if place.name in self.tensors:
-                return place
-        raise WeightsError(f"Weight {places[0].name!r} is missing in {self.folder}.")
+class _Placed(NamedTuple):
+    """A part of the model, and where a source has it."""
+
+    part: WeightPart
+    place: Location
 
 
-def _read(model: HybridModel, checkpoint: _Checkpoint, progress: bool) -> None:
-    by_file: dict[str, list[tuple[WeightPart, Location]]] = defaultdict(list)
-    used = set()
+def _place(
+    model: HybridModel, source: WeightSource, family: Family, *, partial: bool = False
+) -> list[_Placed]:
+    """Where each of the model's parts is. Raises WeightsError for a weight that has the wrong
+    shape or no place in the model, or is missing, unless `partial`. Reads no weight."""
+    placed = []
     for block, part in model.weight_parts():
-        place = checkpoint.locate(model.config, block, part.role)
-        used.add(place.name)
-        by_file[checkpoint.tensors[place.name][1]].append((part, place))
-    for name in sorted(checkpoint.tensors.keys() - used):
-        if not checkpoint.family.ignores(model.config, name):
+        if block is None:
+            places = [Location(str(getattr(family, part.role)))]
+        else:
+            places = family.locate(model.config, block, part.role)
+        place = next((place for place in places if place.name in source.names), None)
+        if place is not None:
+            _check_shape(source.shape(place.name), part, place)
+            placed.append(_Placed(part, place))
+        elif not partial:
+            raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
+    used = {place.name for _, place in placed}
+    for name in sorted(source.names.keys() - used):
+        if not family.ignores(model.config, name):
             raise WeightsError(
-                f"Weight {checkpoint.tensors[name][0]!r} in {checkpoint.folder} has no place in a "
+                f"Weight {source.names[name]!r} in {source.where} has no place in a "
                 f"{model.config.model_type} model of this configuration."
             )
-    total = sum(len(parts) for parts in by_file.values())
-    with tqdm(total=total, desc="loading weights", unit="part", disable=not progress) as bar:
-        for file in sorted(by_file):
-            with safe_open(checkpoint.folder / file, framework="pt") as opened:
-                for part, place in by_file[file]:
-                    stored = opened.get_slice(checkpoint.tensors[place.name][0])
-                    _check_shape(tuple(stored.get_shape()), part, place)
-                    part.target.copy_(stored[_slices(part, place)])
-                    bar.update()
+    return sorted(placed, key=lambda one: source.file_of(one.place.name))
+
+
+@torch.no_grad()
+def _put(placed: list[_Placed], source: WeightSource, progress: bool = False) -> None:
+    for part, place in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
+        part.put(source.read(place.name, _slices(part, place)))
 
 
 def _slices(part: WeightPart, place: Location) -> tuple[slice | int, ...]:
@@ -140,6 +158,23 @@ def _check_shape(stored: tuple[int, ...], part: WeightPart, place: Location) -> 
         )
 
 
+# What may differ between the checkpoints of one model.
+_NOT_THE_MODEL = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embeddings")
+
+
+def _check_same_model(ours: HybridModelConfig, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        return  # weights alone: their names and shapes are checked
+    theirs = HybridModelConfig.from_folder(folder)
+    for field in fields(ours):
+        old, new = getattr(ours, field.name), getattr(theirs, field.name)
+        if old != new and field.name not in _NOT_THE_MODEL:
+            raise WeightsError(
+                f"The config.json in {folder} describes another model than the one that runs: "
+                f"{field.name} is {new}, here {old}."
+            )
+
+
 def _fill_randomly(model: HybridModel, seed: int) -> None:
     """Every rank draws whole weights and keeps its slice."""
     whole: tuple[str, Tensor] | None = None  # parts of one weight follow one another
@@ -147,7 +182,7 @@ def _fill_randomly(model: HybridModel, seed: int) -> None:
         name = f"{block}.{part.role}"
         if whole is None or whole[0] != name:
             whole = name, _random(part, seed ^ zlib.crc32(name.encode()))
-        part.target.copy_(whole[1][part.source])
+        part.put(whole[1][part.source])
 
 
 def _random(part: WeightPart, seed: int) -> Tensor:

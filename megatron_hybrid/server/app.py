@@ -5,20 +5,20 @@ from __future__ import annotations
 import hmac
 
 from flask import Flask, request
+from werkzeug.exceptions import UnsupportedMediaType
 
 from megatron_hybrid.server import (
     control_routes,
     dashboard,
     http_errors,
     openai_routes,
+    openapi,
     service_routes,
 )
 from megatron_hybrid.server.http_errors import WrongKey
 from megatron_hybrid.server.serving import Serving
 
 MAX_BODY_BYTES = 64 * 2**20
-# For load balancers and scrapers, which hold no key, and the page that asks for one.
-_OPEN_ROUTES = ("/health", "/metrics", "/")
 
 
 def create_app(serving: Serving) -> Flask:
@@ -26,10 +26,12 @@ def create_app(serving: Serving) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     http_errors.install(app)
     _install_key_check(app, serving.options.api_key)
+    _install_content_type_check(app)
     openai_routes.install(app, serving)
     service_routes.install(app, serving)
     control_routes.install(app, serving)
     dashboard.install(app, serving)
+    openapi.install(app, serving)
     return app
 
 
@@ -40,8 +42,19 @@ def _install_key_check(app: Flask, api_key: str | None) -> None:
 
     @app.before_request
     def check_key() -> None:
-        if request.path in _OPEN_ROUTES:
+        if request.path in openapi.OPEN_ROUTES or request.blueprint == dashboard.NAME:
             return
         given = request.headers.get("Authorization", "").encode("utf-8", "replace")
         if not hmac.compare_digest(given, expected):
             raise WrongKey("The Authorization header must be 'Bearer' and this server's API key.")
+
+
+def _install_content_type_check(app: Flask) -> None:
+    @app.before_request
+    def check_content_type() -> None:
+        # A page of another site can make a browser send forms and plain text here, but not JSON.
+        kind = request.mimetype
+        if request.method == "POST" and kind and kind != "application/json":
+            raise UnsupportedMediaType(
+                f"The Content-Type is {kind}; the body must be application/json."
+            )

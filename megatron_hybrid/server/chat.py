@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flask import Response
 
 from megatron_hybrid.request import TokenLogprob
+from megatron_hybrid.server.chat_turn import ChatTurn
 from megatron_hybrid.server.generation import Delta, Generation
 from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.logprobs import chat_logprobs
 from megatron_hybrid.server.openai_protocol import ChatRequest
 from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.server.streaming import Answer, Chunk, collect, stream
+from megatron_hybrid.server.streaming import Answer, Chunk, EventFrame, collect, stream
+from megatron_hybrid.server.tool_calls.reader import as_openai
 
 
 def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) -> Response:
     """Run one chat request; raises what `Generation` and the tokenizer raise."""
     wanted = request.generation
-    prompt, message_ends = serving.tokenizer.encode_chat_with_ends(
-        request.messages, request.template_arguments
-    )
+    turn = ChatTurn(serving, request)
+    prompt, message_ends = turn.prompt()
     serving.check_prompt("messages", prompt, wanted)
     serving.check_cache_checkpoints("messages", prompt, wanted)
-    generation.start([prompt], message_ends)
+    generation.start([prompt], message_ends, turn.record)
     with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
         "id": generation.request_id,
@@ -36,40 +38,60 @@ def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) 
         return chat_logprobs(serving.tokenizer, entries) if with_logprobs else None
 
     if wanted.stream:
-        chunks = _ChatChunks(logprobs)
-        return stream(generation, head, chunks, include_usage=wanted.include_usage)
+        frame = EventFrame(head, include_usage=wanted.include_usage)
+        events = _ChatEvents(frame, logprobs if with_logprobs else None)
+        return stream(generation, frame, events, include_usage=wanted.include_usage)
     answers = collect(generation, wanted.params.n)
     choices = [_choice(index, answer, logprobs) for index, answer in enumerate(answers)]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
 
 def _choice(index: int, answer: Answer, logprobs: Any) -> Chunk:
+    message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [as_openai(call) for call in answer.calls]
     return {
         "index": index,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs(answer.logprobs),
         "finish_reason": answer.finish_reason,
     }
 
 
-class _ChatChunks:
-    """A chunk with the role before a choice's first text, and one with the reason at its end."""
+class _ChatEvents:
+    """An event with the role before a choice's first text, and one with the reason at its end."""
 
-    def __init__(self, logprobs: Any) -> None:
+    def __init__(
+        self, frame: EventFrame, logprobs: Callable[[list[TokenLogprob]], Any] | None
+    ) -> None:
+        self._event = frame.event
+        self._frame = frame
         self._logprobs = logprobs
-        self._begun: set[int] = set()
+        self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
+        self._calls: dict[int, int] = {}  # how many each choice has made
 
-    def __call__(self, delta: Delta) -> list[Chunk]:
-        chunks = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            chunks.append(_chunk(delta.index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs:
-            chunk = _chunk(delta.index, {"content": delta.text})
-            chunks.append({**chunk, "logprobs": self._logprobs(delta.logprobs)})
+    def __call__(self, delta: Delta) -> bytes:
+        index = delta.index
+        encode_text = self._texts.get(index)
+        events = b""
+        if encode_text is None:
+            encode_text = self._frame.text_events(lambda text: _chunk(index, {"content": text}))
+            self._texts[index] = encode_text
+            events = self._event(_chunk(index, {"role": "assistant", "content": ""}))
+        if self._logprobs is not None and delta.logprobs:
+            chunk = _chunk(index, {"content": delta.text})
+            events += self._event({**chunk, "logprobs": self._logprobs(delta.logprobs)})
+        elif delta.text:
+            events += encode_text(delta.text)
+        for call in delta.calls:
+            number = self._calls.get(index, 0)
+            self._calls[index] = number + 1
+            calls = [{"index": number, **as_openai(call)}]
+            events += self._event(_chunk(index, {"tool_calls": calls}))
         if delta.finish_reason is not None:
-            chunks.append({**_chunk(delta.index, {}), "finish_reason": delta.finish_reason})
-        return chunks
+            events += self._event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
+        return events
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Chunk:

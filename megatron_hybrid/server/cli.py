@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_hybrid import reference_model
@@ -20,9 +19,8 @@ from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
+from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.options import (
-    MOST_THREADS,
-    RUNNING_THREADS,
     ServerOptions,
     add_ask_arguments,
     add_server_arguments,
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
     # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
-    # other ranks, and the front end follows.
+    # other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config = engine_config_from_args(args)
@@ -56,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_with_parent()
         if _rank() == 0:
             return _serve_first_rank(config, args)
-        return _serve_other_rank(config)
+        return _serve_other_rank(config, args.max_queue)
     except (ConfigurationError, WeightsError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -67,36 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
     options = _server_options(config, args)
     with FrontEnd(options) as front_end:
+        end_loading_on_signals(front_end)
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
         engine, parallel = _build(config)
-        loop = EngineLoop(
+        loop = make_loop(
             engine,
-            front_end.socket,
+            front_end,
+            options,
             broadcast=_broadcast(parallel),
-            front_end_failure=front_end.failure,
-            on_join=lambda url: _start(question, url),
+            on_serving=lambda url: _start(question, url),
         )
         question = _first_question(args, options, loop)
-        stop_on_signals(loop)
-        try:
-            exit_code = loop.run()
-        except BaseException:
-            front_end.abandon()
-            raise
-        if exit_code != 0:
-            front_end.abandon()
+        if (exit_code := serve(loop, front_end, options)) != 0:
             return exit_code
     parallel.destroy()
     return int(args.exit_after_answer and question is not None and question.failed)
 
 
-def _serve_other_rank(config: EngineConfig) -> int:
+def _serve_other_rank(config: EngineConfig, max_queue: int) -> int:
     engine, parallel = _build(config)
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    exit_code = EngineLoop(engine, None, broadcast=_broadcast(parallel)).run()
+    loop = EngineLoop(engine, None, broadcast=_broadcast(parallel), max_queue=max_queue)
+    exit_code = loop.run()
     if exit_code == 0:
         parallel.destroy()
     return exit_code
@@ -126,7 +119,13 @@ def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOpt
         port=args.port,
         api_key=args.api_key,
         max_queue=args.max_queue,
-        http_threads=args.http_threads or min(args.max_queue + RUNNING_THREADS, MOST_THREADS),
+        control_routes=args.enable_control_routes,
+        request_timeout=args.request_timeout,
+        http_workers=args.http_workers,
+        http_connections=args.http_connections,
+        engine_restart_timeout=args.engine_restart_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        tool_call_parser=args.tool_call_parser,
     )
 
 
@@ -142,15 +141,6 @@ def _first_question(
 def _start(question: FirstQuestion | None, url: str) -> None:
     if question is not None:
         threading.Thread(target=question.ask, args=(url,), name="question", daemon=True).start()
-
-
-def stop_on_signals(loop: EngineLoop) -> None:
-    def stop(signum: int, frame: FrameType | None) -> None:
-        loop.request_stop()
-        signal.signal(signum, signal.SIG_DFL)  # a second one ends a step that hangs
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
 
 
 def _check_ranks(config: EngineConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from flask import Response
@@ -9,10 +11,11 @@ from flask import Response
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.generation import Delta, Generation
 from megatron_hybrid.server.http_errors import json_response
-from megatron_hybrid.server.logprobs import completion_logprobs
+from megatron_hybrid.server.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.openai_protocol import CompletionRequest
 from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.server.streaming import Chunk, collect, stream
+from megatron_hybrid.server.streaming import Chunk, EventFrame, collect, stream
+from megatron_hybrid.tokenizer import Tokenizer
 
 
 def answer_completion(
@@ -21,42 +24,126 @@ def answer_completion(
     """Run one completion request; raises what `Generation` raises."""
     wanted = request.generation
     prompts = [
-        serving.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        serving.offload(len(prompt), serving.tokenizer.encode, prompt)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in request.prompts
     ]
     for number, prompt in enumerate(prompts):
         serving.check_prompt("prompt", prompt, wanted)
         name = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
         serving.check_cache_checkpoints(name, prompt, wanted)
+    shapes = _Shapes(serving.tokenizer, request, prompts, generation)
     generation.start(prompts)
-    with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
         "id": generation.request_id,
         "object": "text_completion",
         "created": generation.created,
         "model": serving.options.model_name,
     }
-
-    def choice(
-        index: int, text: str, entries: list[TokenLogprob], reason: str | None, offset: int
-    ) -> Chunk:
-        logprobs: dict[str, Any] | None = None
-        if with_logprobs:
-            logprobs = completion_logprobs(serving.tokenizer, entries, offset)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
     if wanted.stream:
-        offsets: dict[int, int] = {}
-
-        def chunks(delta: Delta) -> list[Chunk]:
-            offset = offsets.get(delta.index, 0)
-            offsets[delta.index] = offset + len(delta.text)
-            return [choice(delta.index, delta.text, delta.logprobs, delta.finish_reason, offset)]
-
-        return stream(generation, head, chunks, include_usage=wanted.include_usage)
-    answers = collect(generation, len(prompts) * wanted.params.n)
+        frame = EventFrame(head, include_usage=wanted.include_usage)
+        events = _CompletionEvents(frame, shapes)
+        return stream(generation, frame, events, include_usage=wanted.include_usage)
     choices = [
-        choice(index, answer.text, answer.logprobs, answer.finish_reason, 0)
-        for index, answer in enumerate(answers)
+        shapes.choice(Delta(index, answer.text, answer.logprobs, answer.finish_reason), first=True)
+        for index, answer in enumerate(collect(generation, len(prompts) * wanted.params.n))
     ]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
+
+
+class _Shapes:
+    """Pieces of answers as entries of "choices": with the prompt before them, if it is wanted."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        generation: Generation,
+    ) -> None:
+        self.with_logprobs = request.generation.params.logprobs is not None
+        self.echo = request.echo
+        self.n = request.generation.params.n
+        self.prompt_logprobs = generation.prompt_logprobs
+        self._tokenizer = tokenizer
+        self._echoed = [
+            _echoed(tokenizer, given, token_ids)
+            for given, token_ids in zip(request.prompts, prompts, strict=True)
+            if request.echo
+        ]
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def choice(self, delta: Delta, *, first: bool) -> Chunk:
+        """first: this piece is the choice's first one, so the prompt comes with it."""
+        text = delta.text
+        prompt = self._echoed[delta.index // self.n] if self.echo else None
+        logprobs: dict[str, Any] | None = None
+        if self.with_logprobs:
+            logprobs = self._lists(delta.index, prompt, delta.logprobs, first)
+        if prompt is not None and first:
+            text = prompt.text + text
+        return _choice(delta.index, text, logprobs, delta.finish_reason)
+
+    def _lists(
+        self, index: int, prompt: EchoedPrompt | None, entries: list[TokenLogprob], first: bool
+    ) -> dict[str, Any]:
+        shape = self._logprobs.get(index)
+        if shape is None:
+            offset = len(prompt.text) if prompt is not None else 0
+            shape = self._logprobs[index] = CompletionLogprobs(self._tokenizer, offset)
+        lists = shape(entries)
+        if prompt is None or not first:
+            return lists
+        # An aborted request may end without them.
+        known = self.prompt_logprobs.get(index // self.n, [None] * len(prompt.token_ids))
+        before = shape.prompt(prompt, known)
+        return {name: before[name] + lists[name] for name in lists}
+
+
+class _CompletionEvents:
+    """One event for each piece. The first of an echoed choice waits until what it says of the
+    prompt is there, which comes with the first token of the prompt's first choice."""
+
+    def __init__(self, frame: EventFrame, shapes: _Shapes) -> None:
+        self._frame = frame
+        self._shapes = shapes
+        self._waits_for_prompt = shapes.echo and shapes.with_logprobs
+        self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
+        self._held: dict[int, list[Delta]] = {}  # by prompt
+
+    def __call__(self, delta: Delta) -> bytes:
+        encode_text = self._texts.get(delta.index)
+        if encode_text is not None and delta.finish_reason is None and not delta.logprobs:
+            return encode_text(delta.text)
+        if not self._waits_for_prompt:
+            return self._event(delta)
+        prompt = delta.index // self._shapes.n
+        is_first_choice = delta.index % self._shapes.n == 0
+        if prompt not in self._shapes.prompt_logprobs and not is_first_choice:
+            self._held.setdefault(prompt, []).append(delta)
+            return b""
+        return b"".join(map(self._event, [delta, *self._held.pop(prompt, [])]))
+
+    def _event(self, delta: Delta) -> bytes:
+        index = delta.index
+        first = index not in self._texts
+        if first:
+            self._texts[index] = self._frame.text_events(
+                lambda text: _choice(index, text, None, None)
+            )
+        return self._frame.event(self._shapes.choice(delta, first=first))
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> Chunk:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _echoed(tokenizer: Tokenizer, given: str | list[int], token_ids: list[int]) -> EchoedPrompt:
+    if not isinstance(given, str):
+        return EchoedPrompt(token_ids, tokenizer.decode(token_ids, skip_special_tokens=False))
+    encoding = tokenizer.backend.encode(given, add_special_tokens=True)
+    added = len(list(takewhile(bool, encoding.special_tokens_mask)))
+    return EchoedPrompt(token_ids, given, added)

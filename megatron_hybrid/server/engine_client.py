@@ -1,11 +1,8 @@
-"""The front end's side of the engine: thread-safe, one socket, one thread that owns it."""
+"""The front end's side of the engine: who waits for which events and answers. Thread-safe."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
-import os
 import queue
 import threading
 import time
@@ -13,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server import messages as wire
-from megatron_hybrid.server.subscription import EngineUnavailable, Subscription, TokenObserver
-
-logger = logging.getLogger(__name__)
+from megatron_hybrid.server.engine_link import EngineLink
+from megatron_hybrid.server.subscription import (
+    EngineUnavailable,
+    Overloaded,
+    Subscription,
+)
 
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
 STALLED_SECONDS = 600.0
@@ -49,29 +47,21 @@ class EngineClient:
     def __init__(self, endpoint: str) -> None:
         self.ready: wire.EngineReady | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        self.observer: TokenObserver | None = None
-        self._down: str | None = None
+        self.state = "loading"
+        self._url = ""
+        self._down: str | None = None  # why there is no engine now
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._requests: dict[str, _Registered] = {}
         self._queries: dict[int, queue.SimpleQueue[wire.Result | None]] = {}
         self._query_ids = itertools.count()
-        self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        self._closing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
-        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
-        self._thread.start()
+        self._link = EngineLink(endpoint, self)
 
     def join(self, url: str) -> None:
-        """Tell the engine that this front end listens at `url`; `on_ready` is called in answer."""
-        self.send(wire.Join(url))
+        """Begin to look for the engine, and tell each that comes that we listen at `url`;
+        `on_ready` is called when it has answered."""
+        self._url = url
+        self._link.start()
 
     def subscribe(self, *, whole: bool) -> Subscription:
         self.check()
@@ -83,15 +73,9 @@ class EngineClient:
             raise EngineUnavailable(self._down)
         if self.ready is None:
             raise EngineUnavailable("The engine is still loading the model.")
-        silence = time.monotonic() - self._heard
-        if silence > STALLED_SECONDS:
+        if (silence := self._silence()) > STALLED_SECONDS:
             raise EngineUnavailable(f"The engine has not answered for {silence:.0f} seconds.")
         return self.ready
-
-    def waiting(self) -> int:
-        """Engine requests that have not produced anything yet."""
-        with self._lock:
-            return sum(not known.subscription.started for known in self._requests.values())
 
     def running(self) -> int:
         with self._lock:
@@ -135,24 +119,8 @@ class EngineClient:
         """The engine's counters."""
         return self.ask(wire.GetStats, timeout=2.0)
 
-    def engine_ended(self, reason: str) -> None:
-        """Fail what is under way and whatever comes, with this reason."""
-        with self._lock:
-            if self._down is not None:
-                return
-            self._down = reason
-            lost = list(self._requests.values())
-            self._requests.clear()
-            queries = list(self._queries.values())
-        for known in lost:
-            known.subscription.deliver(EngineUnavailable(reason))
-        for answer in queries:
-            answer.put(None)
-
     def close(self) -> None:
-        self._closing = True
-        self._wake()
-        self._thread.join(timeout=2.0)
+        self._link.close()
 
     def register(self, request_id: str, choices: int, subscription: Subscription) -> None:
         """Hand the events of this request's choices to the subscription, until each has ended."""
@@ -170,49 +138,55 @@ class EngineClient:
             self._end_choice(request_id, index)
 
     def send(self, command: wire.Command) -> None:
-        self._outgoing.put(command)
-        self._wake()
+        self._link.send(command)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread just as well
-            os.write(self._wake_write, b"\0")
+    # What the link says, in its thread.
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        try:
-            while not self._closing:
-                ready = dict(poller.poll(1000))
-                if self._wake_read in ready:
-                    os.read(self._wake_read, 4096)
-                self._flush_outgoing()
-                while self._socket.poll(0):
-                    self._heard = time.monotonic()
-                    for reply in wire.decode_replies(self._socket.recv()):
-                        self._dispatch(reply)
-                self._check_stall()
-        except Exception:
-            logger.exception("The connection to the engine broke.")
-            self.engine_ended("The connection to the engine broke; the server's log says why.")
-        finally:
-            self._socket.close(linger=0)
-            self._context.term()
+    def connected(self) -> list[wire.Command]:
+        """An engine process is there, though its model may still load."""
+        self._heard = time.monotonic()
+        self._down = None
+        self.state = "loading"
+        return [wire.Join(self._url)]
 
-    def _flush_outgoing(self) -> None:
-        commands = []
-        try:
-            while True:
-                commands.append(self._outgoing.get_nowait())
-        except queue.Empty:
-            pass
-        if commands:
-            self._socket.send(wire.encode(commands))
+    def received(self, replies: list[wire.AnyReply]) -> None:
+        self._heard = time.monotonic()
+        for reply in replies:
+            self._dispatch(reply)
 
-    def _check_stall(self) -> None:
-        silence = time.monotonic() - self._heard
+    def lost(self) -> None:
+        """The engine process is gone: fail what is under way and whatever comes until the next."""
+        self._end("The engine process has ended; its log says why.")
+
+    def tick(self) -> None:
+        silence = self._silence()
         if self.ready is not None and silence > STALLED_SECONDS:
-            self.engine_ended(f"The engine has not answered for {silence:.0f} seconds.")
+            for request_id in self._fail(f"The engine has not answered for {silence:.0f} seconds."):
+                self.send(wire.AbortRequest(request_id))
+
+    def _silence(self) -> float:
+        """Seconds since the engine last said something."""
+        return time.monotonic() - self._heard
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._down is None:  # else the engine itself has said why it went
+                self._down = reason
+            self.ready = None
+            self.state = "down"
+        self._fail(self._down)
+
+    def _fail(self, reason: str) -> list[str]:
+        """End every request and query with this reason; the requests' ids."""
+        with self._lock:
+            lost = dict(self._requests)
+            self._requests.clear()
+            queries = list(self._queries.values())
+        for known in lost.values():
+            known.subscription.deliver(EngineUnavailable(reason))
+        for answer in queries:
+            answer.put(None)
+        return list(lost)
 
     def _dispatch(self, reply: wire.AnyReply) -> None:
         if isinstance(reply, wire.Events):
@@ -222,8 +196,7 @@ class EngineClient:
             with self._lock:
                 known = self._requests.pop(reply.request_id, None)
             if known is not None:
-                error = InvalidRequestError(reply.field, reply.message, reply.status)
-                known.subscription.deliver(error)
+                known.subscription.deliver(_refusal(reply))
         elif isinstance(reply, wire.Result):
             with self._lock:
                 answer = self._queries.get(reply.query_id)
@@ -231,9 +204,12 @@ class EngineClient:
                 answer.put(reply)
         elif isinstance(reply, wire.EngineReady):
             self.ready = reply
+            self.state = "ok"
             self.on_ready()
+        elif isinstance(reply, wire.Heartbeat):
+            self.state = "paused" if reply.paused else "ok"
         elif isinstance(reply, wire.EngineEnded):
-            self.engine_ended(reply.reason)
+            self._end(reply.reason)
 
     def _deliver(self, event: RequestEvent) -> None:
         with self._lock:
@@ -251,3 +227,9 @@ class EngineClient:
             known.open.discard(index)
             if not known.open:
                 del self._requests[request_id]
+
+
+def _refusal(reply: wire.Refused) -> InvalidRequestError | Overloaded:
+    if reply.status == 429:
+        return Overloaded(reply.message)
+    return InvalidRequestError(reply.field, reply.message, reply.status)

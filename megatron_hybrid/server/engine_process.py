@@ -7,6 +7,7 @@ from its socket and broadcasts the list of each step; the others pass no socket.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,16 +18,19 @@ import zmq
 
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.server import engine_control
 from megatron_hybrid.server import messages as wire
+from megatron_hybrid.server.engine_control import EngineControl
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the other ranks' heartbeat
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0  # also how soon requests of a front-end worker that died are aborted
+DRAIN_POLL_SECONDS = 0.05
 MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
 
 
-class Engine(Protocol):
+class Engine(engine_control.Engine, Protocol):
     """What the loop needs of DynamicInferenceEngine."""
 
     @property
@@ -58,17 +62,9 @@ class Engine(Protocol):
         reason: FinishReason = FinishReason.ABORT,
     ) -> None: ...
 
-    def pause(self, mode: str) -> None: ...
-
-    def resume(self) -> None: ...
-
     @property
-    def is_paused(self) -> bool: ...
-
-    @property
-    def is_quiet(self) -> bool: ...
-
-    def update_weights(self, folder: str) -> None: ...
+    def num_waiting(self) -> int:
+        """Answers that have not begun."""
 
     def has_work(self) -> bool: ...
 
@@ -95,6 +91,7 @@ class EngineLoop:
 
     broadcast: hands the first rank's list to every rank of the group; None for a single rank.
     front_end_failure: says why the front end is gone, or None while it is there.
+    max_queue: answers that may wait; every rank must be given the same.
     on_join: called with the URL of a front end when the engine begins to serve it.
     """
 
@@ -106,22 +103,32 @@ class EngineLoop:
         broadcast: Broadcast | None = None,
         front_end_failure: Callable[[], str | None] = lambda: None,
         on_join: Callable[[str], None] = lambda url: None,
+        max_queue: int = 1_000_000,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._broadcast = broadcast
         self._front_end_failure = front_end_failure
         self._on_join = on_join
+        self._max_queue = max_queue
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._failed_steps = 0
         self._last_heartbeat = 0.0
         self._stop_requested = False
+        self._drain_until: float | None = None
+        self._unreachable: list[bytes] = []  # clients that went away since the last turn
+        self._control = EngineControl(engine, self._send)
 
     def request_stop(self) -> None:
         """End the loop at its next turn; safe in a signal handler and in any thread."""
         self._stop_requested = True
+
+    def request_drain(self, seconds: float) -> None:
+        """End the loop when the front end has gone, which it does when its last client has its
+        answer, or after that time; safe in a signal handler."""
+        self._drain_until = time.monotonic() + seconds
 
     def run(self) -> int:
         """Serve until stopped; the exit code is 0, or 1 when the engine cannot go on."""
@@ -139,8 +146,12 @@ class EngineLoop:
                 reason = "The engine failed and cannot go on; its log says why."
                 exit_code = 1
                 break
+            self._control.proceed()
             failure = self._keep_contact()
-            if failure is not None:
+            if self._drain_until is not None:
+                if failure is not None or time.monotonic() > self._drain_until:
+                    self._stop_requested = True
+            elif failure is not None:
                 logger.error("%s", failure)
                 exit_code = 1
                 self._stop_requested = True  # also ends the other ranks, at their next turn
@@ -152,8 +163,9 @@ class EngineLoop:
         assert self._socket is not None
         if self._stop_requested:
             return [wire.Stop()]
-        timeout = 0 if self._engine.has_work() else int(1000 * IDLE_POLL_SECONDS)
-        shared: list[wire.Command] = []
+        idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
+        timeout = 0 if self._engine.has_work() else int(1000 * idle_seconds)
+        shared: list[wire.Command] = self._abort_orphans()
         while self._socket.poll(timeout):
             timeout = 0
             client, payload = self._socket.recv_multipart()
@@ -170,9 +182,22 @@ class EngineLoop:
                     shared.append(command)
         return shared
 
+    def _abort_orphans(self) -> list[wire.Command]:
+        """For the requests of clients that went away: those of a front-end worker that died."""
+        if not self._unreachable:
+            return []
+        gone = set(self._unreachable)
+        self._unreachable.clear()
+        self._clients -= gone
+        return [
+            wire.AbortRequest(name) for name, owned in self._owned.items() if owned.client in gone
+        ]
+
     def _ready(self) -> wire.EngineReady:
         engine = self._engine
-        return wire.EngineReady(engine.max_seq_length, engine.vocab_size, engine.eos_token_ids)
+        return wire.EngineReady(
+            engine.max_seq_length, engine.vocab_size, engine.eos_token_ids, os.getpid()
+        )
 
     def _apply(self, command: wire.Command) -> None:
         if isinstance(command, wire.AddRequest):
@@ -188,6 +213,9 @@ class EngineLoop:
         values: dict[str, Any] = {}
         if isinstance(query, wire.ResetPrefixCache):
             self._engine.reset_prefix_cache()
+        elif isinstance(query, wire.Pause | wire.Resume | wire.UpdateWeights):
+            self._control.take(client, query)  # which answers
+            return
         elif isinstance(query, wire.AbortAnswers):
             values = {"aborted": self._abort_answers(query.request_id)}
         self._send(client, wire.Result(query.query_id, values))
@@ -205,6 +233,15 @@ class EngineLoop:
 
     def _add(self, command: wire.AddRequest) -> None:
         client = self._senders.popleft() if self._senders else b""
+        waiting = self._engine.num_waiting
+        # A request with more answers than the queue has places runs when nobody else waits.
+        if waiting and waiting + command.params.n > self._max_queue:
+            message = (
+                f"{waiting} answers are waiting and this request asks for {command.params.n}; the "
+                f"limit is {self._max_queue} (--max-queue). Try again later."
+            )
+            self._send(client, wire.Refused(command.request_id, "", message, 429))
+            return
         try:
             self._engine.add_request(
                 command.request_id,
@@ -267,25 +304,35 @@ class EngineLoop:
 
     def _keep_contact(self) -> str | None:
         """Send a heartbeat when one is due; why the front end is gone, if it is."""
+        if self._socket is None:
+            return None
         now = time.monotonic()
-        if self._socket is None or now - self._last_heartbeat < HEARTBEAT_SECONDS:
+        interval = HEARTBEAT_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
+        if now - self._last_heartbeat < interval:
             return None
         self._last_heartbeat = now
-        self._send_all(wire.Heartbeat())
+        self._send_all(wire.Heartbeat(self._engine.is_paused))
         return self._front_end_failure()
 
     def _send_all(self, reply: wire.Reply) -> None:
-        for client in self._clients:
+        for client in list(self._clients):
             self._send(client, reply)
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
-        if self._socket is not None:
+        if self._socket is None:
+            return
+        try:
             self._socket.send_multipart([client, wire.encode([reply])])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._unreachable.append(client)
 
 
 def bind_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """The engine's end of the connection. Nothing is dropped: a lost event would be lost text."""
     socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so when a front-end worker is gone
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)

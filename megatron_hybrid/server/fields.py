@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from typing import Any
+from typing import Any, overload
 
 from megatron_hybrid.errors import InvalidRequestError
-
-_LARGEST_FLOAT = sys.float_info.max
 
 
 class FieldError(InvalidRequestError):
@@ -59,14 +56,40 @@ class Fields:
         if not low <= value <= high:
             raise self.wrong_value(field, value, f"it must be from {low} to {high}")
 
-    def number(self, field: str, default: float) -> float:
+    @overload
+    def number(
+        self, field: str, low: float, high: float, default: float, *, above_low: bool = ...
+    ) -> float: ...
+
+    @overload
+    def number(
+        self, field: str, low: float, high: float, default: None = ..., *, above_low: bool = ...
+    ) -> float | None: ...
+
+    @overload
+    def number(
+        self, field: str, low: float, high: float, default: float | None, *, above_low: bool = ...
+    ) -> float | None: ...
+
+    def number(
+        self,
+        field: str,
+        low: float,
+        high: float,
+        default: float | None = None,
+        *,
+        above_low: bool = False,
+    ) -> float | None:
+        """From `low` to `high`; above_low: `low` itself is out."""
         value = self.any(field)
         if value is None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.wrong_type(field, value, "a number")
-        if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # nor NaN, for which this is false
-            raise self.wrong_value(field, value, "it must be a finite number")
+        # NaN and infinity are outside every range.
+        if not (low < value if above_low else low <= value) or not value <= high:
+            start = f"more than {low:g} and at most" if above_low else f"from {low:g} to"
+            raise self.wrong_value(field, value, f"it must be {start} {high:g}")
         return value
 
     def text(self, field: str, max_length: int, default: str = "") -> str:

@@ -1,7 +1,7 @@
-"""The front end process: HTTP, JSON and tokenizing, so that none of it holds up a step.
+"""The front end: gunicorn's master process, whose workers do HTTP, JSON and tokenizing.
 
-The engine process starts it and holds the other end of its standard input. The first line there
-is its settings; end of file means that the engine process is gone, however it went.
+The engine process starts it, but it outlives that process: it tells its clients that the engine
+died, and waits for a restarted one. Its standard input holds its settings.
 """
 
 from __future__ import annotations
@@ -9,37 +9,32 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import select
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from types import FrameType
+from pathlib import Path
+from typing import Any
 
 import msgspec
-import waitress
-import waitress.server
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.server.app import MAX_BODY_BYTES, create_app
-from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.options import FrontEndSettings
-from megatron_hybrid.server.serving import Serving
+from megatron_hybrid.server.run_folder import Holder, RunFolder
 from megatron_hybrid.tokenizer import Tokenizer
 
-GRACE_SECONDS = 5.0  # how long clients are told that the engine died, before the port closes
-FAREWELL_SECONDS = 0.3  # for answers that say so to go out
-READ_TIMEOUT_SECONDS = 3600  # a streamed answer may pause for long
+NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
+WATCH_SECONDS = 0.1
+SPARE_CONNECTIONS = 64  # a worker, for /health and /metrics while all others wait for the engine
+WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
+BACKLOG = 2048
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front end: %(message)s")
-    logging.getLogger("waitress").setLevel(logging.ERROR)  # not each client that hangs up
-    # Ctrl-C reaches the whole terminal group; the engine process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndSettings)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
     try:
         run(settings)
     except ConfigurationError as error:
@@ -49,68 +44,93 @@ def main() -> int:
 
 
 def run(settings: FrontEndSettings) -> None:
-    """Serve until the engine process ends or SIGTERM comes."""
+    """Serve until SIGTERM comes, or the engine is gone and none follows."""
+    folder = RunFolder(Path(settings.folder))
+    if not folder.front_end_lock.acquire():
+        raise ConfigurationError(f"Another front end holds {folder.path}.")
     options = settings.options
     listener = listen(options.host, options.port)
     _raise_file_limit()
+    # Once, for all workers: it is shared memory after the fork, and says now what is wrong with it.
     tokenizer = Tokenizer.load(options.tokenizer_folder)
+    folder.front_end_lock.write(Holder(os.getpid(), settings.digest))
+    threading.Thread(
+        target=_end_without_engine,
+        args=(folder, options.engine_restart_timeout if options.port else NO_RESTART_SECONDS),
+        name="engine-watch",
+        daemon=True,
+    ).start()
+    master = _make_master(settings, listener, tokenizer)
+    try:
+        master.run()
+    finally:
+        if folder.engine_lock.holder() is None:  # else the engine process removes it
+            folder.remove()
+
+
+def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer: Tokenizer) -> Any:
+    from gunicorn.app.base import BaseApplication
+
+    from megatron_hybrid.server.worker import KEEP_ALIVE_SECONDS
+
+    options = settings.options
     url = f"http://{_in_url(options.host)}:{listener.getsockname()[1]}"
-    client = EngineClient(settings.endpoint)
-    client.on_ready = lambda: print(f"serving {options.model_name} on {url}", flush=True)
-    server = waitress.server.create_server(
-        create_app(Serving(client, tokenizer, options)),
-        sockets=[listener],
-        threads=options.http_threads,
-        connection_limit=_file_limit() - 64,
-        channel_timeout=READ_TIMEOUT_SECONDS,
-        channel_request_lookahead=1,  # notices a client that hangs up during its request
-        max_request_body_size=2 * MAX_BODY_BYTES,  # Flask refuses it earlier, in JSON
-        asyncore_use_poll=True,  # select() ends at 1024 connections
-        ident="megatron_hybrid",
-        clear_untrusted_proxy_headers=True,
-    )
-    ending = _Ending(client, settings.socket_folder)
-    signal.signal(signal.SIGTERM, ending.on_terminate)
-    threading.Thread(target=ending.watch_engine_process, name="lifeline", daemon=True).start()
+    descriptor = listener.detach()  # gunicorn makes a socket of its own from it
+
+    class Master(BaseApplication):
+        def load_config(self) -> None:
+            for name, value in {
+                "bind": f"fd://{descriptor}",
+                "workers": options.http_workers,
+                "worker_class": "megatron_hybrid.server.worker.FrontEndWorker",
+                "worker_connections": options.connections_a_worker + SPARE_CONNECTIONS,
+                "keepalive": int(KEEP_ALIVE_SECONDS),
+                "backlog": BACKLOG,
+                "timeout": WORKER_SECONDS,
+                # The engine process ends what is left by then; this is for when it cannot.
+                "graceful_timeout": int(options.shutdown_timeout) + 3,
+                "loglevel": "error",
+                "proc_name": "megatron-hybrid",
+                "control_socket_disable": True,
+                "worker_tmp_dir": settings.folder,
+            }.items():
+                self.cfg.set(name, value)
+
+        def load(self) -> Any:
+            return _make_app(settings, tokenizer, url)
+
+    return Master()
+
+
+def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any:
+    """One worker's application. Imported here: what it uses must be gevent's by now."""
+    from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
+    from megatron_hybrid.server.app import create_app
+    from megatron_hybrid.server.engine_client import EngineClient
+    from megatron_hybrid.server.serving import Serving
+
+    folder = RunFolder(Path(settings.folder))
+    client = EngineClient(folder.endpoint())
+    answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
+    app = create_app(Serving(client, tokenizer, settings.options, answers))
     client.join(url)
-    server.run()
+    return app
 
 
-class _Ending:
-    """The ways in which a front end ends; all of them leave nothing behind."""
-
-    def __init__(self, client: EngineClient, socket_folder: str | None) -> None:
-        self._client = client
-        self._socket_folder = socket_folder
-
-    def watch_engine_process(self) -> None:
-        """Wait until the engine process is gone, tell its clients for a while, and end."""
-        parent = os.getppid()
-        # Some child of the engine process may have inherited the pipe, so look at the parent too.
-        while os.getppid() == parent:
-            readable, _, _ = select.select([sys.stdin], [], [], 1.0)
-            if readable and not os.read(sys.stdin.fileno(), 1024):
-                break
-        self._client.engine_ended("The engine process has ended; its log says why.")
-        if self._client.ready is not None:  # else nobody was served yet
-            time.sleep(GRACE_SECONDS)
-        self._exit()
-
-    def on_terminate(self, signum: int, frame: FrameType | None) -> None:
-        # In a thread: the handler interrupts the server's loop, which must still send answers.
-        threading.Thread(target=self._terminate, daemon=True).start()
-
-    def _terminate(self) -> None:
-        self._client.engine_ended("The server is shutting down.")
-        time.sleep(FAREWELL_SECONDS)
-        self._exit()
-
-    def _exit(self) -> None:
-        self._client.close()
-        if self._socket_folder is not None:
-            shutil.rmtree(self._socket_folder, ignore_errors=True)
-        sys.stdout.flush()
-        os._exit(0)  # hundreds of threads may still wait for clients that do not read
+def _end_without_engine(folder: RunFolder, restart_seconds: float) -> None:
+    """End this process when the engine process has been gone for that long; at once if it never
+    served, since then nobody was served by us either."""
+    has_served = False
+    last_seen = time.monotonic()
+    while True:
+        holder = folder.engine_lock.holder()
+        if holder is not None:
+            has_served = has_served or holder.ready
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > (restart_seconds if has_served else WATCH_SECONDS):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(WATCH_SECONDS)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -135,11 +155,6 @@ def _raise_file_limit() -> None:
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _file_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 65536 if soft == resource.RLIM_INFINITY else min(soft, 65536)
 
 
 def _in_url(host: str) -> str:

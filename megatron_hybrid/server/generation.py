@@ -9,17 +9,23 @@ from dataclasses import dataclass, field
 from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server import messages as wire
+from megatron_hybrid.server.answer_record import AnswerRecord
 from megatron_hybrid.server.engine_client import EngineClient
-from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.subscription import ChoiceKey, Subscription
+from megatron_hybrid.server.tool_calls.formats import Call
 from megatron_hybrid.tokenizer import Tokenizer
 
 DISCONNECT_POLL_SECONDS = 0.5
+TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
 
 
 class GenerationFailed(RuntimeError):
     """The engine ended a request with an error, through no fault of the client."""
+
+
+class TimedOut(RuntimeError):
+    """A request's time is over; it is aborted."""
 
 
 class ClientGone(Exception):
@@ -34,16 +40,29 @@ class Delta:
     text: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[Call] = field(default_factory=list)
 
 
 class _Choice:
-    def __init__(self, index: int, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(
+        self, index: int, detokenizer: IncrementalDetokenizer, record: AnswerRecord | None
+    ) -> None:
         self.index = index  # in the HTTP answer, where several prompts may have several each
         self.detokenizer = detokenizer
+        self.record = record  # of a chat's answer
         self.completion_tokens = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.finished = False
+
+    def advance_unseen(self, event: RequestEvent) -> Delta:
+        """For a request that asks for nothing but its prompt."""
+        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.finished = event.finish_reason is not None
+        aborted = event.finish_reason is FinishReason.ABORT
+        reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
+        return Delta(self.index, "", finish_reason=reason.value if self.finished else None)
 
     def advance(self, event: RequestEvent) -> Delta:
         # An id that ended the request is counted, but it is no text.
@@ -57,14 +76,22 @@ class _Choice:
         finish_reason = event.finish_reason.value if event.finish_reason is not None else None
         if finish_reason is not None:
             text += self.detokenizer.flush()
-        if self.detokenizer.stop_hit is not None:
+        cut = self.detokenizer.stop_hit is not None
+        if cut:
             finish_reason = FinishReason.STOP.value
         elif ended_by_id:
             used += 1
         self.completion_tokens += used
         self.finished = finish_reason is not None
         logprobs = (event.logprobs or [])[: min(used, len(shown))]
-        return Delta(self.index, text, logprobs, finish_reason)
+        if self.record is None:
+            return Delta(self.index, text, logprobs, finish_reason)
+        text, calls = self.record.advance(shown[:used], text, final=self.finished)
+        if finish_reason in (FinishReason.STOP.value, FinishReason.LENGTH.value):
+            self.record.end(cut=cut)
+        if finish_reason == FinishReason.STOP.value and self.record.has_calls:
+            finish_reason = TOOL_CALLS
+        return Delta(self.index, text, logprobs, finish_reason, calls)
 
 
 class Generation:
@@ -72,47 +99,61 @@ class Generation:
 
     disconnected: whether the client has gone; looked at with every event and while waiting.
     on_close: called once, when the generation gives up its place.
+    timeout: seconds from here on until TimedOut is raised; None: no limit.
     """
 
     def __init__(
         self,
         client: EngineClient,
         tokenizer: Tokenizer,
-        metrics: ServerMetrics,
         request_id: str,
         request: GenerationRequest,
         *,
         disconnected: Callable[[], bool],
         on_close: Callable[[], None],
+        timeout: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.created = int(time.time())
         self._client = client
         self._tokenizer = tokenizer
-        self._metrics = metrics
         self._request = request
         self._disconnected = disconnected
         self._on_close = on_close
         self._closed = False
         self._choices: dict[ChoiceKey, _Choice] = {}
         self._subscription: Subscription | None = None
-        self._started = time.monotonic()
+        self._arrived = time.monotonic()
+        self._timeout = timeout
+        # By prompt: one entry a token, None for the first; there before choice 0 has ended.
+        self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
-    def start(self, prompts: Sequence[list[int]], message_ends: tuple[int, ...] = ()) -> None:
+    def start(
+        self,
+        prompts: Sequence[list[int]],
+        message_ends: tuple[int, ...] = (),
+        make_record: Callable[[], AnswerRecord | None] = lambda: None,
+    ) -> None:
         """Submit every prompt; choice j of prompt i has the index i * n + j in the answer.
 
-        message_ends: where messages end in the prompt, if it is a chat.
+        message_ends: where messages end in the prompt, if it is a chat; make_record: follows one
+        of its answers.
         """
         request = self._request
         n, stop = request.params.n, request.params.stop
         # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
         self._subscription = self._client.subscribe(whole=not request.stream and not stop)
-        max_seq_length = self._client.check().max_seq_length
+        engine = self._client.check()
+        request.params.validate_vocabulary(engine.vocab_size)
+        max_seq_length = engine.max_seq_length
         for number, prompt in enumerate(prompts):
             request_id = f"{self.request_id}-{number}"
             for index in range(n):
-                detokenizer = IncrementalDetokenizer(self._tokenizer, stop)
-                self._choices[request_id, index] = _Choice(number * n + index, detokenizer)
+                record = make_record()
+                visible = frozenset[int]() if record is None else record.visible_ids
+                detokenizer = IncrementalDetokenizer(self._tokenizer, stop, visible)
+                choice = _Choice(number * n + index, detokenizer, record)
+                self._choices[request_id, index] = choice
             self._subscription.add(
                 wire.AddRequest(
                     request_id,
@@ -122,34 +163,49 @@ class Generation:
                     priority=request.priority,
                     cache_checkpoints=request.cache_checkpoints,
                     message_ends=message_ends,
+                    arrived=self._arrived,
                 )
             )
 
     def deltas(self) -> Iterator[list[Delta]]:
         """Pieces of the answers as they come, until every choice has ended.
 
-        Raises ClientGone, GenerationFailed, and what `Subscription.next` raises.
+        Raises ClientGone, TimedOut, GenerationFailed, and what `Subscription.next` raises.
         """
         subscription = self._subscription
         assert subscription is not None, "start comes first"
         while subscription.open_choices:
-            events = subscription.next(DISCONNECT_POLL_SECONDS)
+            events = subscription.next(self._patience())
             if self._disconnected():
                 raise ClientGone
             deltas = [delta for event in events for delta in self._advance(subscription, event)]
             if deltas:
                 yield deltas
 
+    def _patience(self) -> float:
+        """Seconds to wait for the next event; TimedOut if none are left."""
+        if self._timeout is None:
+            return DISCONNECT_POLL_SECONDS
+        left = self._arrived + self._timeout - time.monotonic()
+        if left <= 0:
+            raise TimedOut(
+                f"The request was given up after {self._timeout:g} seconds, the limit (timeout or "
+                "--request-timeout)."
+            )
+        return min(left, DISCONNECT_POLL_SECONDS)
+
     def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
         choice = self._choices[event.request_id, event.index]
         if choice.finished:
             return []
         if event.finish_reason is FinishReason.ERROR:
-            self._metrics.finished(FinishReason.ERROR.value, time.monotonic() - self._started)
             raise GenerationFailed(event.error or "The engine failed and did not say why.")
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs[choice.index // self._request.params.n] = event.prompt_logprobs
+        if self._request.prompt_only:
+            return [choice.advance_unseen(event)]
         delta = choice.advance(event)
         if delta.finish_reason is not None:
-            self._metrics.finished(delta.finish_reason, time.monotonic() - self._started)
             # Does nothing unless a stop string ended it here.
             subscription.abort(event.request_id, event.index, FinishReason.STOP)
         return [delta]
@@ -161,8 +217,6 @@ class Generation:
         self._closed = True
         self._on_close()
         if self._subscription is not None:
-            for _ in range(len(self._subscription.open_choices)):
-                self._metrics.finished(FinishReason.ABORT.value, time.monotonic() - self._started)
             self._subscription.close()
 
     def usage(self) -> dict[str, object]:

@@ -10,13 +10,21 @@ from msgspec import json
 from werkzeug.exceptions import HTTPException
 
 from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.server.engine_client import QueryFailed
 from megatron_hybrid.server.fields import FieldError
-from megatron_hybrid.server.generation import ClientGone, GenerationFailed
+from megatron_hybrid.server.generation import ClientGone, GenerationFailed, TimedOut
 from megatron_hybrid.server.serving import Overloaded, UnknownModel
 from megatron_hybrid.server.subscription import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
+_CODES = {
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it
 
 
@@ -46,11 +54,17 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 503, _error_object(str(error), "server_error", None, "engine_unavailable")
     if isinstance(error, GenerationFailed):
         return 500, _error_object(str(error), "server_error", None, "engine_error")
+    if isinstance(error, TimedOut):
+        return 504, _error_object(str(error), "timeout_error", None, "timeout")
+    if isinstance(error, QueryFailed):
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return error.status, _error_object(str(error), kind, None, "refused_by_engine")
     if isinstance(error, ClientGone):
         return CLIENT_CLOSED_REQUEST, _error_object("The client has gone.", "client_closed", None)
     if isinstance(error, HTTPException):
-        return error.code or 500, _error_object(
-            f"{error.name}: {error.description}", "invalid_request_error", None
+        status = error.code or 500
+        return status, _error_object(
+            f"{error.name}: {error.description}", "invalid_request_error", None, _CODES.get(status)
         )
     logger.error("A request failed inside the server.", exc_info=error)
     return 500, _error_object("The server failed; its log says why.", "server_error", None)

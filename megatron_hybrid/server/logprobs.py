@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_hybrid.detokenizer import bytes_of_token
+from megatron_hybrid.detokenizer import IncrementalDetokenizer, bytes_of_token
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.tokenizer import Tokenizer
 
@@ -28,27 +28,68 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     }
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offset: int
-) -> dict[str, Any]:
-    """The shape of /v1/completions: parallel lists. `offset` is where their text begins."""
-    tokens = [_spelling(bytes_of_token(tokenizer, entry.token_id)) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {
-                _spelling(bytes_of_token(tokenizer, token_id)): _finite(logprob)
-                for token_id, logprob in entry.top
-            }
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
+class EchoedPrompt(NamedTuple):
+    """A prompt as it is sent back. `added`: tokens at its start that the tokenizer put before the
+    client's text."""
+
+    token_ids: list[int]
+    text: str
+    added: int = 0
+
+
+class CompletionLogprobs:
+    """The shape of /v1/completions: parallel lists, built up for one choice piece by piece.
+
+    A token's offset is where its text begins in the choice's text, in characters: those that begin
+    inside a character share its offset, and a special token, which is not shown, takes no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        """offset: characters of the prompt's text, if the choice begins with it."""
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._offset = offset
+
+    def __call__(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The entries of the answer's next tokens."""
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push((entry.token_id,)))
+        return self._lists([(entry.token_id, entry) for entry in entries], offsets)
+
+    def prompt(
+        self, prompt: EchoedPrompt, entries: Sequence[TokenLogprob | None]
+    ) -> dict[str, Any]:
+        """The entries of the prompt's tokens, null for the first."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer)
+        offset, offsets = 0, []
+        for number, token_id in enumerate(prompt.token_ids):
+            offsets.append(min(offset, len(prompt.text)))
+            if not self._tokenizer.is_special(token_id):
+                offset += len(detokenizer.push((token_id,)))
+            elif number >= prompt.added:
+                offset += len(self._tokenizer.token(token_id) or "")
+        return self._lists(list(zip(prompt.token_ids, entries, strict=True)), offsets)
+
+    def _lists(
+        self, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: list[int]
+    ) -> dict[str, Any]:
+        entries = [entry for _, entry in tokens]
+        return {
+            "tokens": [self._spelling(token_id) for token_id, _ in tokens],
+            "token_logprobs": [
+                None if entry is None else _finite(entry.logprob) for entry in entries
+            ],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        return {self._spelling(token_id): _finite(logprob) for token_id, logprob in entry.top}
+
+    def _spelling(self, token_id: int) -> str:
+        return _spelling(bytes_of_token(self._tokenizer, token_id))
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

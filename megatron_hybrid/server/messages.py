@@ -68,7 +68,7 @@ class ResetPrefixCache(Query, frozen=True):
 
 class Pause(Query, frozen=True):
     """Start no more requests. Those that run: "finish", "abort" or "keep" them where they are.
-    Answered when none runs any more, or at once for "keep"."""
+    Answered when nothing is computed any more, with the weights' `epoch`."""
 
     mode: str
 
@@ -78,8 +78,9 @@ class Resume(Query, frozen=True):
 
 
 class UpdateWeights(Query, frozen=True):
-    """Read the model's weights from a folder; what runs is treated as by Pause. The cache is
-    emptied. Paused before: stays paused; else goes on."""
+    """Read the model's weights from a folder when what runs has been treated as by Pause; a mode
+    of "": as by the pause that holds, or "finish". The cache is emptied. Paused before: stays
+    paused; else goes on. Answered with the new `epoch`."""
 
     folder: str
     mode: str
@@ -94,9 +95,12 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineReady(Reply, frozen=True):
+    """The answer to Join. `pid`: of the engine process."""
+
     max_seq_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    pid: int = 0
 
 
 class Events(Reply, frozen=True):
@@ -124,7 +128,9 @@ class Result(Reply, frozen=True):
 
 
 class Heartbeat(Reply, frozen=True):
-    """The engine is alive and has nothing to say."""
+    """The engine is alive and has nothing to say. `paused`: it starts no requests for now."""
+
+    paused: bool = False
 
 
 class EngineEnded(Reply, frozen=True):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, request
 
 from megatron_hybrid.server.chat import answer_chat
+from megatron_hybrid.server.chat_turn import with_tool_grammar
 from megatron_hybrid.server.completions import answer_completion
+from megatron_hybrid.server.connection import client_gone
 from megatron_hybrid.server.fields import parse_body
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.http_errors import json_response
@@ -20,7 +22,7 @@ from megatron_hybrid.server.serving import Serving, UnknownModel
 def install(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
-        body = parse_chat(parse_body(request.get_data()))
+        body = with_tool_grammar(serving, parse_chat(parse_body(request.get_data())))
         with _generation(serving, "chatcmpl", body.generation) as generation:
             return _closing(answer_chat(serving, body, generation), generation)
 
@@ -56,11 +58,7 @@ def _model_card(serving: Serving) -> dict[str, Any]:
 def _generation(serving: Serving, prefix: str, wanted: GenerationRequest) -> Iterator[Generation]:
     """A place for the current request, given up at once if it fails."""
     serving.check_model(wanted.model)
-    # Whether the client has gone, as far as the WSGI server knows.
-    disconnected: Callable[[], bool] = request.environ.get(
-        "waitress.client_disconnected", lambda: False
-    )
-    generation = serving.open(prefix, wanted, disconnected)
+    generation = serving.open(prefix, wanted, client_gone(request.environ))
     try:
         yield generation
     except BaseException:

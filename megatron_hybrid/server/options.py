@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from collections.abc import Callable
 
 import msgspec
 
-RUNNING_THREADS = 512  # for requests that run: an open request holds a thread until it ends
-MOST_THREADS = 8192
+MOST_WORKERS = 64
+CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
+# The names in tool_calls/formats.py, which takes long to import.
+TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,15 +25,33 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 5000
     api_key: str | None = None
     max_queue: int = 1024
-    http_threads: int = 1024 + RUNNING_THREADS
+    request_timeout: float = 0.0  # seconds; 0: none
+    http_workers: int = 1
+    http_connections: int = 4096
+    engine_restart_timeout: float = 60.0  # seconds
+    shutdown_timeout: float = 30.0  # seconds
+    tool_call_parser: str = "auto"
+
+    control_routes: bool = False
+
+    @property
+    def serves_control(self) -> bool:
+        """Whether /pause, /resume and /update_weights are there: on request, or when nobody else
+        can reach the server."""
+        return self.control_routes or _is_loopback(self.host)
+
+    @property
+    def connections_a_worker(self) -> int:
+        """Requests that one worker may have open: its share, rounded up."""
+        return -(-self.http_connections // self.http_workers)
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True):
-    """The first line on a front end's standard input."""
+    """What a front end process is given on its standard input."""
 
     options: ServerOptions
-    endpoint: str  # of the engine's socket
-    socket_folder: str  # that holds it; removed by whoever ends last
+    folder: str  # where the engine's socket and the locks are
+    digest: str  # of the settings and the files that a front end reads, to know an equal one by
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +72,53 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait for their first token before new ones get 429",
     )
     group.add_argument(
-        "--http-threads",
-        type=_whole(8, MOST_THREADS),
-        default=None,
-        help="requests that may be open at the same time, running or waiting; more get 429. Left "
-        f"out: --max-queue and {RUNNING_THREADS} more",
+        "--http-workers",
+        type=_whole(1, MOST_WORKERS),
+        default=default_workers(),
+        help="processes that answer HTTP requests and share the port",
+    )
+    group.add_argument(
+        "--http-connections",
+        type=_whole(1, 1_000_000),
+        default=4096,
+        help="requests that may be open at the same time, running or waiting; more get 429",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("auto", *TOOL_CALL_FORMATS),
+        default="auto",
+        help="how the model writes tool calls; auto: as its chat template shows",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="when a request that is not done is given up with status 504; 0: never. A request "
+        "can ask for less with its field `timeout`",
+    )
+    group.add_argument(
+        "--engine-restart-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long the front end answers 503 and waits for a restarted engine after the "
+        "engine process has died; then it ends too",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long requests that are open may go on after SIGTERM or SIGINT; a second signal "
+        "ends them at once",
+    )
+    group.add_argument(
+        "--enable-control-routes",
+        action="store_true",
+        help="serve POST /pause, /resume and /update_weights, which stop the server for everybody "
+        "and read weights from any folder of this machine, to whoever holds the key. Left out: "
+        "only where --host is a loopback address",
     )
     group.add_argument(
         "--served-model-name", default=None, help="name on the wire; the folder's name if left out"
@@ -71,6 +134,28 @@ def add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exit-after-answer", action="store_true", help="end the server after --ask is answered"
     )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_workers() -> int:
+    """One on small machines, up to four on those with many cores."""
+    return max(1, min(4, (os.cpu_count() or 1) // CORES_A_WORKER))
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 86400.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 to 86400")
+    return value
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:

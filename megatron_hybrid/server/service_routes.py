@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 from flask import Flask, Response, request
 
 from megatron_hybrid.request import validate_prompt
+from megatron_hybrid.server.answer_memory import ChatKeys
+from megatron_hybrid.server.chat_messages import MAX_NAME_LENGTH, parse_messages
+from megatron_hybrid.server.chat_turn import encode_chat
 from megatron_hybrid.server.fields import Fields, parse_body
 from megatron_hybrid.server.http_errors import json_response
-from megatron_hybrid.server.openai_protocol import parse_messages
 from megatron_hybrid.server.serving import Serving
+from megatron_hybrid.server.tool_calls.fields import parse_tools
 
 MAX_TEXT_LENGTH = 64 * 2**20
 MAX_TOKENIZED = 10_000_000
@@ -17,12 +23,24 @@ MAX_TOKENIZED = 10_000_000
 def install(app: Flask, serving: Serving) -> None:
     @app.get("/health")
     def health() -> Response:
-        serving.client.check()
-        return json_response({"status": "ok"})
+        return json_response(serving.health())
 
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(serving.metrics.page(), mimetype="text/plain; version=0.0.4")
+
+    @app.get("/stats")
+    def stats() -> Response:
+        """The engine's figures as JSON, for the page at /; docs/server_metrics.md has the keys."""
+        figures = serving.client.stats()
+        return json_response(
+            {
+                "engine": figures,
+                "time": time.time(),
+                "model": serving.options.model_name,
+                "uptime": time.monotonic() - figures["started"],
+            }
+        )
 
     @app.post("/tokenize")
     def tokenize() -> Response:
@@ -30,15 +48,18 @@ def install(app: Flask, serving: Serving) -> None:
         if fields.given("messages"):
             messages = parse_messages(fields)
             arguments = fields.object("chat_template_kwargs")
+            tools = parse_tools(fields)
+            keys = ChatKeys(fields.text("cache_salt", MAX_NAME_LENGTH), messages)
             fields.finish()
-            tokens = serving.tokenizer.encode_chat(messages, arguments)
+            tokens = encode_chat(serving, messages, arguments, tools, keys).token_ids
         else:
             if not fields.given("prompt"):
                 raise fields.missing("prompt")
             prompt = fields.text("prompt", MAX_TEXT_LENGTH)
             special = fields.boolean("add_special_tokens", True)
             fields.finish()
-            tokens = serving.tokenizer.encode(prompt, add_special_tokens=special)
+            encode = partial(serving.tokenizer.encode, prompt, add_special_tokens=special)
+            tokens = serving.offload(len(prompt), encode)
         limit = serving.client.check().max_seq_length
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 

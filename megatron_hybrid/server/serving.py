@@ -5,22 +5,24 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from megatron_hybrid.request import validate_prompt
+from megatron_hybrid.server.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.subscription import EngineUnavailable
+from megatron_hybrid.server.sockets import is_patched
+from megatron_hybrid.server.subscription import Overloaded
+from megatron_hybrid.server.tool_calls.calling import ToolCalling
 from megatron_hybrid.tokenizer import Tokenizer
 
-SPARE_THREADS = 4  # for /health and /metrics while every other thread is waiting for the engine
+T = TypeVar("T")
 
-
-class Overloaded(RuntimeError):
-    """Too many requests are waiting; the client may try again."""
+LONG_TEXT = 4096  # characters; tokenizing as many takes about a millisecond
 
 
 class UnknownModel(LookupError):
@@ -28,12 +30,21 @@ class UnknownModel(LookupError):
 
 
 class Serving:
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, options: ServerOptions) -> None:
+    """answers: the memory of answers that were given; without it, chats are only their text."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        answers: AnswerMemoryClient | None = None,
+    ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.options = options
-        self.metrics = ServerMetrics(self._engine_stats)
-        client.observer = self.metrics
+        self.answers = answers
+        self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
+        self.metrics = ServerMetrics(client)
         self._lock = threading.Lock()
         self._open = 0
 
@@ -77,39 +88,42 @@ class Serving:
         """
         self._enter()
         request_id = f"{prefix}-{secrets.token_hex(16)}"
+        limits = [limit for limit in (request.timeout, self.options.request_timeout) if limit]
         return Generation(
             self.client,
             self.tokenizer,
-            self.metrics,
             request_id,
             request,
             disconnected=disconnected,
             on_close=self._leave,
+            timeout=min(limits) if limits else None,
         )
+
+    def health(self) -> dict[str, object]:
+        """For /health; EngineUnavailable unless requests are taken."""
+        engine = self.client.check()
+        return {"status": self.client.state, "engine_pid": engine.pid}
+
+    def offload(self, length: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Call the function; with a long text (`length` characters), in a native thread, so that
+        this process's streams go on meanwhile. The function must touch nothing of gevent's."""
+        if length < LONG_TEXT or not is_patched():
+            return function(*arguments)
+        import gevent
+
+        return cast(T, gevent.get_hub().threadpool.apply(function, arguments))
 
     def _enter(self) -> None:
         self.client.check()
-        waiting = self.client.waiting()
-        if waiting >= self.options.max_queue:
-            raise Overloaded(
-                f"{waiting} requests are waiting; the limit is {self.options.max_queue} "
-                "(--max-queue). Try again later."
-            )
-        limit = self.options.http_threads - SPARE_THREADS
+        limit = self.options.connections_a_worker
         with self._lock:
             if self._open >= limit:
                 raise Overloaded(
                     f"{self._open} requests are being answered; the limit is {limit} "
-                    "(--http-threads). Try again later."
+                    "(--http-connections, divided by --http-workers). Try again later."
                 )
             self._open += 1
 
     def _leave(self) -> None:
         with self._lock:
             self._open -= 1
-
-    def _engine_stats(self) -> dict[str, object] | None:
-        try:
-            return self.client.stats()
-        except EngineUnavailable:
-            return None

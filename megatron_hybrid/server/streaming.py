@@ -12,11 +12,13 @@ from msgspec import json
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.generation import ClientGone, Delta, Generation
 from megatron_hybrid.server.http_errors import describe
+from megatron_hybrid.server.tool_calls.formats import Call
 
 Chunk = dict[str, Any]
-ChunkMaker = Callable[[Delta], list[Chunk]]  # the "choices" entries of one delta, in order
+EventMaker = Callable[[Delta], bytes]  # the events of one delta, in order
 
 _DONE = b"data: [DONE]\n\n"
+_TEXT_GOES_HERE = "~text~"
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[Call] = field(default_factory=list)
 
 
 def collect(generation: Generation, choices: int) -> list[Answer]:
@@ -36,14 +39,41 @@ def collect(generation: Generation, choices: int) -> list[Answer]:
         for delta in deltas:
             texts[delta.index].append(delta.text)
             answers[delta.index].logprobs.extend(delta.logprobs)
+            answers[delta.index].calls.extend(delta.calls)
             answers[delta.index].finish_reason = delta.finish_reason
     for answer, pieces in zip(answers, texts, strict=True):
         answer.text = "".join(pieces)
     return answers
 
 
+class EventFrame:
+    """What all events of an answer have in common, encoded once."""
+
+    def __init__(self, head: Chunk, *, include_usage: bool) -> None:
+        """head: every chunk's fields besides "choices" and "usage"."""
+        self._before = b"data: " + json.encode(head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def event(self, choice: Chunk) -> bytes:
+        return self._before + json.encode(choice) + self._after
+
+    def usage(self, usage: Chunk) -> bytes:
+        """The event that comes last, without choices."""
+        return self._before + b'],"usage":' + json.encode(usage) + b"}\n\n"
+
+    def text_events(self, make_choice: Callable[[str], Chunk]) -> Callable[[str], bytes]:
+        """Encodes `event(make_choice(text))`: what is the same for every text is encoded here."""
+        whole = self.event(make_choice(_TEXT_GOES_HERE))
+        before, _, after = whole.rpartition(json.encode(_TEXT_GOES_HERE))
+
+        def encode(text: str) -> bytes:
+            return before + json.encode(text) + after
+
+        return encode
+
+
 def stream(
-    generation: Generation, head: Chunk, make_chunks: ChunkMaker, *, include_usage: bool
+    generation: Generation, frame: EventFrame, make_events: EventMaker, *, include_usage: bool
 ) -> Response:
     """Answer with events as they come.
 
@@ -51,9 +81,7 @@ def stream(
     """
     deltas = generation.deltas()
     first = next(deltas, [])
-    if include_usage:
-        head = {**head, "usage": None}
-    body = _events(generation, _chain(first, deltas), head, make_chunks, include_usage)
+    body = _events(generation, _chain(first, deltas), frame, make_events, include_usage)
     response = Response(body, mimetype="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"  # nginx would collect the events
@@ -68,22 +96,25 @@ def _chain(first: list[Delta], rest: Iterator[list[Delta]]) -> Iterator[list[Del
 def _events(
     generation: Generation,
     batches: Iterable[list[Delta]],
-    head: Chunk,
-    make_chunks: ChunkMaker,
+    frame: EventFrame,
+    make_events: EventMaker,
     include_usage: bool,
 ) -> Iterator[bytes]:
     waiting: dict[int, Delta] = {}  # log-probabilities of text that is held back
     try:
         for batch in batches:
-            chunks = [chunk for delta in _by_choice(batch, waiting) for chunk in make_chunks(delta)]
-            if chunks:
-                yield b"".join(_event({**head, "choices": [chunk]}) for chunk in chunks)
+            if len(batch) == 1 and not waiting and (batch[0].text or batch[0].finish_reason):
+                events = make_events(batch[0])  # what nearly every token comes to
+            else:
+                events = b"".join(map(make_events, _by_choice(batch, waiting)))
+            if events:
+                yield events
         if include_usage:
-            yield _event({**head, "choices": [], "usage": generation.usage()})
+            yield frame.usage(generation.usage())
     except ClientGone:
         return
     except Exception as error:  # the status line is out: the error goes into the stream
-        yield _event(describe(error)[1])
+        yield b"data: " + json.encode(describe(error)[1]) + b"\n\n"
     finally:
         generation.close()
     yield _DONE
@@ -103,16 +134,13 @@ def _by_choice(batch: list[Delta], waiting: dict[int, Delta]) -> list[Delta]:
                 earlier.text + delta.text,
                 earlier.logprobs + delta.logprobs,
                 delta.finish_reason,
+                earlier.calls + delta.calls,
             )
         )
     shown = []
     for delta in merged.values():
-        if delta.text or delta.finish_reason is not None:
+        if delta.text or delta.calls or delta.finish_reason is not None:
             shown.append(delta)
         else:
             waiting[delta.index] = delta
     return shown
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json.encode(value) + b"\n\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import queue
-import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, RequestEvent
@@ -18,15 +17,11 @@ class EngineUnavailable(RuntimeError):
     """The engine is loading, hung or gone; the message says which."""
 
 
-class TokenObserver(Protocol):
-    """Is told when tokens arrive; must be quick."""
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def inter_token(self, seconds: float) -> None: ...
+class Overloaded(RuntimeError):
+    """Too many requests are waiting or open; the client may try again."""
 
 
-Delivery = RequestEvent | InvalidRequestError | EngineUnavailable
+Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable
 ChoiceKey = tuple[str, int]  # an engine request's id, and which of its choices
 
 
@@ -42,10 +37,7 @@ class Subscription:
         self._whole = whole
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._partial: dict[ChoiceKey, RequestEvent] = {}
-        self._last_tokens: dict[ChoiceKey, float] = {}  # when a choice's last tokens came
-        self._submitted = time.monotonic()
         self.open_choices: set[ChoiceKey] = set()
-        self.started = False
 
     def add(self, request: wire.AddRequest) -> None:
         choices = request.params.n
@@ -56,7 +48,8 @@ class Subscription:
     def next(self, timeout: float) -> list[RequestEvent]:
         """The events so far, at least one unless `timeout` seconds pass without any.
 
-        Raises InvalidRequestError if the engine refuses a request, EngineUnavailable if it dies.
+        Raises InvalidRequestError if the engine refuses a request, Overloaded if it has no room
+        for it, EngineUnavailable if it dies.
         """
         events: list[RequestEvent] = []
         try:
@@ -82,9 +75,6 @@ class Subscription:
 
     def deliver(self, item: Delivery) -> None:
         """Called by the client's thread."""
-        self.started = True
-        if isinstance(item, RequestEvent) and item.token_ids:
-            self._observe(item)
         if isinstance(item, RequestEvent) and self._whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)
@@ -92,19 +82,6 @@ class Subscription:
                 self._partial[key] = item
                 return
         self._queue.put(item)
-
-    def _observe(self, event: RequestEvent) -> None:
-        now = time.monotonic()
-        key = (event.request_id, event.index)
-        last = self._last_tokens.get(key)
-        self._last_tokens[key] = now
-        observer = self._client.observer
-        if observer is None:
-            return
-        if last is None:
-            observer.first_token(now - self._submitted)
-        else:
-            observer.inter_token((now - last) / len(event.token_ids))
 
     def _checked(self, item: Delivery) -> RequestEvent:
         if not isinstance(item, RequestEvent):

@@ -7,7 +7,8 @@ it, and the "answer" of a prompt is known without any engine (`expected_answer`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -77,10 +78,18 @@ class SymbolicRunner:
         self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
         self.fail_next = False
         self.plans: list[StepPlan] = []
+        self.updates: list[object] = []
         self.wrong: AssertionError | None = None
 
     def dummy_forward(self) -> None:
         pass
+
+    def update_weights(self, source: object) -> None:
+        """Nothing is computed with them; an exception is raised."""
+        assert not self.in_flight, "weights change under a step"
+        self.updates.append(source)
+        if isinstance(source, BaseException):
+            raise source
 
     def launch(self, plan: StepPlan) -> SymbolicLaunch:
         self.plans.append(plan)
@@ -256,6 +265,7 @@ def make_engine(
     interval: int = 0,
     policy: str = "replay_cost",
     asynchronous: bool | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py."""
     geometry = CacheGeometry(
@@ -282,6 +292,7 @@ def make_engine(
         vocab_size=VOCAB,
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",
+        clock=clock,
     )
 
 

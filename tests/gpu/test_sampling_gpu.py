@@ -55,6 +55,30 @@ def test_a_masked_token_is_never_drawn() -> None:
     assert (flashinfer.draw(*draws.all()) % 2 == 1).all()
 
 
+@pytest.mark.parametrize("allowed", [[7], [7, 4000], [0, 1, 2, 4999]])
+def test_few_allowed_tokens_are_drawn_as_by_brute_force(allowed: list[int]) -> None:
+    """As grammars leave them: fewer than top-k keeps."""
+    draws = Draws.random(100, 5000, "cuda")
+    own = draws.logits[:, allowed].clone()
+    draws.logits.fill_(-torch.inf)
+    draws.logits[:, allowed] = own
+    check_draws(flashinfer, draws, slack=1e-5)
+
+
+def test_penalties_equal_those_on_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    arguments = (
+        torch.randn(20, 5000, generator=generator),
+        torch.randint(0, 4, (20, 5000), generator=generator).short(),
+        torch.rand(20, 5000, generator=generator) < 0.3,
+        torch.rand(20, generator=generator) + 0.6,
+        torch.rand(20, generator=generator) - 0.5,
+        torch.rand(20, generator=generator) - 0.5,
+    )
+    found = flashinfer.penalise(*(argument.cuda() for argument in arguments))
+    assert torch.allclose(found.cpu(), reference.penalise(*arguments), atol=1e-5)
+
+
 def test_draws_can_be_captured() -> None:
     draws = Draws.random(16, 131072, "cuda")
     flashinfer.draw(*draws.all())

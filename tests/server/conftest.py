@@ -9,6 +9,7 @@ import zmq
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server import messages as wire
+from megatron_hybrid.server.answer_memory import AnswerMemoryClient, AnswerMemoryServer
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.engine_process import EngineLoop, bind_socket
@@ -29,6 +30,9 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.load(tokenizer_folder)
 
 
+MAX_QUEUE = 4
+
+
 class RunningLoop:
     """The fake engine in its loop, in a thread, with the client that a front end has."""
 
@@ -38,7 +42,9 @@ class RunningLoop:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = f"ipc://{folder}/engine"
         self._socket = bind_socket(self._context, self.endpoint)
-        self.loop = EngineLoop(engine, self._socket)
+        self._answer_server = AnswerMemoryServer(self._context, f"ipc://{folder}/answers")
+        self.answers = AnswerMemoryClient(f"ipc://{folder}/answers")
+        self.loop = EngineLoop(engine, self._socket, max_queue=MAX_QUEUE)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.client = self.connect()
@@ -55,11 +61,23 @@ class RunningLoop:
     def _run(self) -> None:
         self.exit_code = self.loop.run()
 
+    def die(self) -> None:
+        """What a client sees of a killed engine process: its socket is closed, without a word."""
+        self.loop._send_all = lambda reply: None  # type: ignore[method-assign]
+        self.loop.request_stop()
+        self.thread.join(5)
+        self.answers.close()
+        self._answer_server.close()
+        self._socket.close(linger=0)
+        self._context.term()
+
     def close(self) -> None:
         self.loop.request_stop()
         self.client.send(wire.ResetPrefixCache(0))  # an idle loop looks up at once
         self.thread.join(5)
         self.client.close()
+        self.answers.close()
+        self._answer_server.close()
         self._socket.close()
         self._context.term()
 
@@ -87,7 +105,7 @@ def options(tokenizer_folder: Path) -> ServerOptions:
 
 @pytest.fixture
 def serving(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
-    return Serving(running.client, tokenizer, options)
+    return Serving(running.client, tokenizer, options, running.answers)
 
 
 @pytest.fixture

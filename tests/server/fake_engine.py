@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
+from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.request import (
     FinishReason,
     RequestEvent,
@@ -42,8 +43,11 @@ class _Running:
     params: SamplingParams
     max_tokens: int
     cached_tokens: int
+    arrived: float
+    last_token: float | None = None
     generated: list[int] = field(default_factory=list)
-    aborted: bool = False
+    aborted: FinishReason | None = None
+    begun: bool = False
 
 
 class FakeEngine:
@@ -55,6 +59,7 @@ class FakeEngine:
     """
 
     max_seq_length = 128
+    num_waiting = 0  # a test may say that some are
 
     def __init__(
         self,
@@ -75,7 +80,13 @@ class FakeEngine:
         self._running: dict[tuple[str, int], _Running] = {}
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
         self._generated = 0
+        self._prompt_tokens = self._skipped = 0
+        self._finished: dict[str, int] = {}
+        self._started = time.monotonic()
+        self._latencies = Latencies(max_requests=0)  # of which it needs the histograms alone
         self._broken = False
+        self._pause: str | None = None
+        self.epoch = 0
 
     def add_request(
         self,
@@ -106,7 +117,11 @@ class FakeEngine:
         self._cached.update(prefixes)
         for index in range(params.n):
             cached = hits * BLOCK_SIZE if index == 0 else len(prompt)
-            self._running[request_id, index] = _Running(prompt, params, max_tokens, cached)
+            since = time.monotonic() if arrived is None else arrived
+            self._running[request_id, index] = _Running(prompt, params, max_tokens, cached, since)
+            self._prompt_tokens += len(prompt)
+            self._skipped += cached
+            self._observe("request_queue_time_seconds", since)
         self.log.append(f"add {request_id}")
         self.added.append(
             Added(
@@ -129,62 +144,115 @@ class FakeEngine:
         self.log.append(f"abort {request_id}" if index is None else f"abort {request_id} {index}")
         for key, one in self._running.items():
             if key[0] == request_id and index in (None, key[1]):
-                one.aborted = True
+                one.aborted = reason
 
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._active())
+
+    def _active(self) -> dict[tuple[str, int], _Running]:
+        """Those that a step advances."""
+        if self._pause is None:
+            return self._running
+        goes_on = self._pause != "keep"
+        return {
+            key: one
+            for key, one in self._running.items()
+            if one.aborted is not None or (goes_on and one.begun)
+        }
 
     def step(self) -> list[RequestEvent]:
         time.sleep(self.step_seconds)
-        failing = [one for one in self._running.values() if self._fail_on in one.prompt]
-        if self._broken or any(not one.aborted for one in failing):
+        active = self._active()
+        for one in active.values():
+            one.begun = True
+        failing = [one for one in active.values() if self._fail_on in one.prompt]
+        if self._broken or any(one.aborted is None for one in failing):
             self._broken = self.fails_again
             raise RuntimeError("the fake engine was asked to fail")
-        events = [self._advance(*key, one) for key, one in self._running.items()]
+        events = [self._advance(*key, one) for key, one in active.items()]
         for event in events:
             if event.finish_reason is not None:
-                del self._running[event.request_id, event.index]
+                one = self._running.pop((event.request_id, event.index))
+                reason = event.finish_reason.value
+                self._finished[reason] = self._finished.get(reason, 0) + 1
+                self._observe("e2e_request_latency_seconds", one.arrived)
         return events
 
     def stats(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": 0,
-            "skipped_tokens": 0,
-            "matched_tokens": 0,
+            "prompt_tokens": self._prompt_tokens,
+            "computed_tokens": self._prompt_tokens - self._skipped,
+            "skipped_tokens": self._skipped,
+            "recomputed_tokens": 0,
+            "matched_tokens": self._skipped,
             "generated_tokens": self._generated,
+            "preemptions": 0,
+            "kv_evictions": 0,
+            "state_evictions": 0,
+            "requests_finished": self._finished,
+            "paused": self.is_paused,
+            "started": self._started,
+            "latency": self._latencies.as_dict(),
+            "iteration_tokens": self._latencies.iteration_tokens.as_dict(),
             "lost_tokens": {"grid": 3},
             "checkpoints_published": {"divergence": 1},
             "checkpoints_read": {},
             "requests_running": len(self._running),
             "requests_waiting": 0,
-            "kv_used": 1,
             "kv_blocks": 4,
-            "state_used": 0,
+            "kv_free": 1,
+            "kv_used": 1,
+            "kv_cached": 3,  # one of them in use
+            "kv_evictable": 2,
+            "kv_cached_by_age": _by_age(2),
             "state_slots": 0,
+            "state_free": 0,
+            "state_live": 0,
+            "state_used": 0,
+            "state_cached": 0,
+            "state_evictable": 0,
+            "state_cached_by_age": _by_age(0),
             "log": self.log[-1000:],
         }
 
     def reset_prefix_cache(self) -> None:
         self._cached.clear()
 
-    is_paused = False
-    is_quiet = True
+    @property
+    def is_paused(self) -> bool:
+        return self._pause is not None
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self.has_work()
 
     def pause(self, mode: str) -> None:
-        self.is_paused = True
+        self.log.append(f"pause {mode}")
+        self._pause = mode
+        if mode == "abort":
+            for one in self._running.values():
+                one.aborted = FinishReason.ABORT if one.begun else one.aborted
 
     def resume(self) -> None:
-        self.is_paused = False
+        self.log.append("resume")
+        self._pause = None
 
-    def update_weights(self, folder: str) -> None:
+    def update_weights(self, source: str) -> None:
+        """A folder called "wrong" does not fit; one called "half" is copied only in part."""
+        self.log.append(f"update {source}")
+        if source == "wrong":
+            raise WeightsError("Weight 'x' is missing in wrong.")
+        if source == "half":
+            raise RuntimeError("The new weights were copied only in part.")
         self._cached.clear()
+        self.epoch += 1
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
             request_id, index, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
         )
-        if one.aborted:
-            event.finish_reason = FinishReason.ABORT
+        if one.aborted is not None:
+            event.finish_reason = one.aborted
             event.counters = {"generated_tokens": len(one.generated)}
             return event
         position = len(one.generated)
@@ -195,6 +263,12 @@ class FakeEngine:
             token = stream.randrange(self.vocab_size)
         one.generated.append(token)
         self._generated += 1
+        if one.last_token is None:
+            self._observe("time_to_first_token_seconds", one.arrived)
+            self._observe("request_prefill_time_seconds", one.arrived)
+        else:
+            self._observe("inter_token_latency_seconds", one.last_token)
+        one.last_token = time.monotonic()
         event.token_ids = [token]
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
@@ -211,3 +285,10 @@ class FakeEngine:
         if event.finish_reason is not None:
             event.counters = {"generated_tokens": len(one.generated)}
         return event
+
+    def _observe(self, name: str, since: float) -> None:
+        self._latencies.histograms[name].observe(time.monotonic() - since)
+
+
+def _by_age(newest: int) -> list[list[Any]]:
+    return [[AGES[0][1], newest], *([label, 0] for _, label in AGES[1:]), [OLDER, 0]]

@@ -1,16 +1,17 @@
-"""The server's two real processes around the fake engine: `python -m tests.server.fake_server`."""
+"""The server's real processes around the fake engine: `python -m tests.server.fake_server`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
+import time
 
 from tokenizers import Tokenizer
 
-from megatron_hybrid.server.cli import stop_on_signals
-from megatron_hybrid.server.engine_process import EngineLoop
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.launch import FrontEnd
+from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.options import ServerOptions
 from tests.server.fake_engine import FakeEngine
 
@@ -20,8 +21,14 @@ FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-seconds", type=float, default=0.0)
-    parser.add_argument("--http-threads", type=int, default=32)
+    parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--max-seq-length", type=int, default=FakeEngine.max_seq_length)
+    parser.add_argument("--http-workers", type=int, default=1)
+    parser.add_argument("--http-connections", type=int, default=4096)
+    parser.add_argument("--engine-restart-timeout", type=float, default=60.0)
+    parser.add_argument("--shutdown-timeout", type=float, default=30.0)
     parser.add_argument("--fails-again", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -33,17 +40,25 @@ def main() -> int:
         fail_on=tokenizer.encode(FAILING_TEXT).ids[0],
         fails_again=args.fails_again,
     )
+    engine.max_seq_length = args.max_seq_length
     options = ServerOptions(
-        tokenizer_folder=args.tokenizer, model_name="fake", port=0, http_threads=args.http_threads
+        tokenizer_folder=args.tokenizer,
+        model_name="fake",
+        port=args.port,
+        http_workers=args.http_workers,
+        http_connections=args.http_connections,
+        engine_restart_timeout=args.engine_restart_timeout,
+        shutdown_timeout=args.shutdown_timeout,
     )
-    with FrontEnd(options) as front_end:
-        front_end.wait_until_listening()
-        loop = EngineLoop(engine, front_end.socket, front_end_failure=front_end.failure)
-        stop_on_signals(loop)
-        exit_code = loop.run()
-        if exit_code != 0:
-            front_end.abandon()
-    return exit_code
+    try:
+        with FrontEnd(options) as front_end:
+            end_loading_on_signals(front_end)
+            front_end.wait_until_listening()
+            time.sleep(args.load_seconds)
+            return serve(make_loop(engine, front_end, options), front_end, options)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

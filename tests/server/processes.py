@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -61,10 +62,15 @@ class ServerProcess:
         return "\n".join(self.lines)
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return [
-            int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()
-        ]
+        return _children(self.process.pid)
+
+    def descendants(self) -> list[int]:
+        """The front end's processes too: its master, and then its workers."""
+        found = self.children()
+        for pid in found:  # which grows meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                found += _children(pid)
+        return found
 
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 10.0) -> int:
         """The exit code after this signal."""
@@ -97,6 +103,13 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [
+        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 def is_alive(pid: int) -> bool:

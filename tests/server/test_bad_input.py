@@ -12,12 +12,17 @@ CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
 # (field named in the answer, what is added to a good body)
 BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("surprise", {"surprise": 1}),
     ("model", {"model": 5}),
     ("max_tokens", {"max_tokens": -1}),
-    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 0}),  # only with echo
     ("max_tokens", {"max_tokens": 1.5}),
     ("max_tokens", {"max_tokens": "8"}),
     ("max_tokens", {"max_tokens": True}),
@@ -62,12 +67,44 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("user", {"user": 7}),
     ("cache_salt", {"cache_salt": 7}),
     ("cache_salt", {"cache_salt": "x" * 1025}),
-    ("presence_penalty", {"presence_penalty": 0.5}),
-    ("frequency_penalty", {"frequency_penalty": -1}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}),
-    ("logit_bias", {"logit_bias": {"50": 1}}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
-    ("min_tokens", {"min_tokens": 2}),
+    (
+        "stream_options.continuous_usage_stats",
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("presence_penalty", {"presence_penalty": "1"}),
+    ("frequency_penalty", {"frequency_penalty": -2.01}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": float("nan")}),
+    ("logit_bias", {"logit_bias": [[50, 1]]}),
+    ("logit_bias", {"logit_bias": {"fifty": 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {"050": 1}}),
+    ("logit_bias", {"logit_bias": {str(i): 1 for i in range(1025)}}),
+    ("logit_bias", {"logit_bias": {"100000": 1}}),
+    ("logit_bias.50", {"logit_bias": {"50": 101}}),
+    ("logit_bias.50", {"logit_bias": {"50": "1"}}),
+    ("logit_bias.50", {"logit_bias": {"50": None}}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 2.0}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("timeout", {"timeout": 0}),
+    ("timeout", {"timeout": 86401}),
+    ("timeout", {"timeout": "1s"}),
+    ("response_format", {"response_format": "json"}),
+    ("response_format.type", {"response_format": {}}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
+    ("response_format.schema", {"response_format": {"type": "json_object", "schema": {}}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.name", json_schema()),
+    ("response_format.json_schema.name", json_schema(name="two words")),
+    ("response_format.json_schema.schema", json_schema(name="a", schema=[])),
+    ("response_format.json_schema.strict", json_schema(name="a", strict="yes")),
+    ("response_format.json_schema.more", json_schema(name="a", more=1)),
+    ("response_format", json_schema(name="a", schema={"type": "cat"})),
     ("priority", {"priority": 1001}),
     ("priority", {"priority": -1001}),
     ("priority", {"priority": 0.5}),
@@ -92,14 +129,14 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages[0]", {"messages": ["Hello"]}),
     ("messages[0].role", {"messages": [{"content": "Hello"}]}),
     ("messages[0].role", {"messages": [{"role": "robot", "content": "Hello"}]}),
-    ("messages[0].role", {"messages": [{"role": "tool", "content": "Hello"}]}),
+    ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "Hello"}]}),
     ("messages[0].content", {"messages": [{"role": "user"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
     ("messages[1].content", {"messages": [*HELLO, {"role": "user", "content": {"a": 1}}]}),
     ("messages[0].color", {"messages": [{"role": "user", "content": "Hello", "color": "red"}]}),
     ("messages[0].name", {"messages": [{"role": "user", "content": "Hello", "name": 5}]}),
     (
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].type",
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
     ),
     (
@@ -125,7 +162,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"logprobs": 3}),
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tool_choice", {"tool_choice": "required"}),
     ("reasoning_effort", {"reasoning_effort": "high"}),
     ("chat_template_kwargs", {"chat_template_kwargs": []}),
@@ -155,7 +192,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("cache_checkpoints", {"prompt": [[7] * 20, [7] * 10], "cache_checkpoints": [11]}),
     ("logprobs", {"logprobs": True}),
     ("logprobs", {"logprobs": 21}),
-    ("echo", {"echo": True}),
+    ("echo", {"echo": "yes"}),
     ("best_of", {"best_of": 2}),
     ("suffix", {"suffix": "end"}),
     ("messages", {"messages": HELLO}),
@@ -171,6 +208,36 @@ def check_refused(http: FlaskClient, path: str, data: bytes, field: str) -> dict
     assert error["type"] == "invalid_request_error"
     assert error["code"]
     return dict(error)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_calls_itself_something_else_is_refused(http: FlaskClient, kind: str) -> None:
+    for path in (CHAT, COMPLETION, "/tokenize", "/abort", "/reset_prefix_cache"):
+        answer = http.post(path, data=b"{}", content_type=kind)
+        assert answer.status_code == 415
+        error = answer.get_json()["error"]
+        assert error["code"] == "unsupported_media_type"
+        assert kind in error["message"]
+
+
+def test_unknown_paths_and_methods_get_error_objects(http: FlaskClient) -> None:
+    answer = http.post("/v1/nothing", json={})
+    assert answer.status_code == 404
+    assert answer.get_json()["error"]["code"] == "not_found"
+    for method in ("GET", "PUT", "DELETE", "PATCH", "TRACE", "BREW"):
+        answer = http.open(COMPLETION, method=method)
+        assert answer.status_code == 405
+        assert set(answer.headers["Allow"].split(", ")) == {"POST", "OPTIONS"}
+        assert answer.get_json()["error"]["code"] == "method_not_allowed"
+
+
+def test_head_and_options_answer_without_a_body(http: FlaskClient) -> None:
+    answer = http.head("/v1/models")
+    assert (answer.status_code, answer.data) == (200, b"")
+    assert answer.mimetype == "application/json"
+    answer = http.options(CHAT)
+    assert (answer.status_code, answer.data) == (200, b"")
+    assert set(answer.headers["Allow"].split(", ")) == {"POST", "OPTIONS"}
 
 
 def check_served(http: FlaskClient) -> None:

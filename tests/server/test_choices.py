@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -121,8 +122,11 @@ def test_a_client_that_hangs_up_while_it_waits_aborts_every_choice(
     http: FlaskClient, running: RunningLoop
 ) -> None:
     running.engine.step_seconds = 0.05
-    gone = {"waitress.client_disconnected": lambda: True}
-    assert http.post(COMPLETION, json=LONG, environ_overrides=gone).status_code == 499
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        answer = http.post(COMPLETION, json=LONG, environ_overrides={"gunicorn.socket": ours})
+    assert answer.status_code == 499
     wait_until(lambda: not running.engine.has_work())
 
 

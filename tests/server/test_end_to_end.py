@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import socket
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -156,6 +161,51 @@ def test_ranks_end_when_torchrun_is_killed(model_folder: Path) -> None:
         assert ranks
         server.stop(signal.SIGKILL)
         wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+
+
+def test_a_rank_killed_in_mid_stream_is_restarted_by_torchrun_behind_the_same_front_end(
+    model_folder: Path,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "3")
+    flags = ("--nproc-per-node", "1", TOOL, "--load", str(model_folder), "--port", port)
+    with ServerProcess(*torchrun, *flags, "--engine-restart-timeout", "120") as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            (rank,) = server.children()
+            front_end = [pid for pid in server.descendants() if pid != rank]
+            assert health(server)["engine_pid"] == rank
+            before = ask(client).choices[0].message.content
+            stream = client.completions.create(
+                model="tiny",
+                prompt="The quick",
+                max_tokens=1000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            next(iter(stream))
+            os.kill(rank, signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="engine process has ended"):
+                list(stream)
+            with pytest.raises(openai.InternalServerError) as caught:
+                ask(client)
+            assert caught.value.status_code == 503
+            wait_until(lambda: health(server).get("engine_pid") not in (None, rank), 120)
+            assert ask(client).choices[0].message.content == before
+            assert all(is_alive(process) for process in front_end)
+        server.stop(signal.SIGTERM, seconds=30)
+        wait_until(lambda: not any(is_alive(process) for process in front_end))
+
+
+def health(server: ServerProcess) -> dict[str, Any]:
+    """Empty while no requests are taken."""
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=20) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return {}
 
 
 def test_the_first_question_was_asked_twice(server: ServerProcess) -> None:

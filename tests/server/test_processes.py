@@ -45,17 +45,11 @@ def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture
-def own_server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """One that the test may kill."""
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.05") as server:
-        yield server
-
-
 def send(url: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=20) as answer:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -166,55 +160,177 @@ def test_the_front_end_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def own(folder: Path, *flags: str, **environment: str) -> ServerProcess:
+    """A fake server that the test may kill; 20 tokens a second."""
+    return ServerProcess(*FAKE, str(folder), "--step-seconds", "0.05", *flags, **environment)
+
+
+def ends_together(server: ServerProcess, processes: list[int]) -> None:
+    wait_until(lambda: not any(is_alive(process) for process in processes), 10)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{server.url}/health", timeout=5)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[str]:
+    """A folder for temporary files with a short path, empty at the end."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+        assert os.listdir(folder) == []
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_both_processes_and_leaves_nothing(
-    tokenizer_folder: Path, tmp_path: Path, signum: int
+def test_a_signal_lets_open_requests_finish_and_leaves_nothing(
+    tokenizer_folder: Path, temporary: str, signum: int
 ) -> None:
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp") as folder,
-        ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.05", TMPDIR=folder) as own,
-    ):
-        children = own.children()
-        assert children
-        connection, answer = open_stream(own)
-        started = time.monotonic()
-        assert own.stop(signum) == 0
-        assert time.monotonic() - started < 6  # a second or so, on an idle machine
+    with own(tokenizer_folder, "--http-workers", "2", TMPDIR=temporary) as server:
+        processes = server.descendants()
+        assert len(processes) == 3
+        connection, answer = open_stream(server, max_tokens=40)
+        idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+        idle.request("GET", "/health")
+        idle.getresponse().read()  # and the connection stays open
+        assert server.stop(signum) == 0
+        text = answer.read()
+        assert b'"finish_reason":"length"' in text
+        assert text.endswith(b"data: [DONE]\n\n")
+        connection.close()
+        idle.close()
+        ends_together(server, processes)
+
+
+def test_a_second_signal_ends_open_requests(tokenizer_folder: Path, temporary: str) -> None:
+    with own(tokenizer_folder, TMPDIR=temporary) as server:
+        processes = server.descendants()
+        connection, answer = open_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not accepts(server))
+        assert server.process.poll() is None
+        assert server.stop(signal.SIGTERM) == 0
+        text = answer.read()
+        assert b"shutting down" in text
+        assert b'"finish_reason":"length"' not in text
+        connection.close()
+        ends_together(server, processes)
+
+
+def test_requests_that_outlast_the_shutdown_timeout_are_ended(
+    tokenizer_folder: Path, temporary: str
+) -> None:
+    with own(tokenizer_folder, "--shutdown-timeout", "0.5", TMPDIR=temporary) as server:
+        connection, answer = open_stream(server)
+        assert server.stop(signal.SIGTERM) == 0
         assert b"shutting down" in answer.read()
         connection.close()
-        assert not any(is_alive(child) for child in children)
-        assert os.listdir(folder) == []
 
 
-def test_a_killed_engine_is_told_to_clients_and_then_the_front_end_ends(
-    tokenizer_folder: Path,
+def accepts(server: ServerProcess) -> bool:
+    address = urlsplit(server.url)
+    try:
+        socket.create_connection((address.hostname, address.port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_killed_engine_is_told_to_clients_and_a_restarted_one_is_joined(
+    tokenizer_folder: Path, temporary: str, port: str
 ) -> None:
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp") as folder,
-        ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.05", TMPDIR=folder) as own,
-    ):
-        children = own.children()
-        connection, answer = open_stream(own)
-        own.process.kill()
+    with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as first:
+        front_end = first.descendants()
+        connection, answer = open_stream(first)
+        status, health = send(f"{first.url}/health")
+        assert (status, health["engine_pid"]) == (200, first.process.pid)
+        first.process.kill()
         assert b"engine process has ended" in answer.read()
         connection.close()
-        status, body = send(f"{own.url}/health")
-        assert status == 503
-        assert "ended" in body["error"]["message"]
-        assert send(f"{own.url}/v1/completions", {"prompt": "Hello"})[0] == 503
-        wait_until(lambda: not any(is_alive(child) for child in children), 10)
-        assert os.listdir(folder) == []
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{first.url}/health", timeout=20)
+        assert caught.value.code == 503
+        assert int(caught.value.headers["Retry-After"]) > 0
+        assert "ended" in json.load(caught.value)["error"]["message"]
+        assert send(f"{first.url}/v1/completions", {"prompt": "Hello"})[0] == 503
+        with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as second:
+            assert second.url == first.url
+            status, health = send(f"{second.url}/health")
+            assert (status, health["engine_pid"]) == (200, second.process.pid)
+            connection, answer = open_stream(second, max_tokens=5)
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+            connection.close()
+            assert all(is_alive(process) for process in front_end)  # nothing was restarted
+            assert second.stop() == 0
+            ends_together(second, front_end)
 
 
-def test_an_engine_that_fails_for_good_ends_non_zero_after_503(tokenizer_folder: Path) -> None:
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--fails-again") as own:
-        (child,) = own.children()
-        assert send(f"{own.url}/v1/completions", {"prompt": "~"})[0] == 500
-        assert own.process.wait(10) == 1
-        status, body = send(f"{own.url}/health")
+def test_a_front_end_ends_when_no_engine_comes_back(
+    tokenizer_folder: Path, temporary: str, port: str
+) -> None:
+    flags = ("--port", port, "--engine-restart-timeout", "1")
+    with own(tokenizer_folder, *flags, TMPDIR=temporary) as server:
+        front_end = server.descendants()
+        server.process.kill()
+        ends_together(server, front_end)
+        wait_until(lambda: os.listdir(temporary) == [])
+
+
+def test_a_front_end_with_other_settings_is_replaced(
+    tokenizer_folder: Path, temporary: str, port: str
+) -> None:
+    with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as first:
+        front_end = first.descendants()
+        first.process.kill()
+        first.process.wait()
+        flags = ("--port", port, "--http-connections", "100")
+        with own(tokenizer_folder, *flags, TMPDIR=temporary) as second:
+            assert not any(is_alive(process) for process in front_end)
+            assert send(f"{second.url}/health")[0] == 200
+            assert second.stop() == 0
+
+
+def test_a_second_server_on_the_same_address_is_refused(
+    tokenizer_folder: Path, temporary: str, port: str
+) -> None:
+    with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as first:
+        with pytest.raises(AssertionError, match=f"another one .* {first.process.pid}"):
+            own(tokenizer_folder, "--port", port, TMPDIR=temporary)
+        assert send(f"{first.url}/health")[0] == 200
+        assert first.stop() == 0
+
+
+def test_a_killed_worker_is_replaced_and_its_requests_are_aborted(
+    tokenizer_folder: Path, temporary: str
+) -> None:
+    with own(tokenizer_folder, TMPDIR=temporary) as server:
+        master, worker = server.descendants()
+        connection, answer = open_stream(server)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: len(server.descendants()) == 2 and worker not in server.descendants())
+        wait_until(lambda: send(f"{server.url}/health")[0] == 200)
+        wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
+        connection.close()
+        assert is_alive(master)
+        assert server.stop() == 0
+
+
+def test_an_engine_that_fails_for_good_ends_non_zero_after_503(
+    tokenizer_folder: Path, temporary: str, port: str
+) -> None:
+    flags = ("--fails-again", "--port", port, "--engine-restart-timeout", "2")
+    with own(tokenizer_folder, *flags, TMPDIR=temporary) as server:
+        front_end = server.descendants()
+        assert send(f"{server.url}/v1/completions", {"prompt": "~"})[0] == 500
+        assert server.process.wait(10) == 1
+        status, body = send(f"{server.url}/health")
         assert status == 503
         assert "failed" in body["error"]["message"]
-        os.kill(child, signal.SIGTERM)  # else it stays for its few seconds
+        ends_together(server, front_end)
 
 
 def test_a_signal_while_the_model_loads_ends_both_processes_at_once(
@@ -232,13 +348,14 @@ def test_a_signal_while_the_model_loads_ends_both_processes_at_once(
         assert loading.stdout is not None
         assert loading.stdout.readline() == b"loading\n"
         loading.send_signal(signal.SIGTERM)
-        assert loading.wait(10) == -signal.SIGTERM
+        assert loading.wait(10) == 128 + signal.SIGTERM
         assert loading.stdout.read() == b""  # the front end has closed it too
         assert os.listdir(folder) == []
 
 
-def test_a_killed_front_end_ends_the_engine_process(own_server: ServerProcess) -> None:
-    (child,) = own_server.children()
-    os.kill(child, signal.SIGKILL)
-    assert own_server.process.wait(10) == 1
-    assert "front end process ended" in own_server.output
+def test_a_killed_front_end_ends_the_engine_process(tokenizer_folder: Path) -> None:
+    with own(tokenizer_folder) as server:
+        master, _ = server.descendants()
+        os.kill(master, signal.SIGKILL)
+        assert server.process.wait(10) == 1
+        assert "front end process ended" in server.output

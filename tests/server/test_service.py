@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.serving import SPARE_THREADS, Serving
+from megatron_hybrid.server.serving import Serving
 from megatron_hybrid.server.subscription import EngineUnavailable
 from megatron_hybrid.tokenizer import Tokenizer
-from tests.server.conftest import RunningLoop
+from tests.server.conftest import MAX_QUEUE, RunningLoop
 from tests.server.fake_engine import FakeEngine
 from tests.server.processes import wait_until
 
@@ -71,22 +73,27 @@ def test_only_the_right_key_opens(
 
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back(
-    serving: Serving, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
+    running: RunningLoop, http: FlaskClient
 ) -> None:
-    monkeypatch.setattr(serving.client, "waiting", lambda: serving.options.max_queue)
-    answer = http.post(COMPLETION, json=HELLO)
-    assert answer.status_code == 429
-    assert answer.headers["Retry-After"] == "1"
-    assert "--max-queue" in answer.get_json()["error"]["message"]
-    monkeypatch.undo()
+    running.engine.num_waiting = MAX_QUEUE - 1
     assert http.post(COMPLETION, json=HELLO).status_code == 200
+    for body in ({**HELLO, "n": 2, "temperature": 1.0}, {**HELLO, "prompt": ["a", "b"], "n": 2}):
+        answer = http.post(COMPLETION, json=body)
+        assert answer.status_code == 429
+        assert int(answer.headers["Retry-After"]) > 0
+        assert "--max-queue" in answer.get_json()["error"]["message"]
+    running.engine.num_waiting = MAX_QUEUE
+    assert http.post(COMPLETION, json={**HELLO, "stream": True}).status_code == 429
+    running.engine.num_waiting = 0
+    assert http.post(COMPLETION, json={**HELLO, "n": 5}).status_code == 200
+    assert running.client.running() == 0
 
 
-def test_threads_that_all_wait_answer_429_and_their_places_come_back(
+def test_requests_beyond_the_connections_answer_429_and_their_places_come_back(
     running: RunningLoop, tokenizer: Tokenizer, tokenizer_folder: Any
 ) -> None:
     options = ServerOptions(
-        tokenizer_folder=str(tokenizer_folder), model_name="fake", http_threads=SPARE_THREADS + 1
+        tokenizer_folder=str(tokenizer_folder), model_name="fake", http_connections=1
     )
     app = create_app(Serving(running.client, tokenizer, options))
     slow(running.engine)
@@ -97,16 +104,6 @@ def test_threads_that_all_wait_answer_429_and_their_places_come_back(
         assert app.test_client().post(COMPLETION, json=HELLO).status_code == 200
         assert app.test_client().post(COMPLETION, json={"prompt": ""}).status_code == 400
         assert app.test_client().post(COMPLETION, json={"prompt": [7] * 200}).status_code == 400
-
-
-def test_waiting_counts_requests_without_a_first_token(running: RunningLoop) -> None:
-    slow(running.engine)
-    subscription = running.client.subscribe(whole=False)
-    subscription.add(wire.AddRequest("a-0", [5, 6], SamplingParams(max_tokens=50, n=2)))
-    assert running.client.waiting() == 1
-    subscription.next(5)
-    assert running.client.waiting() == 0
-    subscription.close()
 
 
 def test_a_failed_step_fails_its_requests_and_the_next_one_is_served(http: FlaskClient) -> None:
@@ -169,10 +166,14 @@ def test_a_client_that_hangs_up_while_it_waits_aborts_the_request(
     http: FlaskClient, running: RunningLoop, stop: str | None
 ) -> None:
     slow(running.engine)
-    gone = {"waitress.client_disconnected": lambda: True}
-    answer = http.post(COMPLETION, json={**LONG, "stop": stop}, environ_overrides=gone)
+    server_side, client_side = socket.socketpair()
+    threading.Timer(0.2, client_side.close).start()
+    with server_side:
+        connection = {"gunicorn.socket": server_side}
+        answer = http.post(COMPLETION, json={**LONG, "stop": stop}, environ_overrides=connection)
     assert answer.status_code == 499
     wait_until(lambda: not running.engine.has_work())
+    assert 0 < len(running.engine.log) < 10
 
 
 def test_abort_ends_a_request_by_the_id_of_its_answer(
@@ -228,7 +229,7 @@ def test_before_the_engine_is_loaded_everything_says_so(
         assert answer.status_code == 503
         assert "loading" in answer.get_json()["error"]["message"]
     assert http.get("/v1/models").status_code == 200
-    assert b"request_success" in http.get("/metrics").data
+    assert b"megatron_hybrid:up 0.0" in http.get("/metrics").data
     client.close()
 
 
@@ -262,3 +263,45 @@ def test_many_threads_get_their_own_answers(http: FlaskClient, tokenizer: Tokeni
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_the_requests_of_a_front_end_that_vanishes_are_aborted(running: RunningLoop) -> None:
+    slow(running.engine)
+    other = running.connect()
+    for client, name in ((other, "a"), (running.client, "b")):
+        subscription = client.subscribe(whole=False)
+        subscription.add(wire.AddRequest(f"{name}-0", [5, 6], SamplingParams(max_tokens=50)))
+        subscription.next(5)
+    other.close()
+    wait_until(lambda: "abort a-0" in running.engine.log, 2.0)
+    time.sleep(0.2)
+    assert "abort b-0" not in running.engine.log
+
+
+def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
+    engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    first = RunningLoop(engine, folder)
+    slow(engine)
+    client = first.client
+    subscription = client.subscribe(whole=False)
+    subscription.add(wire.AddRequest("a-0", [5, 6], SamplingParams(max_tokens=50)))
+    subscription.next(5)
+    first.die()
+    with pytest.raises(EngineUnavailable, match="process has ended"):
+        while True:
+            subscription.next(5)
+    with pytest.raises(EngineUnavailable, match="process has ended"):
+        client.check()
+    again = FakeEngine(engine.vocab_size, engine.eos_token_ids)
+    second = RunningLoop(again, folder)
+    wait_until(lambda: client.ready is not None)
+    later = client.subscribe(whole=True)
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    later.add(wire.AddRequest("b-0", [5, 6], params))
+    (event,) = later.next(5)
+    assert event.token_ids == [5, 6]
+    assert [line for line in again.log if line.startswith("add")] == ["add b-0"]
+    client.close()
+    second.close()

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.sampling import reference
 
+penalise = reference.penalise
+
 # flashinfer's top-p is exact from this size on
 _LEAST_VOCABULARY = 2048
 

@@ -56,3 +56,22 @@ def invert(weights: Tensor, point: Tensor) -> Tensor:
     positive = weights > 0
     last = weights.shape[-1] - 1 - positive.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return torch.minimum(found, last).squeeze(1)
+
+
+def penalise(
+    logits: Tensor,
+    counts: Tensor,
+    in_prompt: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """logits float32, counts int16 (of the answer), in_prompt bool, all [rows, vocabulary]; the
+    penalties float32 [rows] -> logits [rows, vocabulary], as in SamplingParams: repetition first,
+    then the other two, of which a row without them (1, 0, 0) notices nothing."""
+    written = counts > 0
+    factor = torch.where(written | in_prompt, repetition[:, None], 1.0)
+    logits = torch.where(logits < 0, logits * factor, logits / factor)
+    logits -= frequency[:, None] * counts
+    logits -= presence[:, None] * written
+    return logits

@@ -1,0 +1,164 @@
+"""What changes a row's logits before a token is chosen: penalties, biases, bans and grammars.
+
+Penalties need the tokens that a row has written, and a step is launched before the last one's are
+known on the host: so they are counted on the device, in the order of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.transfer import upload
+
+_MOST = 32767  # of an int16
+
+
+class LogitAdjustments:
+    """Of the rows that ask for them; the others cost nothing."""
+
+    def __init__(self, rows: RowTable, kernels: Any) -> None:
+        """`kernels`: KernelSet.sampling."""
+        self._rows = rows
+        self._kernels = kernels
+        self._written: _Written | None = None  # made when the first penalty comes
+
+    def among(self, sampled: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where in `sampled` [rows] the rows stand whose logits are adjusted now."""
+        rows = self._rows
+        short = rows.generated[sampled] < rows.min_tokens[sampled]
+        return np.flatnonzero(rows.adjusted[sampled] | short)
+
+    def apply(self, logits: Tensor, who: npt.NDArray[np.int64], plan: StepPlan) -> None:
+        """Adjust float32 logits [rows, vocabulary] of the table's rows `who` [rows] in place."""
+        penalised = np.flatnonzero(self._rows.penalised[who])
+        if len(penalised):
+            self._penalise(logits, who, penalised, plan)
+        self._add_biases(logits, who)
+        self._ban_ends(logits, who)
+        self._keep_to_grammars(logits, who)
+
+    def note(self, sampled: npt.NDArray[np.int64], tokens: Tensor) -> None:
+        """The rows `sampled` [rows] have got these tokens [rows]."""
+        penalised = np.flatnonzero(self._rows.penalised[sampled])
+        if len(penalised):
+            assert self._written is not None
+            at, who = upload(np.stack([penalised, sampled[penalised]]), tokens.device)
+            self._written.count(who, tokens.index_select(0, at))
+
+    def _penalise(
+        self,
+        logits: Tensor,
+        who: npt.NDArray[np.int64],
+        penalised: npt.NDArray[np.int64],
+        plan: StepPlan,
+    ) -> None:
+        rows, device = self._rows, logits.device
+        if self._written is None:
+            self._written = _Written(len(rows.penalised), logits.shape[1], device)
+        starting = {chunk.row for chunk in plan.prefills if chunk.samples}
+        starting.update(resumed.row for resumed in plan.resumed)
+        for row in starting.intersection(rows.written):
+            self._written.start(row, *rows.written[row], rows.repetition_penalty[row] != 1)
+        penalised_rows = who[penalised]
+        at, row_ids = upload(np.stack([penalised, penalised_rows]), device)
+        penalties = upload(
+            np.stack(
+                [
+                    rows.repetition_penalty[penalised_rows],
+                    rows.frequency_penalty[penalised_rows],
+                    rows.presence_penalty[penalised_rows],
+                ]
+            ),
+            device,
+        )
+        counts = self._written.counts.index_select(0, row_ids)
+        in_prompt = self._written.in_prompt.index_select(0, row_ids)
+        changed = self._kernels.penalise(logits.index_select(0, at), counts, in_prompt, *penalties)
+        logits.index_copy_(0, at, changed)
+
+    def _add_biases(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
+        biases = self._rows.logit_bias
+        having = [(i, biases[row]) for i, row in enumerate(who.tolist()) if row in biases]
+        if having:
+            places = _places(((i, bias.ids) for i, bias in having), logits.shape[1])
+            values = upload(np.concatenate([bias.values for _, bias in having]), logits.device)
+            flat, at = logits.view(-1), upload(places, logits.device)
+            flat.index_copy_(0, at, flat.index_select(0, at) + values)
+
+    def _ban_ends(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
+        """No end before a row's min_tokens. Grammars see to it themselves."""
+        rows = self._rows
+        short = np.flatnonzero(rows.generated[who] < rows.min_tokens[who])
+        banned = [
+            (i, rows.stop_ids[row])
+            for i, row in zip(short.tolist(), who[short].tolist(), strict=True)
+            if row not in rows.grammars
+        ]
+        if banned:
+            places = upload(_places(banned, logits.shape[1]), logits.device)
+            logits.view(-1).index_fill_(0, places, -torch.inf)
+
+    def _keep_to_grammars(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
+        rows, vocabulary = self._rows, logits.shape[1]
+        having = [(i, row) for i, row in enumerate(who.tolist()) if row in rows.grammars]
+        if not having:
+            return
+        masks = []
+        for _, row in having:
+            short = rows.generated[row] < rows.min_tokens[row]
+            mask = rows.grammars[row].allowed(rows.stop_ids[row] if short else None)
+            masks.append(mask[: -(-vocabulary // 8)])
+        at = upload(np.asarray([i for i, _ in having]), logits.device)
+        bits = upload(np.stack(masks), logits.device)  # [rows, vocabulary / 8], the lowest first
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        banned = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocabulary] == 0
+        logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(banned, -torch.inf))
+
+
+class _Written:
+    """On the device: how often each row has written each token, and which ones its prompt holds."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        # [rows, vocabulary]
+        self.counts = torch.zeros((rows, vocabulary), dtype=torch.int16, device=device)
+        self.in_prompt = torch.zeros((rows, vocabulary), dtype=torch.bool, device=device)
+
+    def start(
+        self,
+        row: int,
+        prompt: npt.NDArray[np.int32],
+        answer: npt.NDArray[np.int32],
+        needs_prompt: bool,
+    ) -> None:
+        """A row has a new owner, who has written `answer` so far."""
+        device = self.counts.device
+        self.counts[row].zero_()
+        self.in_prompt[row].zero_()
+        if needs_prompt:
+            self.in_prompt[row].index_fill_(0, upload(prompt, device).long(), True)
+        if len(answer):
+            ids, counts = np.unique(answer, return_counts=True)
+            at, count = upload(np.stack([ids, counts.clip(max=_MOST)]), device)
+            self.counts[row].index_copy_(0, at.long(), count.to(torch.int16))
+
+    def count(self, who: Tensor, tokens: Tensor) -> None:
+        """Rows `who` [rows], each once, wrote these tokens [rows]."""
+        places = who * self.counts.shape[1] + tokens
+        flat = self.counts.view(-1)
+        count = flat.index_select(0, places)
+        flat.index_copy_(0, places, count + (count < _MOST))
+
+
+def _places(
+    parts: Iterable[tuple[int, npt.NDArray[np.int64]]], vocabulary: int
+) -> npt.NDArray[np.int64]:
+    """(row, token ids) of several rows as places in flat logits."""
+    return np.concatenate([row * vocabulary + ids for row, ids in parts])

@@ -1,0 +1,210 @@
+"""Answers that match a JSON schema, a regular expression or a Lark grammar, by llguidance.
+
+Imports no torch: front ends check grammars with it before they send them to the engine. llguidance
+itself is imported by the first grammar: every engine imports this module.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
+from megatron_hybrid.request import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+FIELD = "response_format"  # of requests that bring a grammar
+KEPT_GRAMMARS = 64  # compiled ones, the last used
+MAX_MESSAGE = 300  # characters of llguidance's reasons: they quote the grammar
+
+# JSON has no whitespace but a space after a comma or a colon: small models would never end it.
+_JSON_OPTIONS: Any = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": False,
+}
+
+
+def check(grammar: Grammar) -> None:
+    """Raise InvalidRequestError for a grammar that no engine can serve."""
+    from llguidance import LLMatcher
+
+    grammar.validate()
+    _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
+
+
+class AnswerMatcher:
+    """How far one answer has come in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, never: npt.NDArray[np.int64]) -> None:
+        """never: token ids that are not allowed even where the grammar can end."""
+        self._matcher = matcher
+        self._never = never
+
+    def allowed(self, avoid: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.uint8]:
+        """Which tokens may come next: a bit each, the lowest first; at least as many bits as the
+        vocabulary has ids. Without those to `avoid`, unless nothing else is left. End-of-sequence
+        ids are allowed where the grammar can end."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
+        _clear(bits, self._never)
+        if avoid is not None and len(avoid):
+            rest = bits.copy()
+            _clear(rest, avoid)
+            if rest.any():
+                return rest
+        return bits
+
+    def advance(self, token: int) -> None:
+        """The answer goes on with this token."""
+        self._matcher.consume_token(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on, though its grammar is not complete."""
+        if not self._matcher.is_error():
+            return None
+        return f"The answer can't go on in its grammar: {_reason(self._matcher.get_error())}"
+
+
+class Grammars(Protocol):
+    """Where an engine gets the matchers of its answers."""
+
+    def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
+        """A matcher at the start of an answer. `ignore_eos`: end-of-sequence ids are never allowed.
+        Raises InvalidRequestError for a grammar that can't be served."""
+
+
+class GrammarCompiler:
+    """Grammars over one model's vocabulary."""
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """tokenizer_json: what a tokenizer.json holds. vocab_size: the model's; ids that the
+        tokenizer does not know are never allowed."""
+        from llguidance import LLTokenizer
+
+        known = LLTokenizer(tokenizer_json).vocab_size
+        size = max(vocab_size, known)
+        eos = [token for token in eos_token_ids if token < size]
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=size, eos_token=eos or None)
+        # without ids of ours, the library takes one of the tokenizer for the end
+        self._eos = np.asarray(self._tokenizer.eos_tokens, dtype=np.int64)
+        self._has_eos = bool(eos)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
+        """See Grammars."""
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
+        answer = AnswerMatcher(matcher.deep_copy(), never)
+        first = answer.allowed()
+        _clear(first, self._eos)
+        if not first.any():
+            raise _refusal(grammar, "no token of this model can begin an answer that matches it")
+        return answer
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        source = _source(grammar)
+        _refuse_if(grammar, LLMatcher.validate_grammar(source, self._tokenizer, limits=_limits()))
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
+        matcher.compute_bitmask()  # finds what only shows when it is used
+        _refuse_if(grammar, matcher.get_error())
+        return matcher
+
+
+class FolderGrammars:
+    """The compiler of a model folder's tokenizer, made when the first grammar comes: a large
+    vocabulary takes a second."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._folder, self._vocab_size, self._eos = folder, vocab_size, eos_token_ids
+        self._compiler: GrammarCompiler | None = None
+
+    def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
+        """See Grammars; a folder without a tokenizer is an InvalidRequestError too."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer_json(), self._vocab_size, self._eos)
+        return self._compiler.compile(grammar, ignore_eos=ignore_eos)
+
+    def _tokenizer_json(self) -> str:
+        from megatron_hybrid.tokenizer import Tokenizer  # takes seconds, and few need it
+
+        try:
+            text: str = Tokenizer.load(self._folder).backend.to_str()
+        except ConfigurationError as error:
+            raise no_tokenizer() from error
+        return text
+
+
+def no_tokenizer() -> InvalidRequestError:
+    """What is said to who brings a grammar where there is no tokenizer."""
+    return InvalidRequestError(
+        FIELD,
+        f"{FIELD} asks for an answer that matches a grammar; this model has no tokenizer.json, "
+        "so the engine can't tell which tokens match.",
+    )
+
+
+def _source(grammar: Grammar) -> str:
+    """In llguidance's own language."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
+    try:
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+    except ValueError as error:
+        raise _refusal(grammar, str(error)) from error
+
+
+def _limits() -> LLParserLimits:
+    """The library's own, with errors that do not list the parser's state."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+def _refuse_if(grammar: Grammar, error: str) -> None:
+    if error:
+        raise _refusal(grammar, _reason(error))
+
+
+def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
+    names = {"json_schema": "JSON schema", "regex": "regular expression"}
+    kind = names.get(grammar.kind, "grammar")
+    return InvalidRequestError(FIELD, f"{FIELD} holds a {kind} that can't be served: {reason}.")
+
+
+def _reason(error: str) -> str:
+    """llguidance's words in one line."""
+    text = " ".join(error.replace("<non-verbose/>", "").split())
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+
+
+def _clear(bits: npt.NDArray[np.uint8], ids: npt.NDArray[np.int64]) -> None:
+    np.bitwise_and.at(bits, ids >> 3, ~(1 << (ids & 7)).astype(np.uint8))

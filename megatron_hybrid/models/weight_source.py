@@ -1,0 +1,131 @@
+"""Where weights come from, by a checkpoint's names: a Hugging Face folder, or tensors in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_hybrid.errors import WeightsError
+from megatron_hybrid.models.family import Family
+
+Index = tuple[slice | int, ...]
+Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class WeightSource(Protocol):
+    """Tensors by their canonical names (see Family.canonical); nothing is read before `read`."""
+
+    where: str  # for messages
+    names: Mapping[str, str]  # canonical name -> the source's own
+
+    def file_of(self, name: str) -> str:
+        """What to sort reads by."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """A rectangle of a tensor, or of one of those that are stacked in it."""
+
+
+class FolderSource:
+    """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""
+
+    def __init__(self, folder: Path, names: dict[str, tuple[str, str]], files: dict[str, Any]):
+        """`names`: canonical name -> (name in its file, file)."""
+        self.where = str(folder)
+        self.names: Mapping[str, str] = {canonical: name for canonical, (name, _) in names.items()}
+        self._names, self._files = names, files
+
+    def file_of(self, name: str) -> str:
+        return self._names[name][1]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: Index) -> Tensor:
+        values: Tensor = self._slice(name)[index]
+        return values
+
+    def _slice(self, name: str) -> Any:
+        own, file = self._names[name]
+        try:
+            return self._files[file].get_slice(own)
+        except SafetensorError as error:
+            raise WeightsError(
+                f"Weight {own!r} cannot be read from {file} in {self.where}: {error}."
+            ) from error
+
+
+class TensorSource:
+    """Tensors in memory, on any device and in any dtype."""
+
+    where: str = "the tensors given"
+
+    def __init__(self, tensors: Tensors, family: Family) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        names: dict[str, str] = {}
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise WeightsError(
+                    "Weights in memory are pairs of a name and a torch tensor, not of "
+                    f"{type(name).__name__} and {type(tensor).__name__}."
+                )
+            canonical = family.canonical(name)
+            self._tensors[canonical], names[canonical] = tensor.detach(), name
+        self.names: Mapping[str, str] = names
+
+    def file_of(self, name: str) -> str:
+        return ""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, index: Index) -> Tensor:
+        return self._tensors[name][index]
+
+
+@contextmanager
+def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
+    """Raises WeightsError for a folder without weights, or with files that are no safetensors."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is no folder.")
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+
+        def opened(file: str) -> Any:
+            if file not in files:
+                try:
+                    files[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise WeightsError(f"{file} in {folder} cannot be read: {error}.") from error
+            return files[file]
+
+        if index.is_file():
+            own = _weight_map(index)
+            for file in sorted(set(own.values())):
+                if not (folder / file).is_file():
+                    raise WeightsError(f"{index.name} names {file}, which is not in {folder}.")
+                opened(file)
+        elif single.is_file():
+            own = dict.fromkeys(opened(single.name).keys(), single.name)
+        else:
+            raise WeightsError(
+                f"{folder} has neither model.safetensors nor model.safetensors.index.json."
+            )
+        names = {family.canonical(name): (name, file) for name, file in own.items()}
+        yield FolderSource(folder, names, files)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise WeightsError(f"{index} is no index of safetensors: {error!r}.") from error

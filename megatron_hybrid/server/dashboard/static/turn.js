@@ -1,0 +1,93 @@
+// One turn of the chat: what was asked, the answer as it comes, and what it cost.
+
+import { element, setText } from "./elements.js";
+import { duration, percent, rate, whole } from "./format.js";
+
+const WHY_ENDED = { length: "at the limit of tokens" };
+
+export class Turn {
+  constructor(question, { onEdit, onAgain }) {
+    this.question = question;
+    this.answer = "";
+
+    this.text = element("p", { class: "text" });
+    this.bar = element("span", { class: "share-cached" });
+    this.figures = element("p", { class: "figures" });
+    this.error = element("p", { class: "error", role: "alert", hidden: "" });
+    this.editButton = element("button", { type: "button", class: "quiet small" }, "Edit");
+    this.againButton = element("button", { type: "button", class: "quiet small" }, "Ask again");
+    this.editButton.addEventListener("click", () => onEdit(this));
+    this.againButton.addEventListener("click", () => onAgain(this));
+    this.answerBox = element("div", { class: "answer", "aria-busy": "true" },
+      element("h3", { class: "visually-hidden" }, "Answer"), this.text, this.error);
+    this.element = element("article", { class: "turn" },
+      element("div", { class: "question" },
+        element("h3", { class: "visually-hidden" }, "You"),
+        element("p", { class: "text" }, question)),
+      this.answerBox,
+      // Not read out with the answer: it changes while the answer comes.
+      element("div", { class: "turn-foot", "aria-live": "off" },
+        element("div", { class: "share", "aria-hidden": "true" }, this.bar),
+        this.figures,
+        element("div", { class: "turn-buttons" }, this.editButton, this.againButton)));
+    this.say("reading the prompt");
+  }
+
+  /** What a next turn sends of this one; a question without an answer is left out. */
+  messages() {
+    if (this.answer === "") return [];
+    return [
+      { role: "user", content: this.question },
+      { role: "assistant", content: this.answer },
+    ];
+  }
+
+  add(piece, secondsToFirst) {
+    if (this.answer === "") {
+      this.secondsToFirst = secondsToFirst;
+      this.say(`first token ${duration(secondsToFirst)}`);
+    }
+    this.answer += piece;
+    this.text.append(piece);
+  }
+
+  end(result) {
+    this.close();
+    const { promptTokens, cachedTokens, completionTokens, finishReason } = result;
+    this.bar.style.width = promptTokens ? `${(100 * cachedTokens) / promptTokens}%` : "0";
+    this.figures.replaceChildren(
+      item("cached", `${whole(cachedTokens)} of ${whole(promptTokens)} prompt tokens cached `
+        + `(${percent(cachedTokens, promptTokens)})`),
+      item("first", `first token ${duration(result.secondsToFirst)}`),
+      item("speed", `${whole(completionTokens)} tokens at ${rate(result.tokensPerSecond)}/s`),
+    );
+    if (finishReason in WHY_ENDED) {
+      this.figures.append(item("ended", `ended ${WHY_ENDED[finishReason]}`));
+    }
+    if (this.answer === "") this.text.append(element("em", {}, "an empty answer"));
+  }
+
+  stop() {
+    this.close();
+    this.say(this.answer === "" ? "stopped before the first token"
+      : `stopped · first token ${duration(this.secondsToFirst)}`);
+  }
+
+  fail(message) {
+    this.close();
+    this.say("no complete answer");
+    this.error.hidden = false;
+    setText(this.error, message);
+  }
+
+  close() {
+    this.text.normalize(); // one text node, not one a token
+    this.answerBox.setAttribute("aria-busy", "false");
+  }
+
+  say(text) {
+    this.figures.replaceChildren(item("state", text));
+  }
+}
+
+const item = (name, text) => element("span", { class: name }, text);

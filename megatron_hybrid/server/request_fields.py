@@ -1,0 +1,145 @@
+"""The fields of requests for answers, as tables: parsers read by them, /openapi.json shows them."""
+
+from __future__ import annotations
+
+from megatron_hybrid.request import (
+    MAX_CACHE_CHECKPOINTS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+)
+from megatron_hybrid.server.field_types import (
+    Boolean,
+    FieldType,
+    Integer,
+    Integers,
+    LogitBias,
+    Number,
+    StopStrings,
+    Text,
+    Unsupported,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_NAME_LENGTH = 1024
+MAX_TOKENS = 2**31 - 1
+MAX_TIMEOUT = 86_400.0
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+# Names are those of SamplingParams.
+SAMPLING: dict[str, FieldType] = {
+    "temperature": Number(0.0, 100.0, "0 takes the most likely token.", 1.0),
+    "top_p": Number(
+        0.0, 1.0, "Only the likeliest tokens that together have this probability.", 1.0, True
+    ),
+    "top_k": Integer(-1, MAX_TOKENS, "Only this many of the likeliest tokens; 0 or -1: all.", 0),
+    "min_p": Number(0.0, 1.0, "Only tokens this likely in relation to the likeliest one.", 0.0),
+    "seed": Integer(
+        -(2**63), 2**64 - 1, "The same seed gives the same tokens, whatever else runs beside it."
+    ),
+    "n": Integer(1, MAX_CHOICES, "Answers to each prompt.", 1),
+    "stop": StopStrings(
+        MAX_STOP_STRINGS, MAX_STOP_LENGTH, "Strings that end the answer; not part of it."
+    ),
+    "stop_token_ids": Integers(0, MAX_TOKENS, MAX_STOP_TOKEN_IDS, "Token ids that end the answer."),
+    "ignore_eos": Boolean("Go on after the model's own end of the answer."),
+    "min_tokens": Integer(0, MAX_TOKENS, "The answer does not end by itself before these.", 0),
+    "presence_penalty": Number(
+        -MAX_PENALTY,
+        MAX_PENALTY,
+        "Subtracted from the logits of tokens that the answer holds.",
+        0.0,
+    ),
+    "frequency_penalty": Number(
+        -MAX_PENALTY,
+        MAX_PENALTY,
+        "Subtracted from a token's logit as often as the answer holds it.",
+        0.0,
+    ),
+    "repetition_penalty": Number(
+        0.0,
+        MAX_REPETITION_PENALTY,
+        "Makes tokens of prompt and answer less likely if above 1.",
+        1.0,
+        True,
+    ),
+    "logit_bias": LogitBias(
+        MAX_LOGIT_BIASES,
+        -MAX_LOGIT_BIAS,
+        MAX_LOGIT_BIAS,
+        "By token id, what is added to its logit.",
+    ),
+}
+
+# What else both endpoints understand; `stream_options` and `response_format` are objects.
+COMMON: dict[str, FieldType] = {
+    "model": Text(MAX_NAME_LENGTH, "The model's name; left out: the one that is served."),
+    "user": Text(MAX_NAME_LENGTH, "Whose request it is, for the client's own records."),
+    "stream": Boolean("Send the answer as server-sent events while it is generated."),
+    "cache_salt": Text(
+        MAX_NAME_LENGTH, "Requests share cached prefixes only if their salts are equal."
+    ),
+    "priority": Integer(-MAX_PRIORITY, MAX_PRIORITY, "A smaller number runs first.", 0),
+    "cache_checkpoints": Integers(
+        1, MAX_TOKENS, MAX_CACHE_CHECKPOINTS, "Positions in the prompt to keep a state at."
+    ),
+    "timeout": Number(
+        0.0,
+        MAX_TIMEOUT,
+        "Seconds after which the request is given up with status 504; the server's own limit "
+        "holds too.",
+        above_low=True,
+    ),
+}
+
+CHAT: dict[str, FieldType] = {
+    "max_tokens": Integer(1, MAX_TOKENS, "The older name of max_completion_tokens."),
+    "max_completion_tokens": Integer(
+        1, MAX_TOKENS, "The answer's longest length; left out: what the context holds."
+    ),
+    "logprobs": Boolean("Give the log-probability of every token of the answer."),
+    "top_logprobs": Integer(
+        0, MAX_LOGPROBS, "And of this many likeliest tokens at its place; needs logprobs."
+    ),
+}
+
+COMPLETION: dict[str, FieldType] = {
+    "max_tokens": Integer(
+        0,
+        MAX_TOKENS,
+        "The answer's longest length; 0 needs echo, and gives only the prompt.",
+        COMPLETION_MAX_TOKENS,
+    ),
+    "logprobs": Integer(
+        0, MAX_LOGPROBS, "Give the log-probability of every token and of this many likeliest ones."
+    ),
+    "echo": Boolean("Give the prompt's text before the answer's, and its log-probabilities."),
+}
+
+UNSUPPORTED_CHAT: dict[str, FieldType] = {
+    "functions": Unsupported([]),
+    "function_call": Unsupported("none", "auto"),
+    "modalities": Unsupported(["text"]),
+    "audio": Unsupported(),
+    "prediction": Unsupported(),
+    "metadata": Unsupported({}),
+    "store": Unsupported(False),
+    "service_tier": Unsupported("auto", "default"),
+    "reasoning_effort": Unsupported(),
+    "verbosity": Unsupported("medium"),
+    "web_search_options": Unsupported(),
+}
+UNSUPPORTED_COMPLETION: dict[str, FieldType] = {
+    "best_of": Unsupported(1),
+    "suffix": Unsupported(""),
+}
+STREAM_OPTIONS: dict[str, FieldType] = {
+    "include_usage": Boolean("Send a last chunk with the usage of the whole request."),
+    "include_obfuscation": Unsupported(False),
+}

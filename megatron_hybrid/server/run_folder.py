@@ -1,0 +1,130 @@
+"""Where an engine process and its front end meet: a folder with the socket and two locks.
+
+The name holds the address that the server listens on, so a restarted engine process finds the front
+end that survived the last one. A lock is held for as long as its process lives, however it ends:
+the kernel gives it up. With port 0 nobody could find the folder again, so its name is a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from megatron_hybrid.errors import ConfigurationError
+
+LONGEST_TEMP_FOLDER = 45  # the path of a Unix socket has about 100 characters
+_PLAIN_HOST = set("abcdefghijklmnopqrstuvwxyz0123456789.-")
+_LONGEST_HOST = 15
+
+
+class Holder(msgspec.Struct):
+    """Who holds a lock, as written into its file."""
+
+    pid: int
+    digest: str = ""  # a front end: of its settings
+    ready: bool = False  # an engine: whether it ever served
+
+
+class Lock:
+    """A file that one process holds; its children hold it on if they inherit it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock; False if somebody else holds it."""
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                return False
+            # Whoever held it last may have removed the file between our two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == os.fstat(file).st_ino:
+                    self._file = file
+                    return True
+            os.close(file)
+
+    def write(self, holder: Holder) -> None:
+        """Say who holds it. Only while it is held."""
+        assert self._file is not None, "acquire comes first"
+        content = msgspec.json.encode(holder)
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def holder(self) -> Holder | None:
+        """Who holds it now; None if nobody does."""
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            # A shared lock, so that two processes that look do not see each other.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            try:
+                return msgspec.json.decode(os.read(file, 4096), type=Holder)
+            except msgspec.MsgspecError:
+                return Holder(0)  # taken a moment ago
+        else:
+            return None
+        finally:
+            os.close(file)
+
+
+class RunFolder:
+    """One server's folder; `path` exists, belongs to this user and is closed to others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engine_lock = Lock(path / "engine.lock")
+        self.front_end_lock = Lock(path / "front_end.lock")
+
+    @classmethod
+    def for_address(cls, host: str, port: int) -> RunFolder:
+        """The folder of the server on this address; ConfigurationError if it cannot be used."""
+        parent = tempfile.gettempdir()
+        if len(parent) > LONGEST_TEMP_FOLDER:
+            parent = "/tmp"
+        if port == 0:
+            return cls(Path(tempfile.mkdtemp(prefix="megatron-hybrid-", dir=parent)))
+        name = host.lower()
+        if not set(name) <= _PLAIN_HOST or not 0 < len(name) <= _LONGEST_HOST:
+            name = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+        path = Path(parent, f"megatron-hybrid-{os.getuid()}-{name}-{port}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or found.st_uid != os.getuid()
+            or stat.S_IMODE(found.st_mode) & 0o077
+        ):
+            raise ConfigurationError(
+                f"{path}, where the server keeps its socket, is not a folder of this user's own "
+                "that is closed to others (mode 0700); remove it, or set TMPDIR to another folder."
+            )
+        return cls(path)
+
+    def endpoint(self, name: str = "engine") -> str:
+        """The address of the socket with this name, for zmq."""
+        return f"ipc://{self.path}/{name}"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,244 @@
+"""Penalties, biases, min_tokens and grammars through the whole engine: the same answer in every way
+that it can be computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from megatron_hybrid import LLM, FinishReason, InvalidRequestError, RequestOutput, SamplingParams
+from megatron_hybrid.engine.build import build_engine
+from megatron_hybrid.request import Grammar
+from tests.tiny_models import make_tiny_model
+
+OPTIONS = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_buffer_size_gb": 0.05,
+    "inference_dynamic_batching_max_requests": 12,
+    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.05,
+    "device": "cpu",
+}
+CHAT = [{"role": "user", "content": "Tell me about the lighthouse keeper, please."}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["tall", "kind"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json_schema", json.dumps(PERSON))
+WORDS = Grammar("regex", "([a-z]{1,8} ){3}[a-z]{1,8}")
+A, DOT = 72, 21  # of the shipped tokenizer
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **options})  # type: ignore[arg-type]
+
+
+def drawn(**options: object) -> SamplingParams:
+    return greedy(**{"temperature": 0.9, "seed": 7, **options})
+
+
+CASES = {
+    "plain": greedy(),
+    "repetition": greedy(repetition_penalty=1.5),
+    "frequency": drawn(frequency_penalty=1.2, presence_penalty=-0.3),
+    "penalties": drawn(repetition_penalty=1.2, presence_penalty=1.0, top_p=0.9),
+    "bias": drawn(logit_bias=((A, 3.0), (DOT, -100.0)), top_k=20),
+    "min_tokens": greedy(min_tokens=15),
+    "json": greedy(grammar=JSON, max_tokens=60),
+    "words": drawn(grammar=WORDS, presence_penalty=0.5, max_tokens=60),
+    "everything": drawn(
+        grammar=WORDS, repetition_penalty=1.1, logit_bias=((A, 2.0),), min_tokens=12, top_k=50
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one_by_one", "in_flight"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    llm = LLM(**OPTIONS)
+    llm.engine.runner.asynchronous = request.param
+    return llm
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, RequestOutput]:
+    """Each answer with nothing beside it, nothing in the cache and no step in flight."""
+    llm = LLM(**OPTIONS)
+    answers = {}
+    for name, params in CASES.items():
+        llm.engine.reset()
+        (answers[name],) = llm.chat(CHAT, params)
+    return answers
+
+
+def check(outputs: Sequence[RequestOutput], alone: dict[str, RequestOutput]) -> None:
+    for name, output in zip(CASES, outputs, strict=True):
+        assert output.token_ids == alone[name].token_ids, name
+        assert output.finish_reason is alone[name].finish_reason, name
+
+
+def test_answers_do_what_was_asked(alone):
+    plain = alone["plain"]
+    assert plain.finish_reason is FinishReason.STOP and len(plain.token_ids) < 15
+    assert len(alone["min_tokens"].token_ids) >= 15
+    assert alone["min_tokens"].token_ids[: len(plain.token_ids) - 1] == plain.token_ids[:-1]
+    for name in ("repetition", "frequency", "penalties", "bias"):
+        assert alone[name].token_ids != plain.token_ids
+    assert DOT not in alone["bias"].token_ids
+    person = json.loads(alone["json"].text)
+    assert set(person) == {"name", "age", "tags"} and 0 <= person["age"] <= 150
+    assert alone["json"].finish_reason is FinishReason.STOP
+    for name in ("words", "everything"):
+        assert re.fullmatch(WORDS.text, alone[name].text), alone[name].text
+        assert alone[name].finish_reason is FinishReason.STOP
+
+
+def test_answers_are_the_same_in_one_batch(llm, alone):
+    llm.engine.reset()
+    check(llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False), alone)
+
+
+def test_answers_are_the_same_when_the_whole_prompt_is_cached(llm, alone):
+    llm.engine.reset()
+    llm.chat(CHAT, greedy(max_tokens=1))
+    outputs = llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False)
+    assert all(output.cached_tokens == len(output.prompt_token_ids) for output in outputs)
+    check(outputs, alone)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_answers_are_the_same_after_preemptions(llm, alone, every):
+    llm.engine.reset()
+    engine = llm.engine
+    step, steps = engine.step, 0
+
+    def step_and_preempt():
+        nonlocal steps
+        events, steps = step(), steps + 1
+        if steps % every == 0:
+            if engine._in_flight is not None:
+                engine.scheduler.settle(engine._receive())
+            running = [r for r in engine.context.running() if r.lease is not None]
+            for request in running[:3]:
+                engine.scheduler._preempt(request)
+        return events
+
+    engine.step = step_and_preempt  # type: ignore[method-assign]
+    try:
+        outputs = llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False)
+    finally:
+        del engine.step  # type: ignore[method-assign]
+    preempted = [
+        name for name, o in zip(CASES, outputs, strict=True) if o.counters.get("preemptions")
+    ]
+    assert len(preempted) > 5
+    check(outputs, alone)
+
+
+def test_several_answers_to_one_prompt_follow_the_grammar_each(llm):
+    llm.engine.reset()
+    (output,) = llm.chat(CHAT, drawn(grammar=WORDS, n=4, max_tokens=60))
+    texts = [choice.text for choice in output.choices]
+    assert all(re.fullmatch(WORDS.text, text) for text in texts) and len(set(texts)) > 1
+    assert not llm.engine.context.rows.grammars
+
+
+def test_a_bias_of_100_forces_a_token_also_in_draws(llm):
+    for params in (greedy(logit_bias=((A, 100.0),)), drawn(logit_bias=((A, 100.0),))):
+        (output,) = llm.chat(CHAT, replace(params, max_tokens=5))
+        assert output.token_ids == [A] * 5
+
+
+def test_a_grammar_goes_on_without_end_ids_until_it_is_complete(llm):
+    grammar = Grammar("regex", "a{5,20}")
+    (output,) = llm.chat(CHAT, greedy(grammar=grammar, ignore_eos=True, max_tokens=60))
+    assert output.text == "a" * 20 and output.finish_reason is FinishReason.STOP
+    assert output.stop_reason is None
+
+
+def test_max_tokens_cuts_a_grammar_short(llm):
+    (output,) = llm.chat(CHAT, greedy(grammar=JSON, max_tokens=3))
+    assert output.finish_reason is FinishReason.LENGTH and len(output.token_ids) == 3
+
+
+def test_an_answer_that_leaves_its_grammar_ends_with_an_error_and_the_others_go_on(llm, alone):
+    llm.engine.reset()
+    sample = llm.engine.runner._sampler._adjustments
+    keep, sample._keep_to_grammars = sample._keep_to_grammars, lambda logits, who: None
+    try:
+        broken, plain = llm.chat([CHAT, CHAT], [greedy(grammar=JSON), greedy()], progress=False)
+    finally:
+        sample._keep_to_grammars = keep
+    assert broken.finish_reason is FinishReason.ERROR and "grammar" in broken.error
+    assert plain.token_ids == alone["plain"].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"logit_bias": ((2048, 1.0),)}, "logit_bias"),
+        ({"min_tokens": 9000, "max_tokens": None}, "min_tokens"),
+        ({"grammar": Grammar("regex", "(")}, "response_format"),
+        ({"grammar": Grammar("json_schema", '{"type": "array", "uniqueItems": true}')},
+         "response_format"),
+    ],
+)  # fmt: skip
+def test_what_the_model_can_not_do_is_refused(llm, options, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat(CHAT, greedy(**options))
+    assert caught.value.field == field
+    assert llm.engine.scheduler.num_waiting == 0
+
+
+def test_stop_ids_that_the_model_does_not_know_are_no_obstacle(llm):
+    (output,) = llm.chat(CHAT, greedy(stop_token_ids=(999_999,), min_tokens=15))
+    assert len(output.token_ids) >= 15
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("bamba")
+    return folder, make_tiny_model("bamba", folder)
+
+
+def test_answers_are_those_of_transformers_with_the_same_penalties(tiny: tuple[Path, object]):
+    folder, model = tiny
+    llm = LLM(str(folder), **OPTIONS)
+    prompt = [5, 9, 5, 33, 100, 101]
+    params = greedy(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
+    (output,) = llm.generate(prompt, params)
+    answer: list[int] = []
+    for _ in range(24):
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[:, -1].float()
+        logits = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits)[0]
+        for token in set(answer):
+            logits[token] -= 0.2 * answer.count(token) + 0.1
+        answer.append(int(logits.argmax()))
+    assert output.token_ids == answer
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tiny: tuple[Path, object]):
+    llm = LLM(str(tiny[0]), **OPTIONS)
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        llm.generate([1, 2], greedy(grammar=WORDS))
+
+
+def test_every_id_ending_the_answer_leaves_nothing_to_write(tiny: tuple[Path, object]):
+    engine = build_engine(LLM(str(tiny[0]), **OPTIONS).config)
+    engine.vocab_size = 3
+    params = greedy(stop_token_ids=(0, 1, 2), min_tokens=2)
+    with pytest.raises(InvalidRequestError, match="every token id"):
+        engine.add_request("a", [1, 2], params)

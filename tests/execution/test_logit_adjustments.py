@@ -1,0 +1,295 @@
+"""What changes logits before a token is chosen, against plain loops and transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from megatron_hybrid.execution.plan import ResumedRow, StepPlan, StepResult
+from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
+from megatron_hybrid.execution.sampler import Sampler
+from megatron_hybrid.kernels.sampling import reference
+from megatron_hybrid.parallel import initialize
+from tests.execution.steps import chunk
+
+VOCAB = 40
+
+
+def written(prompt: list[int], answer: list[int] | None = None) -> Written:
+    return Written(np.asarray(prompt, np.int32), np.asarray(answer or [], np.int32))
+
+
+def bias(**values: float) -> LogitBias:
+    """`t3=1.5`: token 3."""
+    ids = [int(name[1:]) for name in values]
+    return LogitBias(np.asarray(ids, np.int64), np.asarray(list(values.values()), np.float32))
+
+
+class Rows:
+    """A sampler whose rows see the same logits in every step, unless the test changes them."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.table = RowTable(count, 1)
+        self.table.seed[:] = np.arange(count)
+        self.last_token = torch.full((count,), -1)
+        self.sampler = Sampler(self.table, reference, initialize())
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(count, VOCAB, generator=generator) * 3
+
+    def step(
+        self, decodes: list[int], ended: list[int] | None = None, resumed: list[int] | None = None
+    ) -> StepResult:
+        """`ended`: rows whose prompt ends in this step."""
+        plan = StepPlan(
+            0,
+            np.asarray(decodes, dtype=np.int64),
+            prefills=[chunk(row, 0, 1) for row in ended or []],
+            resumed=[ResumedRow(row, None, 0) for row in resumed or []],
+        )
+        who = torch.from_numpy(plan.sampled_rows)
+        result = self.sampler.sample(self.logits[who], plan, who, self.last_token).result()
+        self.table.generated[plan.sampled_rows] += 1
+        return result
+
+    def answers(self, rows: list[int], count: int) -> list[list[int]]:
+        """Prompts that end, and then decodes: the tokens of each row."""
+        steps = [self.step([], ended=rows)] + [self.step(rows) for _ in range(count - 1)]
+        return np.stack([step.tokens for step in steps], axis=1).tolist()
+
+
+def penalised(
+    logits: torch.Tensor,
+    prompt: list[int],
+    answer: list[int],
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> torch.Tensor:
+    """One row: transformers for the repetition, a loop for the others."""
+    ids = torch.tensor([prompt + answer])
+    result = RepetitionPenaltyLogitsProcessor(repetition)(ids, logits.clone()[None])[0]
+    for token in set(answer):
+        result[token] -= frequency * answer.count(token) + presence
+    return result
+
+
+PENALTIES = [(1.3, 0.0, 0.0), (0.7, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, 1.5), (1.2, -0.4, 0.9)]
+
+
+def test_penalties_are_those_of_transformers_and_of_a_loop():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(PENALTIES), VOCAB, generator=generator) * 3
+    texts = torch.randint(0, VOCAB, (len(PENALTIES), 30), generator=generator).tolist()
+    counts = torch.zeros(len(PENALTIES), VOCAB, dtype=torch.int16)
+    in_prompt = torch.zeros(len(PENALTIES), VOCAB, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        in_prompt[row, text[:10]] = True
+        for token in text[10:]:
+            counts[row, token] += 1
+    found = reference.penalise(logits, counts, in_prompt, *torch.tensor(PENALTIES).T)
+    for row, (text, penalties) in enumerate(zip(texts, PENALTIES, strict=True)):
+        expected = penalised(logits[row], text[:10], text[10:], *penalties)
+        assert torch.allclose(found[row], expected, atol=1e-5)
+
+
+def test_a_row_without_penalties_keeps_every_bit():
+    logits = torch.randn(1, VOCAB)
+    found = reference.penalise(
+        logits.clone(),
+        torch.ones(1, VOCAB, dtype=torch.int16),
+        torch.ones(1, VOCAB, dtype=torch.bool),
+        torch.ones(1),
+        torch.zeros(1),
+        torch.zeros(1),
+    )
+    assert torch.equal(found, logits)
+
+
+@pytest.mark.parametrize("penalties", PENALTIES)
+def test_an_answer_is_penalised_by_what_it_has_written_so_far(penalties):
+    rows = Rows(1)
+    repetition, frequency, presence = penalties
+    rows.table.adjust(
+        0, repetition_penalty=repetition, frequency_penalty=frequency,
+        presence_penalty=presence, written=written([3, 4, 4]),
+    )  # fmt: skip
+    (answer,) = rows.answers([0], 12)
+    for i, token in enumerate(answer):
+        logits = penalised(rows.logits[0], [3, 4, 4], answer[:i], *penalties)
+        assert token == int(logits.argmax())
+    if repetition != 0.7:  # which rewards repetition
+        assert len(set(answer)) > 1
+
+
+def test_a_row_gets_the_same_tokens_whoever_is_beside_it():
+    def fill(rows: Rows) -> None:
+        rows.table.temperature[3:] = 0.8
+        for row, (repetition, frequency, presence) in zip((0, 2, 4, 6, 7), PENALTIES, strict=True):
+            rows.table.adjust(
+                row, repetition_penalty=repetition, frequency_penalty=frequency,
+                presence_penalty=presence, written=written([row, row + 1]),
+                logit_bias=bias(t9=2.5) if row > 2 else None,
+            )  # fmt: skip
+        rows.table.adjust(5, logit_bias=bias(t1=4.0))
+
+    together = Rows(9)
+    fill(together)
+    answers = together.answers(list(range(9)), 8)
+    plain = Rows(9)  # rows 1, 3 and 8 ask for nothing
+    plain.table.temperature[3:] = 0.8
+    unadjusted = plain.answers(list(range(9)), 8)
+    for row in range(9):
+        alone = Rows(9)
+        fill(alone)
+        assert alone.answers([row], 8) == [answers[row]]
+        if row in (1, 3, 8):
+            assert answers[row] == unadjusted[row]
+    assert sum(a != b for a, b in zip(answers, unadjusted, strict=True)) >= 4
+
+
+def test_an_answer_that_goes_on_after_preemption_counts_what_it_had_written():
+    rows = Rows(1)
+    rows.table.adjust(0, frequency_penalty=0.6, presence_penalty=0.2, written=written([1]))
+    (whole,) = rows.answers([0], 20)
+    for done in range(1, 20):
+        again = Rows(2)
+        again.logits[1] = rows.logits[0]
+        again.table.adjust(
+            1, frequency_penalty=0.6, presence_penalty=0.2, written=written([1], whole[:done])
+        )
+        rest = [int(again.step([], ended=[1]).tokens[0])]
+        rest += [int(again.step([1]).tokens[0]) for _ in range(19 - done)]
+        assert rest == whole[done:]
+
+
+def test_a_row_that_changes_hands_starts_from_nothing():
+    rows = Rows(1)
+    rows.table.take()
+    rows.table.adjust(0, repetition_penalty=1.5, presence_penalty=2.0, written=written([1, 2, 3]))
+    (first,) = rows.answers([0], 6)
+    for again in ("ended", "resumed"):
+        rows.table.give_back(0)
+        assert not rows.sampler._adjustments.among(np.asarray([0])).size
+        rows.table.take()
+        rows.table.generated[0] = 0
+        rows.table.adjust(
+            0, repetition_penalty=1.5, presence_penalty=2.0, written=written([1, 2, 3])
+        )
+        steps = [rows.step([], **{again: [0]})] + [rows.step([0]) for _ in range(5)]
+        assert [int(step.tokens[0]) for step in steps] == first
+
+
+def test_what_an_earlier_owners_prompt_held_is_forgotten():
+    rows, fresh = Rows(1), Rows(1)
+    for prompt in ([int(rows.logits.argmax())], [1, 2]):
+        rows.table.take()
+        rows.table.adjust(0, repetition_penalty=4.0, written=written(prompt))
+        rows.table.generated[0] = 0
+        (answer,) = rows.answers([0], 6)
+        rows.table.give_back(0)
+    fresh.table.adjust(0, repetition_penalty=4.0, written=written([1, 2]))
+    assert fresh.answers([0], 6) == [answer]
+
+
+class OnlyStops:
+    """A grammar after which nothing but token 5 may follow."""
+
+    def allowed(self, avoid: np.ndarray | None = None) -> np.ndarray:
+        assert avoid is not None and avoid.tolist() == [5]
+        return np.packbits(np.arange(VOCAB) == 5, bitorder="little")
+
+
+def test_a_grammar_decides_about_stops_before_min_tokens():
+    rows = Rows(1)
+    rows.table.adjust(0, min_tokens=3, stop_ids=np.asarray([5]), grammar=OnlyStops())  # type: ignore[arg-type]
+    rows.logits[0, 5] = -50.0
+    assert rows.step([], ended=[0]).tokens.tolist() == [5]
+
+
+def test_counts_end_at_the_largest_that_they_can_hold():
+    rows = Rows(1)
+    rows.table.adjust(0, frequency_penalty=1e-4, written=written([], [7] * 40_000))
+    rows.logits[:] = 0.0
+    rows.logits[0, 7] = 100.0
+    for _ in range(2):
+        rows.step([], ended=[0])
+        rows.step([0])
+        assert rows.sampler._adjustments._written.counts[0, 7] == 32767
+
+
+def test_a_bias_of_100_forces_a_token_and_one_of_minus_100_bans_it():
+    rows = Rows(4)
+    best = rows.logits.argmax(-1).tolist()
+    for row, temperature in ((0, 0.0), (1, 1.0)):
+        rows.table.temperature[row] = temperature
+        rows.table.adjust(row, logit_bias=bias(t17=100.0, t3=-1.0))
+    for row in (2, 3):
+        rows.table.adjust(row, logit_bias=bias(**{f"t{best[row]}": -100.0}))
+    answers = rows.answers([0, 1, 2, 3], 5)
+    assert answers[:2] == [[17] * 5] * 2
+    for row in (2, 3):
+        assert answers[row] == [int(rows.logits[row].topk(2).indices[1])] * 5
+
+
+def test_drawn_tokens_follow_the_biased_distribution():
+    count = 20_000
+    rows = Rows(1)
+    table = rows.table = RowTable(count, 1)
+    table.seed[:], table.temperature[:] = np.arange(count), 1.0
+    for row in range(count):
+        table.adjust(row, logit_bias=bias(t1=1.0, t2=-1.0))
+    sampler = Sampler(table, reference, initialize())
+    logits = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    who = torch.arange(count)
+    tokens = sampler.sample(
+        logits.repeat(count, 1), StepPlan(0, np.arange(count)), who, who.clone()
+    )
+    found = np.bincount(tokens.result().tokens, minlength=4) / count
+    assert (
+        np.abs(found - torch.softmax(torch.tensor([0.0, 1.0, -1.0, 1.0]), 0).numpy()).max() < 0.02
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_stop_comes_before_min_tokens(temperature):
+    rows = Rows(2)
+    rows.table.temperature[:] = temperature
+    rows.logits[:, [5, 6]] += 50.0
+    rows.table.adjust(0, min_tokens=4, stop_ids=np.asarray([5, 6]))
+    rows.table.adjust(1, min_tokens=4, stop_ids=np.asarray([5]))
+    first, second = rows.answers([0, 1], 6)
+    assert not {5, 6} & set(first[:4]) and {5, 6} >= set(first[4:])
+    assert second[:4] == [6] * 4
+    assert not rows.sampler._adjustments.among(np.asarray([0, 1])).size, "it costs no more"
+
+
+def test_a_biased_stop_is_banned_all_the_same():
+    rows = Rows(1)
+    rows.table.adjust(0, logit_bias=bias(t5=100.0), min_tokens=2, stop_ids=np.asarray([5]))
+    (answer,) = rows.answers([0], 3)
+    assert 5 not in answer[:2] and answer[2] == 5
+
+
+def test_reported_logprobs_are_the_models_own():
+    rows = Rows(1)
+    rows.table.logprobs[0] = VOCAB
+    rows.table.adjust(
+        0, repetition_penalty=2.0, presence_penalty=2.0, written=written([1, 2]),
+        logit_bias=bias(t17=100.0), min_tokens=1, stop_ids=np.asarray([3]),
+    )  # fmt: skip
+    before = rows.logits.clone()
+    entry = rows.step([], ended=[0]).logprobs[0]
+    truth = torch.log_softmax(before[0], dim=-1)
+    assert torch.equal(rows.logits, before)
+    assert entry.token_id == 17 and entry.logprob == pytest.approx(float(truth[17]), abs=1e-5)
+    for token, logprob in entry.top:
+        assert logprob == pytest.approx(float(truth[token]), abs=1e-5)
+
+
+def test_nothing_is_kept_for_rows_that_want_no_penalties():
+    rows = Rows(2)
+    rows.table.adjust(0, logit_bias=bias(t1=1.0))
+    rows.answers([0, 1], 2)
+    assert rows.sampler._adjustments._written is None

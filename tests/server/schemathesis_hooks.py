@@ -1,0 +1,63 @@
+"""What `st run` checks besides its own checks; SCHEMATHESIS_HOOKS names this module."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import schemathesis
+
+# Codes of refusals that the description rules out: the body had the wrong shape.
+_WRONG_SHAPE = {
+    "invalid_type",
+    "invalid_json",
+    "missing_required_parameter",
+    "unknown_parameter",
+    "unsupported_parameter",
+}
+# Where the shape does not say all: what the model's vocabulary, context or template allows, two
+# fields that contradict each other, a JSON Schema that no answer can follow, a folder's contents.
+_DEEPER = (
+    *("prompt", "messages", "tokens", "logit_bias", "response_format", "cache_checkpoints"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "stream_options", "top_logprobs"),
+    *("chat_template_kwargs", "tools", "tool_choice", "path"),
+)
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
+    """Time limits that no request keeps end in 504, which is right but teaches nothing."""
+    body = case.body
+    if isinstance(body, dict) and isinstance(limit := body.get("timeout"), (int, float)):
+        body["timeout"] = limit if limit <= 0 or isinstance(limit, bool) else max(limit, 60)
+
+
+@schemathesis.check
+def refusals_of_valid_bodies_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
+    """A body that follows the description is refused only for what a description cannot say."""
+    if (
+        response.status_code != 400
+        or case.meta is None
+        or not case.meta.generation.mode.is_positive
+    ):
+        return
+    error = response.json()["error"]
+    # JSON Schema counts 2.0 as an integer; the server takes whole numbers without a fraction.
+    if error["code"] == "invalid_type" and ".0; it must be a whole number" in error["message"]:
+        return
+    # Whether there may be tools is up to the model's chat template.
+    assert error["code"] not in _WRONG_SHAPE or error["param"] == "tools", error
+    assert error["param"].partition(".")[0].partition("[")[0] in _DEEPER, error
+
+
+@schemathesis.check
+def streams_are_server_sent_events(ctx: Any, response: Any, case: Any) -> None:
+    """Every line of a stream is an event with JSON, and the last one says that it is complete."""
+    if "text/event-stream" not in (response.headers.get("content-type") or [""])[0]:
+        return
+    *events, done, end = response.content.decode("utf-8").split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for event in events:
+        assert event.startswith("data: ")
+        chunk = json.loads(event.removeprefix("data: "))
+        assert "choices" in chunk, chunk

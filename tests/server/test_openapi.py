@@ -1,0 +1,144 @@
+"""/openapi.json is true: what it allows is served, what it forbids is refused, answers look so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from flask.testing import FlaskClient
+from werkzeug.serving import make_server
+
+from megatron_hybrid.server.app import create_app
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.serving import Serving
+from megatron_hybrid.tokenizer import Tokenizer
+from tests.server.conftest import RunningLoop
+from tests.server.processes import ROOT
+
+# Random cases for each route, besides those at the edges of every field, of which there are about
+# a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,000 cases in all.
+EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "5")
+CONTROL = "^/(pause|resume|update_weights)$"
+KEY = "a-key"
+
+
+@pytest.fixture
+def url(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Iterator[str]:
+    """A server with a key, on a port of its own."""
+    options = msgspec.structs.replace(options, api_key=KEY)
+    app = create_app(Serving(running.client, tokenizer, options))
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.port}"
+    server.shutdown()
+    thread.join(10)
+
+
+def run_schemathesis(url: str, folder: Path, *arguments: str) -> None:
+    command = [
+        *(sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()"),
+        *("run", f"{url}/openapi.json", "--checks", "all", "-n", EXAMPLES),
+        # Our own check takes its place: it knows which valid bodies a server has to refuse.
+        *("--exclude-checks", "positive_data_acceptance"),
+        *("--phases", "examples,coverage,fuzzing", "--generation-database", "none"),
+        *("-H", f"Authorization: Bearer {KEY}", "--request-timeout", "60", "--no-color"),
+        *("--seed", "1", *arguments),
+    ]
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not each of a thousand requests
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "SCHEMATHESIS_HOOKS": "tests.server.schemathesis_hooks",
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_route_keeps_to_its_description(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    # A paused server answers nobody, so the routes that pause come last.
+    run_schemathesis(url, tmp_path, "--exclude-path-regex", CONTROL)
+    run_schemathesis(url, tmp_path, "--include-path-regex", CONTROL)
+
+
+def description(http: FlaskClient) -> dict[str, Any]:
+    answer = http.get("/openapi.json")
+    assert answer.status_code == 200
+    return dict(answer.get_json())
+
+
+def test_every_route_is_described(http: FlaskClient) -> None:
+    described = {
+        (path, method.upper())
+        for path, operations in description(http)["paths"].items()
+        for method in operations
+    }
+    installed = {
+        (rule.rule.replace("<path:name>", "{name}"), method)
+        for rule in http.application.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+        if not rule.endpoint.endswith("static")
+    }
+    assert described == installed
+
+
+def test_every_schema_is_a_schema_and_every_reference_is_there(http: FlaskClient) -> None:
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    document = description(http)
+    schemas = document["components"]["schemas"]
+    for name, schema in schemas.items():
+        assert jsonschema.meta.is_valid({"$schema": _DIALECT, **schema}), name
+    names = {part.partition('"')[0] for part in json.dumps(document).split("#/components/schemas/")}
+    assert {name for name in names if "{" not in name} <= set(schemas)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_of_a_stream_is_as_described(http: FlaskClient, path: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    chat = path.endswith("chat/completions")
+    name = "ChatCompletionChunk" if chat else "CompletionChunk"
+    document = {**description(http), "$ref": f"#/components/schemas/{name}", "$schema": _DIALECT}
+    validator = jsonschema.validator_for(document)
+    body: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 4,
+        "n": 2,
+    }
+    if chat:
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}
+    else:
+        body |= {"prompt": "Hello", "echo": True, "logprobs": 2}
+    events = http.post(path, json=body).get_data(as_text=True).split("\n\n")[:-2]
+    assert len(events) > 4
+    for event in events:
+        validator.validate(json.loads(event.removeprefix("data: ")))
+
+
+def test_a_server_with_a_key_says_so_and_shows_the_description_to_all(url: str) -> None:
+    import urllib.error
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/openapi.json") as answer:
+        document = json.load(answer)
+    assert document["security"] == [{"bearer": []}]
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "401" in document["paths"]["/v1/completions"]["post"]["responses"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{url}/v1/models")
+    assert refused.value.code == 401
+    refused.value.close()
+
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -1,0 +1,255 @@
+#!/usr/bin/env python
+r"""Holds many streams on a server for a long time, and checks every answer and its processes.
+
+    python tools/soak_server.py --minutes 30                         the reference model
+    python tools/soak_server.py --streams 500 --minutes 30 -- --load DIR
+    python tools/soak_server.py --url http://127.0.0.1:5000 --pid PID
+
+What follows `--` goes to tools/run_text_generation_server.py. Every answer must be complete (status
+200, usage, [DONE]) and the same as the first one to its prompt, since all are greedy. Memory is
+that of the server's processes together, every ten seconds; its growth counts from --warm-up on.
+The front end's processor time is divided by the tokens that were sent. The exit code is 1 if an
+answer was wrong or a limit was exceeded, and the last thing printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE_SECONDS = 10.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Progress:
+    """What the streams have seen so far."""
+
+    tokens: int = 0
+    answers: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    expected: dict[int, str] = field(default_factory=dict)  # by prompt
+
+    def fail(self, what: str) -> None:
+        self.errors[what] = self.errors.get(what, 0) + 1
+
+
+class Server:
+    """The server's processes: those below the one with this id, and itself."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url = url
+        self.pid = pid
+
+    def processes(self) -> dict[int, str]:
+        """Process ids and command lines; a front end that left the group is its child still."""
+        found, left = {}, [self.pid]
+        while left:
+            pid = left.pop()
+            with contextlib.suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    left += map(int, (task / "children").read_text().split())
+        return found
+
+    def memory(self) -> int:
+        """Bytes in RAM of all its processes; pages that they share count in each."""
+        return sum(int(_read(pid, "statm").split()[1]) * _PAGE for pid in self.processes())
+
+    def front_end_seconds(self) -> float:
+        """Processor time, user and system, of the front end's processes so far."""
+        return sum(
+            sum(map(int, _read(pid, "stat").rpartition(")")[2].split()[11:13])) / _TICKS
+            for pid, command in self.processes().items()
+            if "megatron_hybrid.server.front_end" in command
+        )
+
+
+def _read(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+async def hold_stream(server: Server, args: argparse.Namespace, number: int, end: float) -> None:
+    """Ask, read the answer to its end, and ask again, on one connection for as long as it lasts."""
+    address = urlsplit(server.url)
+    connection = None
+    turn = number
+    while time.monotonic() < end:
+        prompt = turn % args.prompts
+        turn += 1
+        try:
+            if connection is None:
+                connection = await asyncio.open_connection(address.hostname, address.port)
+            await ask(*connection, args, prompt)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            args.progress.fail(f"{type(error).__name__}: {error}"[:200])
+            if connection is not None:
+                connection[1].close()
+            connection = None
+            await asyncio.sleep(1.0)
+    if connection is not None:
+        connection[1].close()
+
+
+async def ask(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    args: argparse.Namespace,
+    prompt: int,
+) -> None:
+    """One streamed answer, checked; ValueError says what is wrong with it."""
+    body = json.dumps(
+        {
+            "prompt": f"Prompt {prompt}: {args.prompt}",
+            "max_tokens": args.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
+        + (f"Authorization: Bearer {args.api_key}\r\n".encode() if args.api_key else b"")
+        + b"Content-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    status = head.split(maxsplit=2)[1]
+    if status != b"200":
+        raise ValueError(f"status {status.decode()}")
+    digest, usage, done = [], None, False
+    while size := int(await reader.readline(), 16):
+        events = (await reader.readexactly(size + 2)).decode()
+        for event in events.split("\n\n"):
+            event = event.strip()
+            if event == "data: [DONE]":
+                done = True
+            elif event:
+                chunk = json.loads(event.removeprefix("data: "))
+                if "error" in chunk:
+                    raise ValueError(f"error in stream: {chunk['error']['message']}")
+                if chunk["choices"]:
+                    digest.append(chunk["choices"][0]["text"])
+                else:
+                    usage = chunk["usage"]
+    await reader.readline()
+    if not done or usage is None:
+        raise ValueError("a stream ended without [DONE] or usage")
+    if usage["completion_tokens"] != args.max_tokens:
+        raise ValueError(f"usage says {usage['completion_tokens']} tokens")
+    text = "".join(digest)
+    if args.progress.expected.setdefault(prompt, text) != text:
+        args.progress.fail("an answer differs from the first one to its prompt")
+    args.progress.answers += 1
+    args.progress.tokens += usage["completion_tokens"]
+
+
+async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run."""
+    start = time.monotonic()
+    end = start + 60 * args.minutes
+    samples: list[tuple[float, int]] = []
+
+    async def watch() -> None:
+        while True:
+            samples.append((time.monotonic() - start, server.memory()))
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    cpu, tokens = server.front_end_seconds(), args.progress.tokens
+    watcher = asyncio.create_task(watch())
+    await asyncio.gather(*(hold_stream(server, args, i, end) for i in range(args.streams)))
+    watcher.cancel()
+    samples.append((time.monotonic() - start, server.memory()))
+    warm = next((size for when, size in samples if when >= 60 * args.warm_up), samples[0][1])
+    sent = args.progress.tokens - tokens
+    return {
+        "streams": args.streams,
+        "seconds": round(time.monotonic() - start, 1),
+        "answers": args.progress.answers,
+        "tokens": sent,
+        "tokens_per_second": round(sent / (time.monotonic() - start), 1),
+        "front_end_ms_per_token": round(
+            1000 * (server.front_end_seconds() - cpu) / max(sent, 1), 4
+        ),
+        "memory_bytes": [[round(when), size] for when, size in samples],
+        "memory_growth_percent": round(100 * (samples[-1][1] / warm - 1), 2),
+        "errors": args.progress.errors,
+    }
+
+
+@contextlib.contextmanager
+def started(flags: list[str]) -> Iterator[Server]:
+    """A server of our own, ended at the end."""
+    command = [sys.executable, str(ROOT / "tools/run_text_generation_server.py"), *flags]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if found := re.search(r"serving .* on (http://\S+)", line):
+                    yield Server(found.group(1), process.pid)
+                    break
+            else:
+                raise SystemExit("The server ended; it has said why.")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--warm-up", type=float, default=2.0, help="minutes")
+    parser.add_argument("--prompts", type=int, default=50, help="how many different ones")
+    parser.add_argument("--prompt", default="The quick brown fox jumps over", help="their text")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--most-growth", type=float, default=2.0, help="of memory, in percent")
+    parser.add_argument("--most-cpu", type=float, default=0.3, help="front end, ms a token")
+    parser.add_argument("--url", help="of a server that runs; needs --pid")
+    parser.add_argument("--pid", type=int, help="of that server's engine process, or torchrun's")
+    parser.add_argument("--api-key", default=os.environ.get("MEGATRON_HYBRID_API_KEY"))
+    parser.add_argument("--json", type=Path, help="where the figures go, besides the terminal")
+    parser.add_argument("flags", nargs="*", help="of the server")
+    args = parser.parse_args()
+    if (args.url is None) != (args.pid is None):
+        parser.error("--url and --pid go together.")
+    args.progress = Progress()
+    if args.url is not None:
+        figures = asyncio.run(soak(Server(args.url, args.pid), args))
+    else:
+        with started(["--port", "0", *args.flags]) as server:
+            figures = asyncio.run(soak(server, args))
+    text = json.dumps({"command": sys.argv, **figures}, indent=1)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+    bad = (
+        bool(figures["errors"])
+        or figures["memory_growth_percent"] > args.most_growth
+        or figures["front_end_ms_per_token"] > args.most_cpu
+        or not figures["answers"]
+    )
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
