@@ -117,10 +117,12 @@ def test_the_base_has_what_the_server_needs(metadata):
         "transformers",
         "safetensors",
         "flask",
-        "waitress",
         "pyzmq",
         "msgspec",
         "prometheus-client",
+        "gunicorn",
+        "gevent",
+        "llguidance",
     }
 
 
