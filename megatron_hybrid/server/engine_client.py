@@ -6,7 +6,6 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +45,9 @@ class EngineClient:
 
     def __init__(self, endpoint: str) -> None:
         self.ready: wire.EngineReady | None = None
-        self.on_ready: Callable[[], None] = lambda: None
         self.state = "loading"
         self._url = ""
+        self._first_ready = threading.Event()
         self._down: str | None = None  # why there is no engine now
         self._heard = time.monotonic()
         self._lock = threading.Lock()
@@ -58,10 +57,13 @@ class EngineClient:
         self._link = EngineLink(endpoint, self)
 
     def join(self, url: str) -> None:
-        """Begin to look for the engine, and tell each that comes that we listen at `url`;
-        `on_ready` is called when it has answered."""
+        """Begin to look for the engine, and tell each that comes that we listen at `url`."""
         self._url = url
         self._link.start()
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Whether the first engine has answered within that time."""
+        return self._first_ready.wait(seconds)
 
     def subscribe(self, *, whole: bool) -> Subscription:
         self.check()
@@ -147,7 +149,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self._down = None
         self.state = "loading"
-        return [wire.Join(self._url)]
+        return [wire.Join()]
 
     def received(self, replies: list[wire.AnyReply]) -> None:
         self._heard = time.monotonic()
@@ -205,7 +207,8 @@ class EngineClient:
         elif isinstance(reply, wire.EngineReady):
             self.ready = reply
             self.state = "ok"
-            self.on_ready()
+            self._first_ready.set()
+            self.send(wire.Joined(self._url))
         elif isinstance(reply, wire.Heartbeat):
             self.state = "paused" if reply.paused else "ok"
         elif isinstance(reply, wire.EngineEnded):

@@ -92,7 +92,7 @@ class EngineLoop:
     broadcast: hands the first rank's list to every rank of the group; None for a single rank.
     front_end_failure: says why the front end is gone, or None while it is there.
     max_queue: answers that may wait; every rank must be given the same.
-    on_join: called with the URL of a front end when the engine begins to serve it.
+    on_join: called with the URL of each front end that has begun to take requests for this engine.
     """
 
     def __init__(
@@ -173,6 +173,7 @@ class EngineLoop:
                 if isinstance(command, wire.Join):
                     self._clients.add(client)
                     self._send(client, self._ready())
+                elif isinstance(command, wire.Joined):
                     self._on_join(command.url)
                 elif isinstance(command, wire.GetStats):
                     self._send(client, wire.Result(command.query_id, self._engine.stats()))

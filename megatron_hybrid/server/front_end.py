@@ -25,6 +25,7 @@ from megatron_hybrid.server.run_folder import Holder, RunFolder
 from megatron_hybrid.tokenizer import Tokenizer
 
 NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
+FIRST_CONTACT_SECONDS = 0.5
 WATCH_SECONDS = 0.1
 SPARE_CONNECTIONS = 64  # a worker, for /health and /metrics while all others wait for the engine
 WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
@@ -114,6 +115,9 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
     app = create_app(Serving(client, tokenizer, settings.options, answers))
     client.join(url)
+    # With an engine that serves, as for a worker that replaces another one, no client shall hear
+    # that there is none yet.
+    client.wait_until_ready(FIRST_CONTACT_SECONDS)
     return app
 
 
@@ -123,9 +127,9 @@ def _end_without_engine(folder: RunFolder, restart_seconds: float) -> None:
     has_served = False
     last_seen = time.monotonic()
     while True:
-        holder = folder.engine_lock.holder()
-        if holder is not None:
-            has_served = has_served or holder.ready
+        last = folder.engine_lock.last_holder()
+        has_served = has_served or (last is not None and last.ready)
+        if folder.engine_lock.holder() is not None:
             last_seen = time.monotonic()
         elif time.monotonic() - last_seen > (restart_seconds if has_served else WATCH_SECONDS):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -18,9 +18,13 @@ class Command(msgspec.Struct, tag=True, frozen=True):
 
 
 class Join(Command, frozen=True):
-    """A front end is listening at `url`; answered with EngineReady as soon as the engine is."""
+    """A front end is there; answered with EngineReady as soon as the engine is."""
 
-    url: str = ""
+
+class Joined(Command, frozen=True):
+    """EngineReady has come: this front end takes requests at `url` from now on."""
+
+    url: str
 
 
 class AddRequest(Command, frozen=True):
@@ -140,7 +144,7 @@ class EngineEnded(Reply, frozen=True):
 
 
 AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
-AnyCommand = Join | AddRequest | AbortRequest | AnyQuery
+AnyCommand = Join | Joined | AddRequest | AbortRequest | AnyQuery
 AnyReply = EngineReady | Events | Refused | Result | Heartbeat | EngineEnded
 
 

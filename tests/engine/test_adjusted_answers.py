@@ -46,7 +46,9 @@ def greedy(**options: object) -> SamplingParams:
 
 
 def drawn(**options: object) -> SamplingParams:
-    return greedy(**{"temperature": 0.9, "seed": 7, **options})
+    """Sampled with a seed of which every drawn point lies at least 5e-4 from where one token's
+    share ends and the next one's begins: batches of other sizes round probabilities otherwise."""
+    return greedy(**{"temperature": 0.9, "seed": 51, **options})
 
 
 CASES = {

@@ -51,11 +51,9 @@ class RunningLoop:
 
     def connect(self) -> EngineClient:
         """A front end's connection, ready."""
-        ready = threading.Event()
         client = EngineClient(self.endpoint)
-        client.on_ready = ready.set
         client.join("http://nowhere")
-        assert ready.wait(5)
+        assert client.wait_until_ready(5)
         return client
 
     def _run(self) -> None:
