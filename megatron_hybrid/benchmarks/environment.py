@@ -7,10 +7,11 @@ import platform
 import resource
 import shlex
 import sys
-from importlib import metadata
 from typing import Any
 
 import torch
+
+from megatron_hybrid.benchmarks.versions import package_versions
 
 _PACKAGES = (
     "megatron-hybrid torch megatron-core transformers numpy triton flashinfer-python mamba-ssm "
@@ -24,12 +25,7 @@ def exact_command() -> str:
 
 
 def describe_environment() -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = package_versions(_PACKAGES)
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -8,11 +8,11 @@ import platform
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_hybrid.benchmarks.serving_requests import Outcome
+from megatron_hybrid.benchmarks.versions import package_versions
 
 _PACKAGES = ("megatron-hybrid", "numpy", "msgspec", "transformers", "tokenizers")
 _SECRETS = ("--api-key",)
@@ -41,14 +41,8 @@ def recorded_command(arguments: Sequence[str]) -> str:
 
 def describe_client(arguments: Sequence[str]) -> dict[str, Any]:
     """Of the machine that sent the requests; the server's is not known here."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": package_versions(_PACKAGES),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),

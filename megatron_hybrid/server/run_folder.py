@@ -78,7 +78,7 @@ class Lock:
             # A shared lock, so that two processes that look do not see each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _written(file) or Holder(0)  # 0: taken a moment ago
+            return self.last_holder() or Holder(0)  # 0: taken a moment ago
         else:
             return None
         finally:
@@ -87,20 +87,9 @@ class Lock:
     def last_holder(self) -> Holder | None:
         """What the last one to hold it wrote, whether it holds it still or not."""
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            return msgspec.json.decode(self._path.read_bytes(), type=Holder)
+        except (FileNotFoundError, msgspec.MsgspecError):
             return None
-        try:
-            return _written(file)
-        finally:
-            os.close(file)
-
-
-def _written(file: int) -> Holder | None:
-    try:
-        return msgspec.json.decode(os.read(file, 4096), type=Holder)
-    except msgspec.MsgspecError:
-        return None
 
 
 class RunFolder:
