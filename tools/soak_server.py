@@ -4,12 +4,19 @@ r"""Holds many streams on a server for a long time, and checks every answer and 
     python tools/soak_server.py --minutes 30                         the reference model
     python tools/soak_server.py --streams 500 --minutes 30 -- --load DIR
     python tools/soak_server.py --url http://127.0.0.1:5000 --pid PID
+    python tools/soak_server.py --streams 200 --vanish           half of the clients hang up at once
 
 What follows `--` goes to tools/run_text_generation_server.py. Every answer must be complete (status
 200, usage, [DONE]) and the same as the first one to its prompt, since all are greedy. Memory is
-that of the server's processes together, every ten seconds; its growth counts from --warm-up on.
+that of each of the server's processes, every ten seconds; their sum's growth counts from --warm-up
+on.
 The front end's processor time is divided by the tokens that were sent. The exit code is 1 if an
 answer was wrong or a limit was exceeded, and the last thing printed is JSON.
+
+With --vanish every stream has a prompt of its own. When all of them run, half of their connections
+are closed at once, and then the other half: how long until `/metrics` shows no row, KV block or
+state slot in use but those of the streams that are left. The exit code is 1 if that took more than
+--most-seconds.
 """
 
 from __future__ import annotations
@@ -19,11 +26,14 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +42,9 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 10.0
+VANISH_PROMPT_TOKENS = 640
+VANISH_ANSWER_TOKENS = 250
+VANISH_BLOCKS = 14  # of 64 tokens, the default, for all of these
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -67,9 +80,9 @@ class Server:
                     left += map(int, (task / "children").read_text().split())
         return found
 
-    def memory(self) -> int:
-        """Bytes in RAM of all its processes; pages that they share count in each."""
-        return sum(int(_read(pid, "statm").split()[1]) * _PAGE for pid in self.processes())
+    def memory(self) -> list[int]:
+        """Bytes in RAM of each of its processes; pages that they share count in each."""
+        return [int(_read(pid, "statm").split()[1]) * _PAGE for pid in self.processes()]
 
     def front_end_seconds(self) -> float:
         """Processor time, user and system, of the front end's processes so far."""
@@ -106,17 +119,18 @@ async def hold_stream(server: Server, args: argparse.Namespace, number: int, end
         connection[1].close()
 
 
-async def ask(
+async def send_request(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     args: argparse.Namespace,
-    prompt: int,
+    prompt: str | list[int],
+    max_tokens: int,
 ) -> None:
-    """One streamed answer, checked; ValueError says what is wrong with it."""
+    """Ask for a streamed answer, and read the head of it; ValueError unless its status is 200."""
     body = json.dumps(
         {
-            "prompt": f"Prompt {prompt}: {args.prompt}",
-            "max_tokens": args.max_tokens,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -133,6 +147,17 @@ async def ask(
     status = head.split(maxsplit=2)[1]
     if status != b"200":
         raise ValueError(f"status {status.decode()}")
+
+
+async def ask(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    args: argparse.Namespace,
+    prompt: int,
+) -> None:
+    """One streamed answer, checked; ValueError says what is wrong with it."""
+    text = f"Prompt {prompt}: {args.prompt}"
+    await send_request(reader, writer, args, text, args.max_tokens)
     digest, usage, done = [], None, False
     while size := int(await reader.readline(), 16):
         events = (await reader.readexactly(size + 2)).decode()
@@ -164,7 +189,7 @@ async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
     start = time.monotonic()
     end = start + 60 * args.minutes
-    samples: list[tuple[float, int]] = []
+    samples: list[tuple[float, list[int]]] = []
 
     async def watch() -> None:
         while True:
@@ -176,7 +201,6 @@ async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     await asyncio.gather(*(hold_stream(server, args, i, end) for i in range(args.streams)))
     watcher.cancel()
     samples.append((time.monotonic() - start, server.memory()))
-    warm = next((size for when, size in samples if when >= 60 * args.warm_up), samples[0][1])
     sent = args.progress.tokens - tokens
     return {
         "streams": args.streams,
@@ -187,10 +211,80 @@ async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         "front_end_ms_per_token": round(
             1000 * (server.front_end_seconds() - cpu) / max(sent, 1), 4
         ),
-        "memory_bytes": [[round(when), size] for when, size in samples],
-        "memory_growth_percent": round(100 * (samples[-1][1] / warm - 1), 2),
+        "memory_bytes": [[round(when), *sizes] for when, sizes in samples],
+        "memory_growth_percent": memory_growth(samples, 60 * args.warm_up),
         "errors": args.progress.errors,
     }
+
+
+def memory_growth(samples: list[tuple[float, list[int]]], warm: float) -> float:
+    """Percent, from the minute that begins at `warm` seconds to the last one: of their medians,
+    since a single sample may meet a step with a long prompt."""
+    last = samples[-1][0] - 60
+    first = [sum(sizes) for when, sizes in samples if warm <= when <= warm + 60]
+    end = [sum(sizes) for when, sizes in samples if when >= last]
+    if not first:
+        return 0.0  # shorter than the warm-up
+    return round(100 * (statistics.median(end) / statistics.median(first) - 1), 2)
+
+
+def in_use(server: Server) -> dict[str, int]:
+    """What requests hold now, from /metrics: rows, KV blocks, state slots."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
+        figures = {
+            name.removeprefix("megatron_hybrid:"): float(value)
+            for name, _, value in (
+                line.rpartition(" ") for line in page.read().decode().split("\n")
+            )
+            if name and not name.startswith("#")
+        }
+    return {
+        "rows": round(float(figures["num_requests_running"])),
+        "blocks": round(float(figures["kv_cache_usage_perc"]) * float(figures["kv_blocks"])),
+        "slots": round(float(figures["state_cache_usage_perc"]) * float(figures["state_slots"])),
+    }
+
+
+async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """How long what a half of the streams held stays in use when their clients hang up."""
+    address = urlsplit(server.url)
+    generator = random.Random(1)
+    connections = []
+
+    async def open_stream() -> None:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        prompt = [generator.randrange(5, 500) for _ in range(VANISH_PROMPT_TOKENS)]
+        await send_request(reader, writer, args, prompt, VANISH_ANSWER_TOKENS)
+        connections.append((reader, writer))
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(65536):
+                pass
+
+    await asyncio.gather(*(open_stream() for _ in range(args.streams)))
+    readers = [asyncio.create_task(read(reader)) for reader, _ in connections]
+    while in_use(server)["rows"] < args.streams:
+        await asyncio.sleep(0.05)
+    half = args.streams // 2
+    seen: dict[str, Any] = {"streams": args.streams, "all": in_use(server)}
+    assert seen["all"]["blocks"] > (args.streams - half) * VANISH_BLOCKS, "nothing would be seen"
+    for name, gone, left in (
+        ("half", connections[:half], args.streams - half),
+        ("rest", connections[half:], 0),
+    ):
+        start = time.monotonic()
+        for _, writer in gone:
+            writer.transport.abort()
+        most = {"rows": left, "blocks": left * VANISH_BLOCKS, "slots": left}
+        while (now := in_use(server)) != {what: min(now[what], most[what]) for what in now}:
+            if time.monotonic() - start > 60:
+                raise SystemExit(f"After a minute these are still in use: {now}.")
+            await asyncio.sleep(0.02)
+        seen[name] = {"seconds": round(time.monotonic() - start, 3), "in_use": now}
+    for task in readers:
+        task.cancel()
+    return seen
 
 
 @contextlib.contextmanager
@@ -224,6 +318,8 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--most-growth", type=float, default=2.0, help="of memory, in percent")
     parser.add_argument("--most-cpu", type=float, default=0.3, help="front end, ms a token")
+    parser.add_argument("--vanish", action="store_true", help="half of the clients hang up")
+    parser.add_argument("--most-seconds", type=float, default=1.0, help="with --vanish")
     parser.add_argument("--url", help="of a server that runs; needs --pid")
     parser.add_argument("--pid", type=int, help="of that server's engine process, or torchrun's")
     parser.add_argument("--api-key", default=os.environ.get("MEGATRON_HYBRID_API_KEY"))
@@ -233,15 +329,18 @@ def main() -> int:
     if (args.url is None) != (args.pid is None):
         parser.error("--url and --pid go together.")
     args.progress = Progress()
+    run = vanish if args.vanish else soak
     if args.url is not None:
-        figures = asyncio.run(soak(Server(args.url, args.pid), args))
+        figures = asyncio.run(run(Server(args.url, args.pid), args))
     else:
         with started(["--port", "0", *args.flags]) as server:
-            figures = asyncio.run(soak(server, args))
+            figures = asyncio.run(run(server, args))
     text = json.dumps({"command": sys.argv, **figures}, indent=1)
     print(text)
     if args.json is not None:
         args.json.write_text(text + "\n")
+    if args.vanish:
+        return int(any(figures[which]["seconds"] > args.most_seconds for which in ("half", "rest")))
     bad = (
         bool(figures["errors"])
         or figures["memory_growth_percent"] > args.most_growth
