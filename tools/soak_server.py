@@ -264,9 +264,11 @@ async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
     await asyncio.gather(*(open_stream() for _ in range(args.streams)))
     readers = [asyncio.create_task(read(reader)) for reader, _ in connections]
+    most_rows = 0
     while (rows := in_use(server)["rows"]) < args.streams:
-        if any(task.done() for task in readers):
-            raise SystemExit(f"Answers ended while {rows} of {args.streams} ran: ask for fewer.")
+        if rows < most_rows:
+            raise SystemExit(f"Answers ended before {args.streams} ran at once; lower --streams.")
+        most_rows = rows
         await asyncio.sleep(0.05)
     half = args.streams // 2
     seen: dict[str, Any] = {"streams": args.streams, "all": in_use(server)}

@@ -37,12 +37,17 @@ def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) 
     def logprobs(entries: list[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(serving.tokenizer, entries) if with_logprobs else None
 
+    prompt_token_ids = prompt if wanted.return_token_ids else None
     if wanted.stream:
         frame = EventFrame(head, include_usage=wanted.include_usage)
-        events = _ChatEvents(frame, logprobs if with_logprobs else None)
+        events = _ChatEvents(frame, logprobs, prompt_token_ids)
         return stream(generation, frame, events, include_usage=wanted.include_usage)
     answers = collect(generation, wanted.params.n)
     choices = [_choice(index, answer, logprobs) for index, answer in enumerate(answers)]
+    if prompt_token_ids is not None:
+        head["prompt_token_ids"] = prompt_token_ids
+        for choice, answer in zip(choices, answers, strict=True):
+            choice["token_ids"] = answer.token_ids
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
 
@@ -60,12 +65,19 @@ def _choice(index: int, answer: Answer, logprobs: Any) -> Chunk:
 
 
 class _ChatEvents:
-    """An event with the role before a choice's first text, and one with the reason at its end."""
+    """An event with the role before a choice's first text, and one with the reason at its end.
+
+    prompt_token_ids: for the very first event, if they are wanted.
+    """
 
     def __init__(
-        self, frame: EventFrame, logprobs: Callable[[list[TokenLogprob]], Any] | None
+        self,
+        frame: EventFrame,
+        logprobs: Callable[[list[TokenLogprob]], Any],
+        prompt_token_ids: list[int] | None,
     ) -> None:
         self._event = frame.event
+        self._prompt_token_ids = prompt_token_ids
         self._frame = frame
         self._logprobs = logprobs
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
@@ -78,10 +90,13 @@ class _ChatEvents:
         if encode_text is None:
             encode_text = self._frame.text_events(lambda text: _chunk(index, {"content": text}))
             self._texts[index] = encode_text
-            events = self._event(_chunk(index, {"role": "assistant", "content": ""}))
-        if self._logprobs is not None and delta.logprobs:
+            events = self._begin(_chunk(index, {"role": "assistant", "content": ""}))
+        if delta.logprobs or delta.token_ids:
             chunk = _chunk(index, {"content": delta.text})
-            events += self._event({**chunk, "logprobs": self._logprobs(delta.logprobs)})
+            chunk["logprobs"] = self._logprobs(delta.logprobs)
+            if delta.token_ids:
+                chunk["token_ids"] = delta.token_ids
+            events += self._event(chunk)
         elif delta.text:
             events += encode_text(delta.text)
         for call in delta.calls:
@@ -92,6 +107,11 @@ class _ChatEvents:
         if delta.finish_reason is not None:
             events += self._event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
         return events
+
+    def _begin(self, role: Chunk) -> bytes:
+        if self._prompt_token_ids is None or len(self._texts) > 1:
+            return self._event(role)
+        return self._frame.event_with_prompt(role, self._prompt_token_ids)
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Chunk:

@@ -46,14 +46,24 @@ def answer_completion(
         events = _CompletionEvents(frame, shapes)
         return stream(generation, frame, events, include_usage=wanted.include_usage)
     choices = [
-        shapes.choice(Delta(index, answer.text, answer.logprobs, answer.finish_reason), first=True)
+        shapes.choice(
+            Delta(
+                index,
+                answer.text,
+                answer.logprobs,
+                answer.finish_reason,
+                token_ids=answer.token_ids,
+            ),
+            first=True,
+        )
         for index, answer in enumerate(collect(generation, len(prompts) * wanted.params.n))
     ]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
 
 class _Shapes:
-    """Pieces of answers as entries of "choices": with the prompt before them, if it is wanted."""
+    """Pieces of answers as entries of "choices": with the prompt before them, if it is wanted, and
+    with token ids."""
 
     def __init__(
         self,
@@ -63,10 +73,12 @@ class _Shapes:
         generation: Generation,
     ) -> None:
         self.with_logprobs = request.generation.params.logprobs is not None
+        self.with_token_ids = request.generation.return_token_ids
         self.echo = request.echo
         self.n = request.generation.params.n
         self.prompt_logprobs = generation.prompt_logprobs
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._echoed = [
             _echoed(tokenizer, given, token_ids)
             for given, token_ids in zip(request.prompts, prompts, strict=True)
@@ -83,7 +95,12 @@ class _Shapes:
             logprobs = self._lists(delta.index, prompt, delta.logprobs, first)
         if prompt is not None and first:
             text = prompt.text + text
-        return _choice(delta.index, text, logprobs, delta.finish_reason)
+        choice = _choice(delta.index, text, logprobs, delta.finish_reason)
+        if self.with_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self._prompts[delta.index // self.n]
+        return choice
 
     def _lists(
         self, index: int, prompt: EchoedPrompt | None, entries: list[TokenLogprob], first: bool
@@ -114,7 +131,8 @@ class _CompletionEvents:
 
     def __call__(self, delta: Delta) -> bytes:
         encode_text = self._texts.get(delta.index)
-        if encode_text is not None and delta.finish_reason is None and not delta.logprobs:
+        text_is_all = not (delta.finish_reason or delta.logprobs or delta.token_ids)
+        if encode_text is not None and text_is_all:
             return encode_text(delta.text)
         if not self._waits_for_prompt:
             return self._event(delta)

@@ -90,6 +90,9 @@ def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer:
                 "timeout": WORKER_SECONDS,
                 # The engine process ends what is left by then; this is for when it cannot.
                 "graceful_timeout": int(options.shutdown_timeout) + 3,
+                # Nobody's headers (SCRIPT_NAME) may change what our paths are, not even those of a
+                # client on this machine.
+                "forwarded_allow_ips": "",
                 "loglevel": "error",
                 "proc_name": "megatron-hybrid",
                 "control_socket_disable": True,

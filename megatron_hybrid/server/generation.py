@@ -34,22 +34,32 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one choice. `finish_reason` is set on its last delta, exactly once."""
+    """What is new in one choice. `finish_reason` is set on its last delta, exactly once.
+
+    token_ids: every token that counts as generated, if the request asks for them.
+    """
 
     index: int
     text: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 class _Choice:
     def __init__(
-        self, index: int, detokenizer: IncrementalDetokenizer, record: AnswerRecord | None
+        self,
+        index: int,
+        detokenizer: IncrementalDetokenizer,
+        record: AnswerRecord | None,
+        *,
+        with_token_ids: bool,
     ) -> None:
         self.index = index  # in the HTTP answer, where several prompts may have several each
         self.detokenizer = detokenizer
         self.record = record  # of a chat's answer
+        self.with_token_ids = with_token_ids
         self.completion_tokens = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -83,15 +93,18 @@ class _Choice:
             used += 1
         self.completion_tokens += used
         self.finished = finish_reason is not None
-        logprobs = (event.logprobs or [])[: min(used, len(shown))]
+        token_ids = event.token_ids[:used] if self.with_token_ids else []
+        # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
+        entries = used if self.with_token_ids else min(used, len(shown))
+        logprobs = (event.logprobs or [])[:entries]
         if self.record is None:
-            return Delta(self.index, text, logprobs, finish_reason)
+            return Delta(self.index, text, logprobs, finish_reason, token_ids=token_ids)
         text, calls = self.record.advance(shown[:used], text, final=self.finished)
         if finish_reason in (FinishReason.STOP.value, FinishReason.LENGTH.value):
             self.record.end(cut=cut)
         if finish_reason == FinishReason.STOP.value and self.record.has_calls:
             finish_reason = TOOL_CALLS
-        return Delta(self.index, text, logprobs, finish_reason, calls)
+        return Delta(self.index, text, logprobs, finish_reason, calls, token_ids)
 
 
 class Generation:
@@ -152,8 +165,12 @@ class Generation:
                 record = make_record()
                 visible = frozenset[int]() if record is None else record.visible_ids
                 detokenizer = IncrementalDetokenizer(self._tokenizer, stop, visible)
-                choice = _Choice(number * n + index, detokenizer, record)
-                self._choices[request_id, index] = choice
+                self._choices[request_id, index] = _Choice(
+                    number * n + index,
+                    detokenizer,
+                    record,
+                    with_token_ids=request.return_token_ids,
+                )
             self._subscription.add(
                 wire.AddRequest(
                     request_id,

@@ -10,6 +10,7 @@ from msgspec import json
 from werkzeug.exceptions import HTTPException
 
 from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.server.body_reader import BodyBroken, BodyStalled
 from megatron_hybrid.server.engine_client import QueryFailed
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import ClientGone, GenerationFailed, TimedOut
@@ -56,6 +57,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 500, _error_object(str(error), "server_error", None, "engine_error")
     if isinstance(error, TimedOut):
         return 504, _error_object(str(error), "timeout_error", None, "timeout")
+    if isinstance(error, BodyStalled):
+        return 408, _error_object(str(error), "timeout_error", "body", "request_timeout")
+    if isinstance(error, BodyBroken):
+        return 400, _error_object(str(error), "invalid_request_error", "body", "broken_body")
     if isinstance(error, QueryFailed):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return error.status, _error_object(str(error), kind, None, "refused_by_engine")

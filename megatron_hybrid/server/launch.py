@@ -23,6 +23,7 @@ from megatron_hybrid.server.engine_process import bind_socket
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 from megatron_hybrid.server.run_folder import Holder, RunFolder
 
+FRONT_END = ("-m", "megatron_hybrid.server.front_end")  # for the Python interpreter
 START_SECONDS = 120.0
 END_SECONDS = 5.0
 LOCK_SECONDS = 1.0  # a front end that looks who holds the lock holds it for an instant itself
@@ -133,7 +134,7 @@ class FrontEnd:
     def _start(self) -> None:
         # In a session of its own: what ends our group (Ctrl-C, torchrun) shall not end its answers.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_hybrid.server.front_end"],
+            [sys.executable, *FRONT_END],
             stdin=subprocess.PIPE,
             env=_environment(),
             start_new_session=True,

@@ -40,6 +40,7 @@ class GenerationRequest:
     timeout: float | None = None  # seconds
     # Nothing but the prompt: the engine makes one token, which nobody sees.
     prompt_only: bool = False
+    return_token_ids: bool = False
 
     def params_that_fit(self, room: int) -> SamplingParams:
         """room: tokens that fit after the prompt; a default of ours never asks for more."""
@@ -177,6 +178,7 @@ def _parse_generation(
         cache_checkpoints=common["cache_checkpoints"],
         timeout=common["timeout"],
         prompt_only=prompt_only,
+        return_token_ids=common["return_token_ids"],
     )
 
 

@@ -18,6 +18,7 @@ from megatron_hybrid.server.openapi_answers import (
     fixed_object,
     reference,
 )
+from megatron_hybrid.server.openapi_figures import figures_schemas
 from megatron_hybrid.server.openapi_requests import request_schemas
 from megatron_hybrid.server.serving import Serving
 
@@ -30,6 +31,7 @@ _SENTENCES = {
     401: "The API key is missing or wrong.",
     403: "Switched off on this server.",
     404: "There is no such model or path.",
+    408: "The body did not come in time.",
     409: "Not possible in the engine's present state.",
     413: "The body is too large.",
     415: "The Content-Type is not application/json.",
@@ -87,9 +89,15 @@ def routes() -> list[Route]:
             errors=(404,),
             path_parameter="name",
         ),
-        Route("get", "/health", "Whether requests are taken.", {_JSON: _HEALTH}, errors=(503,)),
+        Route(
+            "get",
+            "/health",
+            "Whether requests are taken.",
+            {_JSON: reference("Health")},
+            errors=(503,),
+        ),
         Route("get", "/metrics", "Figures for Prometheus.", {"text/plain": STRING}),
-        Route("get", "/stats", "Figures as JSON.", {_JSON: {"type": "object"}}, errors=(503,)),
+        Route("get", "/stats", "Figures as JSON.", {_JSON: reference("Stats")}, errors=(503,)),
         Route(
             "get",
             "/openapi.json",
@@ -177,6 +185,7 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
             "schemas": {
                 **request_schemas(ready.vocab_size if ready is not None else None),
                 **answer_schemas(),
+                **figures_schemas(),
             }
         },
     }
@@ -212,7 +221,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
             "required": route.body_required,
             "content": {_JSON: {"schema": route.body}},
         }
-        errors |= {400, 413, 415}
+        errors |= {400, 408, 413, 415}
     if route.path in OPEN_ROUTES:
         operation["security"] = []
     elif with_key:
@@ -253,10 +262,5 @@ _OK = fixed_object({"status": {"const": "ok"}})
 _CONTROLLED: JsonSchema = {
     "type": "object",
     "properties": {"status": {"const": "ok"}, "epoch": INTEGER},
-    "required": ["status"],
-}
-_HEALTH: JsonSchema = {
-    "type": "object",
-    "properties": {"status": STRING},
     "required": ["status"],
 }

@@ -6,6 +6,11 @@ from megatron_hybrid.server.field_types import JsonSchema
 
 INTEGER: JsonSchema = {"type": "integer", "minimum": 0}
 STRING: JsonSchema = {"type": "string"}
+TOKEN_IDS: JsonSchema = {
+    "type": "array",
+    "items": INTEGER,
+    "description": "Only if return_token_ids was true.",
+}
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort")
 
 
@@ -41,8 +46,8 @@ def answer_schemas() -> dict[str, JsonSchema]:
         "ModelList": fixed_object({"object": {"const": "list"}, "data": array(reference("Model"))}),
         "ToolCall": _TOOL_CALL,
         "ChatLogprobs": _CHAT_LOGPROBS,
-        "ChatCompletion": _answer("chat.completion", _CHAT_CHOICE),
-        "ChatCompletionChunk": _chunk("chat.completion.chunk", _CHAT_CHUNK_CHOICE),
+        "ChatCompletion": _chat_answer(_answer("chat.completion", _CHAT_CHOICE)),
+        "ChatCompletionChunk": _chat_answer(_chunk("chat.completion.chunk", _CHAT_CHUNK_CHOICE)),
         "CompletionLogprobs": _COMPLETION_LOGPROBS,
         "Completion": _answer("text_completion", _completion_choice({"enum": FINISH_REASONS})),
         "CompletionChunk": _chunk(
@@ -71,6 +76,12 @@ def _chunk(kind: str, choice: JsonSchema) -> JsonSchema:
     return schema
 
 
+def _chat_answer(schema: JsonSchema) -> JsonSchema:
+    """A chat's prompt is said once; in a stream, with the first chunk."""
+    properties = {**schema["properties"], "prompt_token_ids": TOKEN_IDS}
+    return {**schema, "properties": properties}
+
+
 def _completion_choice(finish_reason: JsonSchema) -> JsonSchema:
     return fixed_object(
         {
@@ -78,7 +89,11 @@ def _completion_choice(finish_reason: JsonSchema) -> JsonSchema:
             "text": STRING,
             "logprobs": nullable(reference("CompletionLogprobs")),
             "finish_reason": finish_reason,
-        }
+            "token_ids": TOKEN_IDS,
+            "prompt_token_ids": TOKEN_IDS,
+        },
+        "token_ids",
+        "prompt_token_ids",
     )
 
 
@@ -149,7 +164,9 @@ _CHAT_CHOICE = fixed_object(
         ),
         "logprobs": nullable(reference("ChatLogprobs")),
         "finish_reason": {"enum": FINISH_REASONS},
-    }
+        "token_ids": TOKEN_IDS,
+    },
+    "token_ids",
 )
 _CHAT_CHUNK_CHOICE = fixed_object(
     {
@@ -166,7 +183,9 @@ _CHAT_CHUNK_CHOICE = fixed_object(
         ),
         "logprobs": nullable(reference("ChatLogprobs")),
         "finish_reason": {"enum": [*FINISH_REASONS, None]},
-    }
+        "token_ids": TOKEN_IDS,
+    },
+    "token_ids",
 )
 _COMPLETION_LOGPROBS = fixed_object(
     {

@@ -81,6 +81,9 @@ SAMPLING: dict[str, FieldType] = {
 COMMON: dict[str, FieldType] = {
     "model": Text(MAX_NAME_LENGTH, "The model's name; left out: the one that is served."),
     "user": Text(MAX_NAME_LENGTH, "Whose request it is, for the client's own records."),
+    "return_token_ids": Boolean(
+        "Give the token ids of the prompt and, as token_ids of every choice, of the answer."
+    ),
     "stream": Boolean("Send the answer as server-sent events while it is generated."),
     "cache_salt": Text(
         MAX_NAME_LENGTH, "Requests share cached prefixes only if their salts are equal."

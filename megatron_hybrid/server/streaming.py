@@ -29,6 +29,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 def collect(generation: Generation, choices: int) -> list[Answer]:
@@ -40,6 +41,7 @@ def collect(generation: Generation, choices: int) -> list[Answer]:
             texts[delta.index].append(delta.text)
             answers[delta.index].logprobs.extend(delta.logprobs)
             answers[delta.index].calls.extend(delta.calls)
+            answers[delta.index].token_ids.extend(delta.token_ids)
             answers[delta.index].finish_reason = delta.finish_reason
     for answer, pieces in zip(answers, texts, strict=True):
         answer.text = "".join(pieces)
@@ -52,10 +54,16 @@ class EventFrame:
     def __init__(self, head: Chunk, *, include_usage: bool) -> None:
         """head: every chunk's fields besides "choices" and "usage"."""
         self._before = b"data: " + json.encode(head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._after = b"]" + self._end
 
     def event(self, choice: Chunk) -> bytes:
         return self._before + json.encode(choice) + self._after
+
+    def event_with_prompt(self, choice: Chunk, token_ids: list[int]) -> bytes:
+        """The event that gives the prompt's token ids besides its choice."""
+        prompt = b'],"prompt_token_ids":' + json.encode(token_ids)
+        return self._before + json.encode(choice) + prompt + self._end
 
     def usage(self, usage: Chunk) -> bytes:
         """The event that comes last, without choices."""
@@ -103,7 +111,7 @@ def _events(
     waiting: dict[int, Delta] = {}  # log-probabilities of text that is held back
     try:
         for batch in batches:
-            if len(batch) == 1 and not waiting and (batch[0].text or batch[0].finish_reason):
+            if len(batch) == 1 and not waiting and _is_shown(batch[0]):
                 events = make_events(batch[0])  # what nearly every token comes to
             else:
                 events = b"".join(map(make_events, _by_choice(batch, waiting)))
@@ -135,12 +143,18 @@ def _by_choice(batch: list[Delta], waiting: dict[int, Delta]) -> list[Delta]:
                 earlier.logprobs + delta.logprobs,
                 delta.finish_reason,
                 earlier.calls + delta.calls,
+                earlier.token_ids + delta.token_ids,
             )
         )
     shown = []
     for delta in merged.values():
-        if delta.text or delta.calls or delta.finish_reason is not None:
+        if _is_shown(delta):
             shown.append(delta)
         else:
             waiting[delta.index] = delta
     return shown
+
+
+def _is_shown(delta: Delta) -> bool:
+    """Whether it makes an event now. Log-probabilities alone wait for their text."""
+    return bool(delta.text or delta.calls or delta.token_ids or delta.finish_reason)

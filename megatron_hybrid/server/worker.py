@@ -19,6 +19,8 @@ from gevent.server import StreamServer
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
+from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, BodyStalled
+
 HEADER_SECONDS = 20.0  # for a new connection's first request line and headers
 KEEP_ALIVE_SECONDS = 75.0  # between requests; more than the minute of common proxies
 STALLED_CLIENT_SECONDS = 120.0  # for the next piece of a body, or until it reads on
@@ -54,14 +56,19 @@ class FrontEndWorker(GeventWorker):
         client.settimeout(STALLED_CLIENT_SECONDS)
         try:
             AsyncWorker.handle(self, listener, client, addr)
-        except gevent.GreenletExit:
-            pass
         finally:
             self._idle.discard(gevent.getcurrent())
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         self._idle.discard(gevent.getcurrent())
+        req.body.reader = BodyReader(req, STALLED_CLIENT_SECONDS)
         return super().handle_request(listener_name, req, sock, addr)
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        # An idle connection that is closed for the shutdown, or one whose client breaks off in a
+        # body that was not needed any more: there is nothing to answer and nothing to log.
+        if not isinstance(exc, (gevent.GreenletExit, BodyStalled, BodyBroken)):
+            super().handle_error(req, client, addr, exc)
 
     def run(self) -> None:
         listener = self.sockets[0]

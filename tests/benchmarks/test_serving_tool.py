@@ -190,6 +190,11 @@ def test_our_own_server_is_measured(
             result = json.loads((tmp_path / "r.json").read_text())
             assert (result["completed"], result["total_output_tokens"]) == (16, 80)
             assert result["total_cached_tokens"] > 0 and result["max_concurrent_requests"] <= 4
+        workload = ["--workload", "multi_turn", "--scale", "0.002", "--vocab-size", "90"]
+        flags_of_workload = ["--base-url", running.url, "--save-result", *workload]
+        assert main([*flags_of_workload, "--result-filename", str(tmp_path / "w.json")]) == 0
+        (multi_turn,) = json.loads((tmp_path / "w.json").read_text())["results"]
+        assert multi_turn["answer_token_ids_from"] == "return_token_ids"
         prompts.write_text('{"prompt": "~"}')
         assert main([*flags, "--base-url", running.url]) == 1
     assert "asked to fail" in capsys.readouterr().out

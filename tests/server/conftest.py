@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -34,9 +35,9 @@ MAX_QUEUE = 4
 
 
 class RunningLoop:
-    """The fake engine in its loop, in a thread, with the client that a front end has."""
+    """An engine in its loop, in a thread, with the client that a front end has."""
 
-    def __init__(self, engine: FakeEngine, folder: Path) -> None:
+    def __init__(self, engine: Any, folder: Path, max_queue: int = MAX_QUEUE) -> None:
         self.engine = engine
         self.exit_code: int | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -44,7 +45,7 @@ class RunningLoop:
         self._socket = bind_socket(self._context, self.endpoint)
         self._answer_server = AnswerMemoryServer(self._context, f"ipc://{folder}/answers")
         self.answers = AnswerMemoryClient(f"ipc://{folder}/answers")
-        self.loop = EngineLoop(engine, self._socket, max_queue=MAX_QUEUE)
+        self.loop = EngineLoop(engine, self._socket, max_queue=max_queue)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.client = self.connect()
@@ -78,6 +79,26 @@ class RunningLoop:
         self._answer_server.close()
         self._socket.close()
         self._context.term()
+
+
+@pytest.fixture(scope="session")
+def reference_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
+    """Requests to the application before the real engine with the reference model."""
+    from megatron_hybrid import reference_model
+    from megatron_hybrid.config import EngineConfig
+    from megatron_hybrid.engine.build import build_engine
+
+    config = EngineConfig(
+        inference_dynamic_batching_buffer_size_gb=0.1,
+        inference_dynamic_batching_max_requests=8,
+        inference_max_seq_length=2048,
+    )
+    running = RunningLoop(build_engine(config), tmp_path_factory.mktemp("s"), max_queue=64)
+    folder = str(reference_model.path())
+    options = ServerOptions(tokenizer_folder=folder, model_name="reference_model")
+    tokenizer = Tokenizer.load(folder)
+    yield create_app(Serving(running.client, tokenizer, options, running.answers)).test_client()
+    running.close()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from megatron_hybrid.request import (
     validate_priority,
     validate_prompt,
 )
+from megatron_hybrid.server.openapi_figures import COUNTERS, COUNTERS_BY_NAME
 
 BLOCK_SIZE = 4
 
@@ -180,17 +181,15 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         return {
+            **dict.fromkeys(COUNTERS, 0),
             "prompt_tokens": self._prompt_tokens,
             "computed_tokens": self._prompt_tokens - self._skipped,
             "skipped_tokens": self._skipped,
-            "recomputed_tokens": 0,
             "matched_tokens": self._skipped,
             "generated_tokens": self._generated,
-            "preemptions": 0,
-            "kv_evictions": 0,
-            "state_evictions": 0,
             "requests_finished": self._finished,
             "paused": self.is_paused,
+            "epoch": self.epoch,
             "started": self._started,
             "latency": self._latencies.as_dict(),
             "iteration_tokens": self._latencies.iteration_tokens.as_dict(),
@@ -212,6 +211,11 @@ class FakeEngine:
             "state_cached": 0,
             "state_evictable": 0,
             "state_cached_by_age": _by_age(0),
+            "last_step": {
+                "step": 0,
+                **dict.fromkeys(COUNTERS, 0),
+                **dict.fromkeys(COUNTERS_BY_NAME, {}),
+            },
             "log": self.log[-1000:],
         }
 

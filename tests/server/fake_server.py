@@ -10,12 +10,21 @@ import time
 from tokenizers import Tokenizer
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.server import launch
 from megatron_hybrid.server.launch import FrontEnd
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.options import ServerOptions
 from tests.server.fake_engine import FakeEngine
 
 FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
+
+IMPATIENT_FRONT_END = """
+import sys
+from megatron_hybrid.server import front_end, worker
+
+worker.STALLED_CLIENT_SECONDS = float(sys.argv[1])
+front_end.main()
+"""
 
 
 def main() -> int:
@@ -30,14 +39,19 @@ def main() -> int:
     parser.add_argument("--engine-restart-timeout", type=float, default=60.0)
     parser.add_argument("--shutdown-timeout", type=float, default=30.0)
     parser.add_argument("--fails-again", action="store_true")
+    parser.add_argument("--never-fails", action="store_true", help="not even on FAILING_TEXT")
+    parser.add_argument("--api-key")
+    parser.add_argument("--stalled-client-seconds", help="instead of the worker's two minutes")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
+    if args.stalled_client_seconds is not None:
+        launch.FRONT_END = ("-c", IMPATIENT_FRONT_END, args.stalled_client_seconds)
     tokenizer = Tokenizer.from_file(f"{args.tokenizer}/tokenizer.json")
     engine = FakeEngine(
         tokenizer.get_vocab_size(),
         tuple(tokenizer.encode("<eos>").ids),
         step_seconds=args.step_seconds,
-        fail_on=tokenizer.encode(FAILING_TEXT).ids[0],
+        fail_on=None if args.never_fails else tokenizer.encode(FAILING_TEXT).ids[0],
         fails_again=args.fails_again,
     )
     engine.max_seq_length = args.max_seq_length
@@ -45,6 +59,7 @@ def main() -> int:
         tokenizer_folder=args.tokenizer,
         model_name="fake",
         port=args.port,
+        api_key=args.api_key,
         http_workers=args.http_workers,
         http_connections=args.http_connections,
         engine_restart_timeout=args.engine_restart_timeout,

@@ -111,6 +111,7 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("priority", {"priority": False}),
     ("priority", {"priority": "high"}),
     ("priority", {"priority": [1]}),
+    ("return_token_ids", {"return_token_ids": 1}),
     ("cache_checkpoints", {"cache_checkpoints": 4}),
     ("cache_checkpoints", {"cache_checkpoints": [0]}),
     ("cache_checkpoints", {"cache_checkpoints": [-1]}),

@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
-from werkzeug.serving import make_server
 
-from megatron_hybrid.server.app import create_app
-from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.tokenizer import Tokenizer
-from tests.server.conftest import RunningLoop
-from tests.server.processes import ROOT
+from tests.server.processes import ROOT, ServerProcess
 
 # Random cases for each route, besides those at the edges of every field, of which there are about
 # a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,000 cases in all.
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "5")
+FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 CONTROL = "^/(pause|resume|update_weights)$"
 KEY = "a-key"
 
 
+@pytest.fixture(scope="module")
+def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """A server with a key, in processes of its own."""
+    flags = ("--api-key", KEY, "--never-fails")
+    with ServerProcess(*FAKE, str(tokenizer_folder), *flags) as server:
+        yield server
+
+
 @pytest.fixture
-def url(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Iterator[str]:
-    """A server with a key, on a port of its own."""
-    options = msgspec.structs.replace(options, api_key=KEY)
-    app = create_app(Serving(running.client, tokenizer, options))
-    server = make_server("127.0.0.1", 0, app, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.port}"
-    server.shutdown()
-    thread.join(10)
+def url(server: ServerProcess) -> str:
+    return server.url
 
 
 def run_schemathesis(url: str, folder: Path, *arguments: str) -> None:
@@ -54,7 +46,6 @@ def run_schemathesis(url: str, folder: Path, *arguments: str) -> None:
         *("-H", f"Authorization: Bearer {KEY}", "--request-timeout", "60", "--no-color"),
         *("--seed", "1", *arguments),
     ]
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not each of a thousand requests
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -92,6 +83,41 @@ def test_every_route_is_described(http: FlaskClient) -> None:
     assert described == installed
 
 
+def test_every_get_route_answers_with_all_fields_that_are_described_and_no_others(
+    reference_http: FlaskClient,
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    body = {"prompt": "Who is", "max_tokens": 3, "temperature": 0}
+    assert reference_http.post("/v1/completions", json=body).status_code == 200
+    document = exactly(description(reference_http))
+    seen = []
+    for path, operations in document["paths"].items():
+        content = operations.get("get", {"responses": {"200": {"content": {}}}})
+        schema = content["responses"]["200"]["content"].get("application/json", {}).get("schema")
+        if schema is None:
+            continue
+        answer = reference_http.get(path.replace("{name}", "reference_model"))
+        assert answer.status_code == 200
+        whole = {**document, **schema, "$schema": _DIALECT}
+        jsonschema.validator_for(whole).validate(answer.get_json())
+        seen.append(path)
+    assert seen == ["/v1/models", "/v1/models/{name}", "/health", "/stats", "/openapi.json"]
+    health = document["components"]["schemas"]["Health"]["properties"]
+    assert set(health) == {"status", "engine_pid"}
+
+
+def exactly(schema: Any) -> Any:
+    """The schema with every object closed and every field required."""
+    if isinstance(schema, list):
+        return [exactly(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: exactly(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        schema |= {"required": list(schema["properties"]), "additionalProperties": False}
+    return schema
+
+
 def test_every_schema_is_a_schema_and_every_reference_is_there(http: FlaskClient) -> None:
     jsonschema = pytest.importorskip("jsonschema_rs")
     document = description(http)
@@ -114,6 +140,7 @@ def test_every_chunk_of_a_stream_is_as_described(http: FlaskClient, path: str) -
         "stream_options": {"include_usage": True},
         "max_tokens": 4,
         "n": 2,
+        "return_token_ids": True,
     }
     if chat:
         body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True}

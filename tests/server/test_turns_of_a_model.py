@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid import reference_model
-from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build import build_engine
-from megatron_hybrid.server.app import create_app
-from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.tokenizer import Tokenizer
-from tests.server.conftest import RunningLoop
-
 CHAT = "/v1/chat/completions"
-SMALL = {
-    "inference_dynamic_batching_buffer_size_gb": 0.1,
-    "inference_dynamic_batching_max_requests": 8,
-    "inference_max_seq_length": 2048,
-}
 SYSTEM = {"role": "system", "content": "You are Nora. The code of the north gate is 7313. " * 4}
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -55,15 +40,9 @@ TIME: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
-    engine = build_engine(EngineConfig(**SMALL))
-    running = RunningLoop(engine, tmp_path_factory.mktemp("s"))  # type: ignore[arg-type]
-    folder = str(reference_model.path())
-    options = ServerOptions(tokenizer_folder=folder, model_name="reference_model")
-    tokenizer = Tokenizer.load(folder)
-    yield create_app(Serving(running.client, tokenizer, options, running.answers)).test_client()
-    running.close()
+@pytest.fixture
+def http(reference_http: FlaskClient) -> FlaskClient:
+    return reference_http
 
 
 def user(text: str) -> dict[str, str]:
