@@ -156,7 +156,8 @@ class _Logprobs:
         """Of `tokens` [rows] under logits [rows, vocabulary]."""
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         own = logprobs.gather(1, tokens[:, None]).squeeze(1)
-        values, ids = logprobs.topk(min(int(counts.max()), logits.shape[-1]), dim=-1)
+        most = int(counts.max(initial=0))  # no row: a prompt's one token, alone in its chunk
+        values, ids = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
         return cls(download(tokens), download(own), download(values), download(ids), counts)
 
     def entries(self) -> list[TokenLogprob]:

@@ -445,15 +445,23 @@ def test_prompt_logprobs_equal_transformers_and_skip_nothing(oracle: Oracle):
         outputs = generate(llm, prompts, params)
         oracle.check(outputs, oracle.answers[:6])
         for output in outputs:
-            assert output.cached_tokens == 0
-            assert output.prompt_logprobs is not None
-            assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
-            truth = oracle.logprobs(output.prompt_token_ids)
-            assert output.prompt_logprobs[0] is None
-            for i, entry in enumerate(output.prompt_logprobs[1:], start=1):
-                assert entry is not None and entry.token_id == output.prompt_token_ids[i]
-                assert abs(entry.logprob - float(truth[i - 1, entry.token_id])) < TOLERANCE
-                assert len(entry.top) == 2
+            check_prompt_logprobs(oracle, output)
+    longest = max(oracle.prompts, key=len)
+    for length in (1, 30, 59):  # the last chunk is one token, after which no prompt token comes
+        (output,) = generate(llm, [longest[:length]], params)
+        check_prompt_logprobs(oracle, output)
+
+
+def check_prompt_logprobs(oracle: Oracle, output: RequestOutput) -> None:
+    assert output.cached_tokens == 0 and output.error is None
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    truth = oracle.logprobs(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+    for i, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        assert entry is not None and entry.token_id == output.prompt_token_ids[i]
+        assert abs(entry.logprob - float(truth[i - 1, entry.token_id])) < TOLERANCE
+        assert len(entry.top) == 2
 
 
 def test_an_idle_step_changes_nothing(oracle: Oracle):
