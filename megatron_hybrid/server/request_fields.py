@@ -81,6 +81,7 @@ SAMPLING: dict[str, FieldType] = {
 COMMON: dict[str, FieldType] = {
     "model": Text(MAX_NAME_LENGTH, "The model's name; left out: the one that is served."),
     "user": Text(MAX_NAME_LENGTH, "Whose request it is, for the client's own records."),
+    "safety_identifier": Text(MAX_NAME_LENGTH, "The newer name of user."),
     "return_token_ids": Boolean(
         "Give the token ids of the prompt and, as token_ids of every choice, of the answer."
     ),
@@ -125,22 +126,50 @@ COMPLETION: dict[str, FieldType] = {
     "echo": Boolean("Give the prompt's text before the answer's, and its log-probabilities."),
 }
 
+# OpenAI's, and of vLLM's those that clients send without being asked to.
+_UNSUPPORTED: dict[str, FieldType] = {
+    "metadata": Unsupported({}),
+    "skip_special_tokens": Unsupported(True),
+    "spaces_between_special_tokens": Unsupported(True),
+    "include_stop_str_in_output": Unsupported(False),
+    "use_beam_search": Unsupported(False),
+    "length_penalty": Unsupported(1.0),
+    "best_of": Unsupported(1),
+    "truncate_prompt_tokens": Unsupported(),
+    "prompt_logprobs": Unsupported(),
+    "guided_json": Unsupported(),
+    "guided_regex": Unsupported(),
+    "guided_choice": Unsupported(),
+    "guided_grammar": Unsupported(),
+    "structured_outputs": Unsupported(),
+}
 UNSUPPORTED_CHAT: dict[str, FieldType] = {
+    **_UNSUPPORTED,
     "functions": Unsupported([]),
     "function_call": Unsupported("none", "auto"),
     "modalities": Unsupported(["text"]),
     "audio": Unsupported(),
     "prediction": Unsupported(),
-    "metadata": Unsupported({}),
+    "moderation": Unsupported(),
     "store": Unsupported(False),
     "service_tier": Unsupported("auto", "default"),
     "reasoning_effort": Unsupported(),
     "verbosity": Unsupported("medium"),
     "web_search_options": Unsupported(),
+    "prompt_cache_key": Unsupported(),
+    "prompt_cache_options": Unsupported(),
+    "prompt_cache_retention": Unsupported(),
+    "echo": Unsupported(False),
+    "add_generation_prompt": Unsupported(True),
+    "continue_final_message": Unsupported(False),
+    "add_special_tokens": Unsupported(False),
+    "chat_template": Unsupported(),
+    "documents": Unsupported(),
 }
 UNSUPPORTED_COMPLETION: dict[str, FieldType] = {
-    "best_of": Unsupported(1),
+    **_UNSUPPORTED,
     "suffix": Unsupported(""),
+    "add_special_tokens": Unsupported(True),
 }
 STREAM_OPTIONS: dict[str, FieldType] = {
     "include_usage": Boolean("Send a last chunk with the usage of the whole request."),

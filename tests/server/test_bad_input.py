@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
+import openai
 import pytest
 from flask.testing import FlaskClient
 
@@ -333,6 +335,7 @@ def test_null_and_openais_defaults_change_nothing(http: FlaskClient) -> None:
         "stream": False,
         "stream_options": None,
         "user": "somebody",
+        "safety_identifier": "the same one",
         "max_tokens": 3,
         "temperature": None,
         "top_p": 1,
@@ -342,6 +345,19 @@ def test_null_and_openais_defaults_change_nothing(http: FlaskClient) -> None:
     completion = {"prompt": "Hello", "echo": False, "best_of": 1, "suffix": None, "logprobs": None}
     assert http.post(CHAT, json={**defaults, **chat}).status_code == 200
     assert http.post(COMPLETION, json={**defaults, **completion}).status_code == 200
+
+
+def test_every_parameter_of_openais_client_is_known(http: FlaskClient) -> None:
+    """As null: what is not supported is refused only when it asks for something."""
+    for path, resource, own in (
+        (CHAT, openai.resources.chat.Completions, {"messages": HELLO, "max_tokens": 3}),
+        (COMPLETION, openai.resources.Completions, {"prompt": "Hello"}),
+    ):
+        names = set(inspect.signature(resource.create).parameters)
+        names -= {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+        assert len(names) > 15
+        answer = http.post(path, json={**dict.fromkeys(names), **own})
+        assert answer.status_code == 200, answer.get_json()
 
 
 def test_a_huge_body_is_refused(http: FlaskClient) -> None:
