@@ -114,6 +114,7 @@ class EngineLoop:
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
+        self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
         self._last_heartbeat = 0.0
         self._stop_requested = False
@@ -234,14 +235,8 @@ class EngineLoop:
 
     def _add(self, command: wire.AddRequest) -> None:
         client = self._senders.popleft() if self._senders else b""
-        waiting = self._engine.num_waiting
-        # A request with more answers than the queue has places runs when nobody else waits.
-        if waiting and waiting + command.params.n > self._max_queue:
-            message = (
-                f"{waiting} answers are waiting and this request asks for {command.params.n}; the "
-                f"limit is {self._max_queue} (--max-queue). Try again later."
-            )
-            self._send(client, wire.Refused(command.request_id, "", message, 429))
+        if (no_room := self._no_room(command)) is not None:
+            self._send(client, wire.Refused(command.request_id, "", no_room, 429))
             return
         try:
             self._engine.add_request(
@@ -260,6 +255,22 @@ class EngineLoop:
             )
         else:
             self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+
+    def _no_room(self, command: wire.AddRequest) -> str | None:
+        """Why the queue does not take it; the same on every rank."""
+        http_request = command.request_id.rpartition("-")[0]
+        if command.answers == 0:
+            return self._turned_away[1] if self._turned_away[0] == http_request else None
+        waiting = self._engine.num_waiting
+        # A request with more answers than the queue has places runs when nobody else waits.
+        if not waiting or waiting + command.answers <= self._max_queue:
+            return None
+        message = (
+            f"{waiting} answers are waiting and this request asks for {command.answers}; the "
+            f"limit is {self._max_queue} (--max-queue). Try again later."
+        )
+        self._turned_away = http_request, message
+        return message
 
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""

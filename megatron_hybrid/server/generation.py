@@ -176,6 +176,7 @@ class Generation:
                     request_id,
                     prompt,
                     request.params_that_fit(max_seq_length - len(prompt)),
+                    answers=len(prompts) * n if number == 0 else 0,
                     cache_salt=request.cache_salt,
                     priority=request.priority,
                     cache_checkpoints=request.cache_checkpoints,

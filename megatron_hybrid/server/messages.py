@@ -28,11 +28,16 @@ class Joined(Command, frozen=True):
 
 
 class AddRequest(Command, frozen=True):
-    """`arrived`: when the HTTP request came, by the clock of this machine's `time.monotonic`."""
+    """One prompt of an HTTP request, named `<its id>-<number>`.
+
+    `answers`: how many the HTTP request asks for in all, and 0 in its later prompts: it is let in
+    or refused as a whole. `arrived`: when it came, by this machine's `time.monotonic`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    answers: int = 1
     cache_salt: str = ""
     priority: int = 0
     cache_checkpoints: tuple[int, ...] = ()

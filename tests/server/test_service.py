@@ -89,6 +89,27 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(
     assert running.client.running() == 0
 
 
+def test_a_request_of_many_prompts_is_let_in_or_refused_as_a_whole(
+    running: RunningLoop, http: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, add, added = running.engine, running.engine.add_request, []
+
+    def add_and_wait(request_id: str, *arguments: Any, **options: Any) -> None:
+        engine.num_waiting += 1
+        added.append(request_id)
+        add(request_id, *arguments, **options)
+
+    monkeypatch.setattr(engine, "add_request", add_and_wait)
+    body = {**HELLO, "prompt": ["a"] * (2 * MAX_QUEUE)}
+    answer = http.post(COMPLETION, json=body)
+    assert answer.status_code == 200 and len(answer.get_json()["choices"]) == 2 * MAX_QUEUE
+    added.clear()
+    engine.num_waiting = 1
+    assert http.post(COMPLETION, json=body).status_code == 429
+    assert http.post(COMPLETION, json=HELLO).status_code == 200
+    assert len(added) == 1, "no prompt of the refused request"
+
+
 def test_requests_beyond_the_connections_answer_429_and_their_places_come_back(
     running: RunningLoop, tokenizer: Tokenizer, tokenizer_folder: Any
 ) -> None:
