@@ -16,7 +16,7 @@ from flask.testing import FlaskClient
 from tests.server.processes import ROOT, ServerProcess
 
 # Random cases for each route, besides those at the edges of every field, of which there are about
-# a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,000 cases in all.
+# a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,600 cases in all.
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "5")
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 CONTROL = "^/(pause|resume|update_weights)$"
@@ -46,6 +46,8 @@ def run_schemathesis(url: str, folder: Path, *arguments: str) -> None:
         *("-H", f"Authorization: Bearer {KEY}", "--request-timeout", "60", "--no-color"),
         *("--seed", "1", *arguments),
     ]
+    # Else it hangs up after 20 events, and nobody knows how the stream ends.
+    (folder / "schemathesis.toml").write_text("max-stream-events = 100000\n")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

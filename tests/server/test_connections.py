@@ -1,0 +1,194 @@
+"""Connections of clients that stall, hang up or send nonsense: an answer for them, a quiet log."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from gunicorn.http.body import Body
+from gunicorn.http.errors import InvalidChunkSize
+
+from megatron_hybrid.server.body_reader import BodyBroken, BodyReader
+from tests.server.processes import ServerProcess, wait_until
+from tests.server.test_processes import FAKE, engine_figure, open_stream, send
+
+BODY = b'{"prompt": "Hello", "max_tokens": 2, "temperature": 0}'
+CHUNKED = ("Transfer-Encoding: chunked",)
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    """Gives up a client after a moment; whatever the tests do to it, it logs no failure."""
+    with ServerProcess(*FAKE, str(tokenizer_folder), "--stalled-client-seconds", "0.3") as server:
+        yield server
+        assert server.stop() == 0
+    assert "Traceback" not in server.output
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    address = urlsplit(server.url)
+    return socket.create_connection((address.hostname, address.port), timeout=20)
+
+
+def head(*lines: str, path: str = "/v1/completions") -> bytes:
+    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: a", *lines, "", "")).encode()
+
+
+def ask(server: ServerProcess, data: bytes, *, ends: bool = False) -> tuple[int, dict[str, Any]]:
+    """The answer to these bytes, after which the server must close the connection.
+
+    ends: the client says that it sends no more.
+    """
+    with connect(server) as client:
+        client.sendall(data)
+        if ends:
+            client.shutdown(socket.SHUT_WR)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        body = answer.read()
+        assert answer.headers["Connection"] == "close"
+        assert client.recv(1) == b""
+        return answer.status, json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("Content-Length: 100") + BODY[:20],
+        head("Content-Length: 100"),
+        head(*CHUNKED) + b"64\r\n" + BODY[:20],
+        head(*CHUNKED) + b"6",
+    ],
+)
+def test_a_body_that_stalls_is_given_up_with_408(server: ServerProcess, data: bytes) -> None:
+    status, answer = ask(server, data)
+    assert status == 408
+    assert answer["error"]["type"] == "timeout_error"
+    assert answer["error"]["code"] == "request_timeout"
+    assert "0.3 seconds" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("Content-Length: 100") + BODY[:20],
+        head(f"Content-Length: {len(BODY) + 1}") + BODY,  # valid JSON, but is it all?
+        head("Content-Length: 100"),
+        head(*CHUNKED) + b"64\r\n" + BODY[:20],
+        head(*CHUNKED) + b"%x\r\n%s\r\n" % (len(BODY), BODY),  # the last chunk is missing
+    ],
+)
+def test_a_body_that_ends_early_is_refused(server: ServerProcess, data: bytes) -> None:
+    status, answer = ask(server, data, ends=True)
+    assert (status, answer["error"]["code"]) == (400, "broken_body")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"zz\r\n" + BODY,
+        b"3\r\n" + BODY,
+        b"3;\x01\r\n" + BODY,
+        b"f" * 9000,
+        b"2\r\n{}\r\n0\r\nno colon\r\n\r\n",
+        b"2\r\n{}\r\n0\r\nHost: b\r\n\r\n",
+    ],
+)
+def test_chunks_that_are_none_are_refused(server: ServerProcess, body: bytes) -> None:
+    status, answer = ask(server, head(*CHUNKED) + body)
+    assert (status, answer["error"]["code"]) == (400, "broken_body")
+
+
+@pytest.mark.parametrize("rest", [b"", BODY[:20]])
+def test_a_body_that_was_not_needed_may_end_early(server: ServerProcess, rest: bytes) -> None:
+    """The answer comes before the body is looked at; there is no second one."""
+    with connect(server) as client:
+        client.sendall(head("Content-Length: 100", path="/nowhere") + rest)
+        client.shutdown(socket.SHUT_WR)
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("rest", [b"", BODY[:20]])
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+def test_a_client_that_hangs_up_in_its_body_leaves_a_server_that_serves(
+    server: ServerProcess, path: str, rest: bytes
+) -> None:
+    with connect(server) as client:
+        client.sendall(head("Content-Length: 100", path=path) + rest)
+    assert send(f"{server.url}/v1/completions", json.loads(BODY))[0] == 200
+
+
+@pytest.mark.parametrize("header", ["SCRIPT_NAME: /v1", "PATH_INFO: /health", "REMOTE_USER: me"])
+def test_no_header_changes_the_path(server: ServerProcess, header: str) -> None:
+    lines = (f"Content-Length: {len(BODY)}", header, "Connection: close")
+    status, answer = ask(server, head(*lines) + BODY)
+    assert (status, answer["object"]) == (200, "text_completion")
+
+
+def test_chunks_make_up_a_body_and_the_connection_stays(server: ServerProcess) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", iter([BODY[:9], BODY[9:]]))
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert not answer.will_close
+        assert json.load(answer)["usage"]["completion_tokens"] == 2
+    connection.close()
+
+
+def test_idle_connections_end_with_the_server_without_a_word(tokenizer_folder: Path) -> None:
+    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.02") as server:
+        used = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+        used.request("GET", "/health")
+        used.getresponse().read()
+        with connect(server) as fresh, connect(server) as begun:
+            begun.sendall(b"POST /v1/comp")
+            wait_until(lambda: engine_figure(server, "num_requests_running") == 0)
+            stream, answer = open_stream(server, max_tokens=10)
+            assert server.stop() == 0
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+            for client in (used.sock, fresh, begun):
+                assert client.recv(100) == b""
+        stream.close()
+        used.close()
+    assert "Traceback" not in server.output
+
+
+class _Request:
+    """What a reader knows of gunicorn's request."""
+
+    def __init__(self, reader: Any) -> None:
+        self.body = Body(reader)
+        self.closes = False
+
+    def force_close(self) -> None:
+        self.closes = True
+
+
+class _Pieces(io.BytesIO):
+    """Raises at the end, as the reader of chunks does."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if not data:
+            raise InvalidChunkSize(b"?")
+        return data
+
+
+def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
+    request = _Request(_Pieces(b"abcdef"))
+    reader = BodyReader(request, 1.0)
+    assert (reader.read(4), reader.read(4)) == (b"abcd", b"ef")
+    assert not request.closes
+    with pytest.raises(BodyBroken, match="chunk size"):
+        reader.read(4)
+    assert request.closes
