@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from megatron_hybrid.engine.pause import PAUSE_MODES
 from megatron_hybrid.request import FinishReason, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
 
@@ -16,7 +17,8 @@ Answer = tuple[str, int]  # request id and index
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submits, steps, aborts, fails, preempts, idles and resets an engine with small pools."""
+    """Submits, steps, aborts, fails, preempts, pauses, idles and resets an engine with small pools,
+    and gives it new weights."""
 
     @initialize(
         kernel_chunk=st.sampled_from([2, 4, 8]),
@@ -169,11 +171,32 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.reset(preserve_prefix_cache=preserve)
         assert tuple(map(dict, maps)) == (before if preserve else ({}, {}))
 
+    @rule(mode=st.sampled_from(PAUSE_MODES))
+    def pause(self, mode: str) -> None:
+        if mode == "abort":
+            self.aborted |= self.prompts.keys() - self.reasons.keys()
+        self.engine.pause(mode)
+
+    @rule(mode=st.sampled_from(["", *PAUSE_MODES]))
+    def new_weights(self, mode: str) -> None:
+        """Those of the runner never change; what was computed with the old ones must not be found.
+        With a mode: as a trainer does, when the engine has come to rest."""
+        if mode:
+            self.pause(mode)
+            while not self.engine.is_quiet:
+                self.step(1)
+            open_answers = {request.key for request in self.engine.scheduler.started()}
+            assert mode == "keep" or not open_answers
+            assert self.engine.step() == []
+        epoch = self.engine.epoch
+        self.engine.update_weights("a folder")
+        assert self.engine.epoch == epoch + 1
+        context = self.engine.context
+        assert not context.kv_hash_to_block_id and not context.mamba_hash_to_slot_id
+
     @rule()
-    def new_weights(self) -> None:
-        cache = self.engine.context.cache
-        if not self.engine.scheduler.has_work:  # the runner's "weights" never change
-            cache.set_epoch(cache.epoch + 1)
+    def resume(self) -> None:
+        self.engine.resume()
 
     @rule(limit=st.sampled_from([6, 12, 64]))
     def change_the_load(self, limit: int) -> None:
@@ -195,6 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.engine.resume()
         for _ in range(5000):
             if not self.engine.has_work():
                 break
