@@ -42,6 +42,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 10.0
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 VANISH_PROMPT_TOKENS = 640
 VANISH_ANSWER_TOKENS = 250
 VANISH_BLOCKS = 14  # of 64 tokens, the default, for all of these
@@ -123,13 +124,14 @@ async def send_request(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     args: argparse.Namespace,
-    prompt: str | list[int],
+    path: str,
+    prompt: dict[str, Any],
     max_tokens: int,
 ) -> None:
     """Ask for a streamed answer, and read the head of it; ValueError unless its status is 200."""
     body = json.dumps(
         {
-            "prompt": prompt,
+            **prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -138,7 +140,7 @@ async def send_request(
         }
     ).encode()
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
+        b"POST %s HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n" % path.encode()
         + (f"Authorization: Bearer {args.api_key}\r\n".encode() if args.api_key else b"")
         + b"Content-Length: %d\r\n\r\n" % len(body)
         + body
@@ -156,8 +158,11 @@ async def ask(
     prompt: int,
 ) -> None:
     """One streamed answer, checked; ValueError says what is wrong with it."""
-    text = f"Prompt {prompt}: {args.prompt}"
-    await send_request(reader, writer, args, text, args.max_tokens)
+    body: dict[str, Any] = {"prompt": f"Prompt {prompt}: {args.prompt}"}
+    if args.chat:
+        body = {"messages": [{"role": "user", "content": body["prompt"]}]}
+    path = CHAT if args.chat else COMPLETION
+    await send_request(reader, writer, args, path, body, args.max_tokens)
     digest, usage, done = [], None, False
     while size := int(await reader.readline(), 16):
         events = (await reader.readexactly(size + 2)).decode()
@@ -170,7 +175,10 @@ async def ask(
                 if "error" in chunk:
                     raise ValueError(f"error in stream: {chunk['error']['message']}")
                 if chunk["choices"]:
-                    digest.append(chunk["choices"][0]["text"])
+                    choice = chunk["choices"][0]
+                    digest.append(
+                        choice["delta"].get("content", "") if args.chat else choice["text"]
+                    )
                 else:
                     usage = chunk["usage"]
     await reader.readline()
@@ -254,7 +262,9 @@ async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     async def open_stream() -> None:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         prompt = [generator.randrange(5, 500) for _ in range(VANISH_PROMPT_TOKENS)]
-        await send_request(reader, writer, args, prompt, VANISH_ANSWER_TOKENS)
+        await send_request(
+            reader, writer, args, COMPLETION, {"prompt": prompt}, VANISH_ANSWER_TOKENS
+        )
         connections.append((reader, writer))
 
     async def read(reader: asyncio.StreamReader) -> None:
@@ -320,6 +330,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=50, help="how many different ones")
     parser.add_argument("--prompt", default="The quick brown fox jumps over", help="their text")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--chat", action="store_true", help="chats instead of completions")
     parser.add_argument("--most-growth", type=float, default=2.0, help="of memory, in percent")
     parser.add_argument("--most-cpu", type=float, default=0.3, help="front end, ms a token")
     parser.add_argument("--vanish", action="store_true", help="half of the clients hang up")

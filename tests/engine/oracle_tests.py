@@ -34,9 +34,9 @@ ANSWER = 6
 TOLERANCE = 2e-3
 OPTIONS = {
     "inference_dynamic_batching_block_size": GRID,
-    "inference_dynamic_batching_buffer_size_gb": 0.02,
+    "inference_dynamic_batching_buffer_size_gb": 0.01,
     "inference_dynamic_batching_max_requests": 40,
-    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.02,
+    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.01,
 }
 EXACT_ENDS = "inference_dynamic_batching_prefix_caching_exact_ends"
 INTERVAL = "inference_dynamic_batching_prefix_caching_checkpoint_interval"
