@@ -20,11 +20,6 @@ def parallel() -> ParallelContext:
     return initialize()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 class TinyModel:
     """A family's tiny model: its folder, transformers' model and ours."""
 
