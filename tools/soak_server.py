@@ -275,7 +275,7 @@ async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     await asyncio.gather(*(open_stream() for _ in range(args.streams)))
     readers = [asyncio.create_task(read(reader)) for reader, _ in connections]
     most_rows = 0
-    while (rows := in_use(server)["rows"]) < args.streams:
+    while (rows := (await asyncio.to_thread(in_use, server))["rows"]) < args.streams:
         if rows < most_rows:
             raise SystemExit(f"Answers ended before {args.streams} ran at once; lower --streams.")
         most_rows = rows
@@ -291,7 +291,11 @@ async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         for _, writer in gone:
             writer.transport.abort()
         most = {"rows": left, "blocks": left * VANISH_BLOCKS, "slots": left}
-        while (now := in_use(server)) != {what: min(now[what], most[what]) for what in now}:
+        await asyncio.sleep(0)  # in which they are closed
+        while True:
+            now = await asyncio.to_thread(in_use, server)
+            if all(now[what] <= most[what] for what in now):
+                break
             if time.monotonic() - start > 60:
                 raise SystemExit(f"After a minute these are still in use: {now}.")
             await asyncio.sleep(0.02)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-POLL_SECONDS = 0.25  # a look costs a system call, which not every token needs
+POLL_SECONDS = 0.1  # a look costs a system call, which not every token needs
 
 
 def client_gone(environ: dict[str, Any]) -> Callable[[], bool]:
