@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from tests.engine.test_adjusted_answers import CASES, CHAT, OPTIONS
 
 Answers = dict[str, list[list[Any]]]
 
@@ -76,11 +77,23 @@ def _preempted(folder: str, options: dict[str, Any], prompts: list[list[int]]) -
     return [[output.token_ids, output.cached_tokens] for output in outputs]
 
 
+def adjusted_answers(*, tensor_model_parallel_size: int) -> dict[str, list[Any]]:
+    """[tokens, why it ended] of answers with penalties, biases, bans and grammars, all at once, by
+    the model that ships."""
+    options = OPTIONS | {"tensor_model_parallel_size": tensor_model_parallel_size}
+    outputs = LLM(**options).chat([CHAT] * len(CASES), list(CASES.values()), progress=False)
+    return {
+        name: [output.token_ids, output.finish_reason]
+        for name, output in zip(CASES, outputs, strict=True)
+    }
+
+
 def main() -> None:
     output, *folders = sys.argv[1:]
-    answers = {
+    answers: dict[str, Any] = {
         Path(folder).name: generate_all(folder, tensor_model_parallel_size=2) for folder in folders
     }
+    answers["adjusted"] = adjusted_answers(tensor_model_parallel_size=2)
     Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps(answers))
 
 

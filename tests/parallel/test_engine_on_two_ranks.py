@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.engine_worker import generate_all
+from tests.parallel.engine_worker import adjusted_answers, generate_all
 from tests.parallel.ranks import run_on_two_ranks
 from tests.tiny_models import make_tiny_model
 
@@ -29,3 +29,4 @@ def test_two_ranks_decide_and_answer_like_one(folders, tmp_path):
         assert any(cached for _, cached in alone["warm"])
         assert alone["in flight"] == alone["cold"]
         assert any(cached for _, cached in alone["choices"])
+    assert found["adjusted"] == adjusted_answers(tensor_model_parallel_size=1)
