@@ -117,12 +117,7 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
-        answer = AnswerMatcher(matcher.deep_copy(), never)
-        first = answer.allowed()
-        _clear(first, self._eos)
-        if not first.any():
-            raise _refusal(grammar, "no token of this model can begin an answer that matches it")
-        return answer
+        return AnswerMatcher(matcher.deep_copy(), never)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
@@ -130,8 +125,10 @@ class GrammarCompiler:
         source = _source(grammar)
         _refuse_if(grammar, LLMatcher.validate_grammar(source, self._tokenizer, limits=_limits()))
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
-        matcher.compute_bitmask()  # finds what only shows when it is used
+        first = AnswerMatcher(matcher, self._eos).allowed()  # finds what shows only in use
         _refuse_if(grammar, matcher.get_error())
+        if not first.any():
+            raise _refusal(grammar, "no token of this model can begin an answer that matches it")
         return matcher
 
 

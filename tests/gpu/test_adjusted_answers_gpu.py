@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from megatron_hybrid import LLM, RequestOutput, SamplingParams
 from tests.engine.test_adjusted_answers import CASES, CHAT
+from tests.gpu.test_engine_gpu import GRAPHS
+from tests.gpu.test_engine_gpu import OPTIONS as ENGINE_OPTIONS
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = [
@@ -18,14 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-OPTIONS = {
-    "inference_dynamic_batching_block_size": 16,
-    "inference_dynamic_batching_buffer_size_gb": 0.05,
-    "inference_dynamic_batching_max_requests": 12,
-    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.05,
-    "dtype": "float32",
-}
-GRAPHS = "inference_dynamic_batching_num_cuda_graphs"
+OPTIONS = ENGINE_OPTIONS | {"inference_dynamic_batching_max_requests": 12}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [list(range(3 + i, 60 + 7 * i)) for i in range(3)]
 
