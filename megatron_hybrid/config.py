@@ -11,6 +11,7 @@ import yaml
 
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.rank_layout import ParallelSizes
 
 DTYPES = ("float32", "bfloat16", "float16")
 PREFIX = "inference_dynamic_batching_"
@@ -50,8 +51,11 @@ class EngineConfig:
     seed: int = _option(1234, "seed of requests that bring none, and of dummy weights")
 
     tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over")
-    pipeline_model_parallel_size: int = _option(1, "pipeline stages; only 1 so far")
-    expert_model_parallel_size: int = _option(1, "ranks that share the experts; only 1 so far")
+    pipeline_model_parallel_size: int = _option(1, "stages that the layers are split into")
+    expert_model_parallel_size: int = _option(1, "ranks that a layer's experts are shared out to")
+    expert_tensor_parallel_size: int | None = _option(
+        None, "ranks that each expert is split over; left out: --tensor-model-parallel-size"
+    )
 
     inference_dynamic_batching_buffer_size_gb: float | None = _option(
         None, "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)"
@@ -117,6 +121,9 @@ class EngineConfig:
         self._check_types()
         for name in (
             "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             PREFIX + "block_size",
             PREFIX + "max_requests",
             PREFIX + "max_tokens",
@@ -125,10 +132,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{_flag(name)} is {value}; it must be at least 1.")
-        for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
-            value = getattr(self, name)
-            if value != 1:
-                raise ConfigurationError(f"{_flag(name)} is {value}; only 1 is supported so far.")
+        _ = self.parallel_sizes  # refuses what does not go together
         size = self.inference_dynamic_batching_buffer_size_gb
         if size is not None and size <= 0:
             raise ConfigurationError(
@@ -162,6 +166,15 @@ class EngineConfig:
                 f"it must be at least {_flag(PREFIX + 'max_requests')}, which is {requests}: every "
                 "running request computes one token a step."
             )
+
+    @property
+    def parallel_sizes(self) -> ParallelSizes:
+        return ParallelSizes(
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+            self.expert_tensor_parallel_size,
+        )
 
     def _check_types(self) -> None:
         for option in fields(self):

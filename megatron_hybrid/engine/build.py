@@ -136,7 +136,7 @@ class _Plan:
         model_config = HybridModelConfig.from_folder(folder)
         max_seq_length = _max_seq_length(config, model_config)
         device = resolve_device(config)
-        parallel = initialize(config.tensor_model_parallel_size, device=device)
+        parallel = initialize(config.parallel_sizes, device=device)
         shapes = _without_weights(config, model_config, device, parallel)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, model_config, max_seq_length, device, parallel, shapes, kernels)
@@ -262,7 +262,7 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
         model.kv_specs.values(),
         model.state_specs.values(),
         model.config.vocab_size,
-        plan.parallel.minimum,
+        plan.parallel.lockstep.minimum,
         gpu_bytes,
     )
 

@@ -50,7 +50,7 @@ class Sampler:
         if len(adjusted):
             self._choose_adjusted(logits, tokens, plan, adjusted)
         # the logits are equal on every rank, but only one may decide
-        tokens = self._parallel.broadcast(tokens)
+        tokens = self._parallel.tensor.broadcast(tokens)
         if len(adjusted):
             self._adjustments.note(sampled, tokens)
         last_token.index_copy_(0, sampled_rows.long(), tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ class CacheMoves:
     resumed_slots: Tensor  # [resumed] rows of LayerCaches.end_logits that give a token
 
 
+class LockstepSize(NamedTuple):
+    """The most that any replica of the lockstep group computes in a step; each pads to it what it
+    shares with the others."""
+
+    tokens: int
+    rows: int  # of logits
+    all_to_all: bool = False  # experts' tokens travel so; else by all-gather
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's tokens and where their past is. All tensors on the model's device."""
@@ -42,6 +52,7 @@ class StepInputs:
     decode_rows: Tensor  # [decodes] rows of the row table
     sampled_rows: Tensor  # [sampled] rows of the row table that get a token
     moves: CacheMoves | None = None  # None when the step moves nothing
+    lockstep: LockstepSize | None = None  # None: nobody computes more than we do
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.layers.parts import Parts
-from megatron_hybrid.parallel import ParallelContext
+from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 if TYPE_CHECKING:
     from megatron_hybrid.layers.attention import Attention
@@ -25,7 +25,8 @@ class LayerContext:
     eps: float  # of norms
     layer: int
     dtype: torch.dtype
-    parallel: ParallelContext
+    parallel: RankGroup  # that split the layer
+    experts: ExpertRanks
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
 

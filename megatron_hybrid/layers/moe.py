@@ -1,6 +1,7 @@
 """Mixtures of experts: a router, experts without or with a gate, a shared MLP.
 
-Every rank holds all experts, each expert's inner size split over the ranks like an MLP's.
+A rank holds some of the experts (expert parallel), and of those its part of the inner size (expert
+tensor parallel); expert_dispatch brings tokens and experts together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.parts import Parts, prefixed, shard, whole
@@ -99,22 +101,28 @@ class MoE(Mixer):
 
     def __init__(self, config: MoEConfig, context: LayerContext) -> None:
         super().__init__()
-        hidden_size, dtype, parallel = context.hidden_size, context.dtype, context.parallel
+        hidden_size, dtype, ranks = context.hidden_size, context.dtype, context.experts
         size = config.expert.intermediate_size
-        if size % parallel.size:
+        if size % ranks.tensor.size:
             raise ConfigurationError(
-                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
-                f"expert size {size}."
+                f"--expert-tensor-parallel-size {ranks.tensor.size} (if not given, "
+                f"--tensor-model-parallel-size) does not divide the model's expert size {size}."
+            )
+        if config.num_experts % ranks.owners.size:
+            raise ConfigurationError(
+                f"--expert-model-parallel-size {ranks.owners.size} does not divide the model's "
+                f"{config.num_experts} experts."
             )
         self.config = config
-        self.parallel = parallel
+        self.dispatch = ExpertDispatch(ranks, context.parallel, config.num_experts)
+        self.slices = ranks.tensor
         router = SigmoidRouter if config.scoring == "sigmoid" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype)
         width = config.latent_size or hidden_size
-        local = size // parallel.size
+        local, num_local = size // ranks.tensor.size, self.dispatch.num_local
         rows = 2 * local if config.expert.gated else local
-        self.up_proj = parameter((config.num_experts, rows, width), dtype)
-        self.down_proj = parameter((config.num_experts, width, local), dtype)
+        self.up_proj = parameter((num_local, rows, width), dtype)
+        self.down_proj = parameter((num_local, width, local), dtype)
         self.shared = None
         if config.shared is not None:
             self.shared = MLP(config.shared, context)
@@ -130,9 +138,9 @@ class MoE(Mixer):
     def weight_parts(self) -> Parts:
         yield from self.router.weight_parts()
         names = ("gate_proj", "up_proj") if self.config.expert.gated else ("up_proj",)
-        rank, total = self.parallel.rank, self.config.expert.intermediate_size
-        for expert in range(self.config.num_experts):
-            prefix = f"experts.{expert}"
+        rank, total = self.slices.rank, self.config.expert.intermediate_size
+        for expert in range(self.dispatch.num_local):
+            prefix = f"experts.{self.dispatch.first + expert}"
             rows = self.up_proj[expert].chunk(len(names))
             for name, target in zip(names, rows, strict=True):
                 yield shard(f"{prefix}.{name}.weight", target, 0, rank, total)
@@ -152,11 +160,16 @@ class MoE(Mixer):
         """[tokens, hidden] -> [tokens, hidden]."""
         experts, weights = self.router(x, step)
         inner = x if self.to_latent is None else self.to_latent(x)
-        expert = self.config.expert
-        routed = step.kernels.experts.mix(
-            inner, experts, weights, self.up_proj, self.down_proj, expert.activation, expert.gated
-        )
-        routed = self.parallel.all_reduce(routed)
+        expert, elsewhere = self.config.expert, self.config.num_experts - self.dispatch.num_local
+
+        def mix(inner: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+            mixed: Tensor = step.kernels.experts.mix(
+                inner, experts, weights, self.up_proj, self.down_proj,
+                expert.activation, expert.gated, elsewhere,
+            )  # fmt: skip
+            return mixed
+
+        routed = self.dispatch.run(inner, experts, weights, mix, step)
         if self.from_latent is not None:
             routed = self.from_latent(routed)
         if self.shared is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.parts import Parts, shard, whole
-from megatron_hybrid.parallel import ParallelContext
+from megatron_hybrid.parallel import RankGroup
 
 
 class RMSNorm(nn.Module):
@@ -54,7 +54,7 @@ class GatedRMSNorm(nn.Module):
         groups: int,
         eps: float,
         dtype: torch.dtype,
-        parallel: ParallelContext,
+        parallel: RankGroup,
         norm_first: bool = False,
     ) -> None:
         """`channels` and `groups` count all ranks'."""

@@ -33,3 +33,6 @@ class Step:
     # By kind of layer: one part, or the decodes and then the prompts.
     recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
     embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again
+    # Of the lockstep group's replicas, at this point of the model: see LockstepSize.
+    most_tokens: int = 0
+    all_to_all: bool = False

@@ -14,7 +14,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
-from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, StepInputs
+from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.mamba1 import Mamba1
 from megatron_hybrid.layers.mamba2 import Mamba2
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -111,10 +111,10 @@ class HybridModel(nn.Module):
         self.parallel = parallel
         self.dtype = dtype
         self.kernels = REFERENCE
-        ranks = parallel.size
-        padded_vocab = -(-config.vocab_size // ranks) * ranks
+        tensor = parallel.tensor
+        padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size
         self.embedding = VocabParallelEmbedding(
-            padded_vocab, config.hidden_size, dtype=dtype, parallel=parallel
+            padded_vocab, config.hidden_size, dtype=dtype, parallel=tensor
         )
         self.blocks = nn.ModuleList()
         shared: list[SharedTransformer] = []
@@ -124,7 +124,8 @@ class HybridModel(nn.Module):
                 config.norm_eps,
                 layer,
                 dtype,
-                parallel,
+                tensor,
+                parallel.experts,
                 conv_states_dtype,
                 ssm_states_dtype,
             )
@@ -133,7 +134,7 @@ class HybridModel(nn.Module):
         self.lm_head: ColumnParallelLinear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(
-                config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=parallel
+                config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=tensor
             )
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -229,7 +230,7 @@ class HybridModel(nn.Module):
     def _vocabulary_part(self, role: str, weight: Tensor) -> WeightPart:
         """The last ranks' rows past the vocabulary are padding, set to zero here."""
         rows, vocab = weight.shape[0], self.config.vocab_size
-        start = min(self.parallel.rank * rows, vocab)
+        start = min(self.parallel.tensor.rank * rows, vocab)
         real = min(rows, vocab - start)
         weight[real:].zero_()
         return section(role, weight[:real], 0, start, vocab)
@@ -247,6 +248,8 @@ class HybridModel(nn.Module):
         if self.frequencies is not None and self._attention is not None:
             rotation = kernels.rope.plan(inputs.positions, self.frequencies, self.dtype)
             step = replace(step, rotation=rotation)
+        size = inputs.lockstep or LockstepSize(inputs.num_tokens, len(inputs.logits_index))
+        step = replace(step, most_tokens=size.tokens, all_to_all=size.all_to_all)
         residual = self.embedding(inputs.token_ids)  # [tokens, hidden]
         if config.embedding_multiplier != 1.0:
             residual = residual * config.embedding_multiplier
@@ -261,6 +264,7 @@ class HybridModel(nn.Module):
             if index == self._last_mixing:
                 mixed = mixed.index_select(0, inputs.logits_index)
                 residual = residual.index_select(0, inputs.logits_index)
+                step = replace(step, most_tokens=size.rows)
         if self._last_mixing < 0:
             residual = residual.index_select(0, inputs.logits_index)
             mixed = None if mixed is None else mixed.index_select(0, inputs.logits_index)
@@ -274,7 +278,7 @@ class HybridModel(nn.Module):
         logits = F.linear(hidden, head)
         if self.config.logits_divisor != 1.0:
             logits = logits.float() / self.config.logits_divisor
-        logits = self.parallel.all_gather(logits)
+        logits = self.parallel.tensor.all_gather(logits)
         return logits[:, : self.config.vocab_size]
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:

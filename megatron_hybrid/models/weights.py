@@ -1,10 +1,11 @@
 """Weights straight into place, only this rank's slices: from a Hugging Face folder of safetensors
-when the model is made, and new ones later."""
+or a Megatron checkpoint when the model is made, and new ones later."""
 
 from __future__ import annotations
 
 import zlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +18,16 @@ from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLost
 from megatron_hybrid.layers.parts import WeightPart
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.families import family_of
-from megatron_hybrid.models.family import Family, Location
+from megatron_hybrid.models.family import Location
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.weight_source import Tensors, TensorSource, WeightSource, open_folder
+from megatron_hybrid.models.megatron_folder import described_in, is_megatron_folder
+from megatron_hybrid.models.weight_source import (
+    Tensors,
+    TensorSource,
+    WeightNames,
+    WeightSource,
+    open_folder,
+)
 from megatron_hybrid.parallel import ParallelContext
 
 
@@ -35,7 +43,8 @@ def load_model(
     seed: int = 1234,
     progress: bool = True,
 ) -> HybridModel:
-    """The model of a Hugging Face folder, with this rank's weights on `device`.
+    """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
+    `device`.
 
     `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
@@ -53,9 +62,10 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
-        family = family_of(config.model_type)
-        with open_folder(folder, family) as source:
-            _put(_place(model, source, family), source, progress and parallel.is_first)
+        with _open(folder, config) as (source, names):
+            placed = _place(model, source, names)
+            _check_all_used(model, placed, source, names)
+            _put(placed, source, progress and parallel.is_first)
     model.after_loading()
     return model
 
@@ -63,41 +73,59 @@ def load_model(
 def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
     """Overwrite the model's weights where they are: CUDA graphs go on reading them there.
 
-    `source`: a Hugging Face folder, which has to hold every weight, with the same configuration
-    where it holds one; or tensors in memory by Hugging Face's names, whole ones on every rank, of
-    which some may be left out. All ranks call it. Raises WeightsError, before anything is
-    changed, for weights that do not fit, on every rank if one refuses; WeightsLostError when they
-    could be copied only in part.
+    `source`: a Hugging Face folder or a Megatron checkpoint, which has to hold every weight, with
+    the same configuration where it holds one; or tensors in memory by Hugging Face's names, whole
+    ones on every rank, of which some may be left out. All ranks call it. Raises WeightsError,
+    before anything is changed, for weights that do not fit, on every rank if one refuses;
+    WeightsLostError when they could be copied only in part.
     """
-    family, parallel = family_of(model.config.model_type), model.parallel
+    parallel = model.parallel
     with ExitStack() as stack:
         refused: WeightsError | None = None
         opened: WeightSource
+        names: WeightNames
         placed: list[_Placed] = []
         try:
             if isinstance(source, str | Path):
                 folder = Path(source)
-                opened = stack.enter_context(open_folder(folder, family))
+                opened, names = stack.enter_context(_open(folder, model.config))
                 _check_same_model(model.config, folder)
             else:
+                names = family = family_of(model.config.model_type)
                 opened = TensorSource(source, family)
-            placed = _place(model, opened, family, partial=not isinstance(source, str | Path))
+            placed = _place(model, opened, names, partial=not isinstance(source, str | Path))
         except (WeightsError, ConfigurationError, OSError) as error:
             refused = error if isinstance(error, WeightsError) else WeightsError(str(error))
-        if not parallel.minimum(int(refused is None)):  # of all ranks
+        if not parallel.lockstep.minimum(int(refused is None)):  # of all ranks
             raise refused or WeightsError("Another rank refuses the weights; its log says why.")
+        _check_all_used(model, placed, opened, names)
         lost: Exception | None = None
         try:
             _put(placed, opened)
             model.after_loading()
         except Exception as error:
             lost = error
-        if not parallel.minimum(int(lost is None)):
+        if not parallel.lockstep.minimum(int(lost is None)):
             reason = "on another rank" if lost is None else f"{type(lost).__name__}: {lost}"
             raise WeightsLostError(
                 f"The new weights were copied only in part ({reason}): the model is a mixture of "
                 "old and new ones. The engine must be restarted."
             ) from lost
+
+
+@contextmanager
+def _open(folder: Path, config: HybridModelConfig) -> Iterator[tuple[WeightSource, WeightNames]]:
+    """The weights in a folder of either kind, and what says where in it they are."""
+    if is_megatron_folder(folder):
+        # torch.distributed.checkpoint takes a while to import.
+        from megatron_hybrid.models.megatron_source import MegatronSource
+
+        megatron = MegatronSource.open(folder, config)
+        yield megatron, megatron
+        return
+    family = family_of(config.model_type)
+    with open_folder(folder, family) as source:
+        yield source, family
 
 
 class _Placed(NamedTuple):
@@ -108,30 +136,36 @@ class _Placed(NamedTuple):
 
 
 def _place(
-    model: HybridModel, source: WeightSource, family: Family, *, partial: bool = False
+    model: HybridModel, source: WeightSource, names: WeightNames, *, partial: bool = False
 ) -> list[_Placed]:
-    """Where each of the model's parts is. Raises WeightsError for a weight that has the wrong
-    shape or no place in the model, or is missing, unless `partial`. Reads no weight."""
+    """Where each of this rank's parts is. Raises WeightsError for a weight that has the wrong
+    shape, or is missing, unless `partial`. Reads no weight."""
     placed = []
     for block, part in model.weight_parts():
         if block is None:
-            places = [Location(str(getattr(family, part.role)))]
+            places = [Location(str(getattr(names, part.role)))]
         else:
-            places = family.locate(model.config, block, part.role)
+            places = names.locate(model.config, block, part.role)
         place = next((place for place in places if place.name in source.names), None)
         if place is not None:
             _check_shape(source.shape(place.name), part, place)
             placed.append(_Placed(part, place))
         elif not partial:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
-    used = {place.name for _, place in placed}
-    for name in sorted(source.names.keys() - used):
-        if not family.ignores(model.config, name):
+    return sorted(placed, key=lambda one: source.file_of(one.place.name))
+
+
+def _check_all_used(
+    model: HybridModel, placed: list[_Placed], source: WeightSource, names: WeightNames
+) -> None:
+    """Raise WeightsError, on every rank, for a weight that has no place on any rank."""
+    everywhere = model.parallel.lockstep.gather_objects({place.name for _, place in placed})
+    for name in sorted(source.names.keys() - set().union(*everywhere)):
+        if not names.ignores(model.config, name):
             raise WeightsError(
                 f"Weight {source.names[name]!r} in {source.where} has no place in a "
                 f"{model.config.model_type} model of this configuration."
             )
-    return sorted(placed, key=lambda one: source.file_of(one.place.name))
 
 
 @torch.no_grad()
@@ -163,9 +197,10 @@ _NOT_THE_MODEL = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embedd
 
 
 def _check_same_model(ours: HybridModelConfig, folder: Path) -> None:
-    if not (folder / "config.json").is_file():
+    described = described_in(folder)
+    if described is None:
         return  # weights alone: their names and shapes are checked
-    theirs = HybridModelConfig.from_folder(folder)
+    theirs = HybridModelConfig.from_folder(described)
     for field in fields(ours):
         old, new = getattr(ours, field.name), getattr(theirs, field.name)
         if old != new and field.name not in _NOT_THE_MODEL:

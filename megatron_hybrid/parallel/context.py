@@ -1,4 +1,4 @@
-"""Process groups and the collectives that inference needs."""
+"""The process groups of one lockstep group of ranks; see rank_layout for the words."""
 
 from __future__ import annotations
 
@@ -6,81 +6,44 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.parallel import megatron
+from megatron_hybrid.parallel.ranks import RankGroup
+from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """Who has which part of a layer's experts."""
+
+    owners: RankGroup  # the experts are shared out to these: this rank has part `owners.rank`
+    tensor: RankGroup  # each expert is split over these
+    everyone: RankGroup  # owners x tensor: together they hold every expert once
+    replicas: RankGroup  # one rank of each replica whose tokens `everyone` computes
 
 
+@dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """This process's place in the tensor-parallel group, and the group's collectives.
+    """This process's place in each kind of group."""
 
-    With one rank every collective returns at once. Collectives on a CUDA tensor run on NCCL,
-    those on a CPU tensor on gloo.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self._first_rank = dist.get_global_rank(group, 0)
+    layout: RankLayout
+    device: torch.device
+    tensor: RankGroup  # split each layer between them
+    pipeline: RankGroup  # stages, in the order of the layers
+    replica: RankGroup  # tensor x pipeline: share one scheduler and its caches
+    lockstep: RankGroup  # run every forward together
+    experts: ExpertRanks
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the tensor-parallel group."""
-        return self.rank == 0
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place where `tensor` is contiguous."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """[..., n] of every rank -> [..., ranks * n], in the order of the ranks."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.contiguous()
-        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        if tensor.numel():
-            dist.all_gather_into_tensor(gathered, tensor, group=self.group)
-        return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, written into `tensor` on every rank."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=self._first_rank, group=self.group)
-        return tensor
-
-    def broadcast_object(self, value: T | None) -> T:
-        """Rank 0's object on every rank; the others' arguments are ignored."""
-        box: list[Any] = [value]
-        if self.size > 1:
-            device = self.device if self.device.type == "cuda" else None
-            dist.broadcast_object_list(box, src=self._first_rank, group=self.group, device=device)
-        return box[0]
-
-    def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values, on every rank."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
-        return int(tensor.item())
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier(group=self.group)
+        """Whether this rank speaks for its replica: takes its requests, writes its log."""
+        return self.layout.is_first_of_replica
 
     def destroy(self) -> None:
         """Leave all groups; `initialize` may be called again afterwards."""
@@ -90,49 +53,78 @@ class ParallelContext:
 
 
 def initialize(
-    tensor_model_parallel_size: int = 1,
+    sizes: ParallelSizes | int = 1,
     *,
     device: torch.device | None = None,
     timeout_minutes: int = 30,
 ) -> ParallelContext:
-    """Join the process groups: torchrun's when it started us, else a group of this process alone.
+    """Join the process groups: torchrun's when it started us, else groups of this process alone.
 
-    `device` is this rank's device (a CUDA device must carry its index). Called again with the same
-    size it returns a context of the groups that exist. Raises ConfigurationError when the number
-    of processes does not fit the tensor-parallel size.
+    `sizes`: a number stands for as many tensor-parallel ranks. `device` is this rank's device (a
+    CUDA device must carry its index). Called again with the same sizes it returns a context of
+    the groups that exist. Raises ConfigurationError when the number of processes does not fit.
     """
+    if isinstance(sizes, int):
+        sizes = ParallelSizes(tensor=sizes)
+    layout = RankLayout.from_environment(sizes)
     device = torch.device("cpu") if device is None else device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _initialize_torch(device, timeout_minutes)
-    world_size = dist.get_world_size()
-    if world_size % tensor_model_parallel_size:
-        raise ConfigurationError(
-            f"--tensor-model-parallel-size is {tensor_model_parallel_size} but {world_size} "
-            f"process(es) were started; start a multiple of it with torchrun --nproc-per-node."
-        )
+        _initialize_torch(layout, device, timeout_minutes)
     state = megatron.parallel_state
     if not state.model_parallel_is_initialized():
         megatron.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_model_parallel_size,
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.tensor_of_experts,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=timeout_minutes,
         )
-    context = ParallelContext(state.get_tensor_model_parallel_group(), device)
-    if context.size != tensor_model_parallel_size:
+
+    def ranks(group: dist.ProcessGroup | None) -> RankGroup:
+        assert group is not None
+        return RankGroup(group, device)
+
+    context = ParallelContext(
+        layout=layout,
+        device=device,
+        tensor=ranks(state.get_tensor_model_parallel_group()),
+        pipeline=ranks(state.get_pipeline_model_parallel_group()),
+        replica=ranks(state.get_model_parallel_group()),
+        lockstep=ranks(dist.group.WORLD),
+        experts=ExpertRanks(
+            owners=ranks(state.get_expert_model_parallel_group()),
+            tensor=ranks(state.get_expert_tensor_parallel_group()),
+            everyone=ranks(state.get_expert_tensor_and_model_parallel_group()),
+            replicas=ranks(state.get_data_parallel_group()),
+        ),
+    )
+    groups = (context.tensor, context.pipeline, context.experts.owners, context.experts.tensor)
+    found = tuple(group.size for group in groups)
+    if found != (sizes.tensor, sizes.pipeline, sizes.expert, sizes.tensor_of_experts):
         raise ConfigurationError(
-            f"The process groups were made for --tensor-model-parallel-size {context.size}; "
-            f"destroy them before asking for {tensor_model_parallel_size}."
+            "The process groups were made for tensor, pipeline, expert and expert tensor parallel "
+            f"sizes {found}; destroy them before asking for {sizes}."
         )
     return context
 
 
-def _initialize_torch(device: torch.device, timeout_minutes: int) -> None:
+def _initialize_torch(layout: RankLayout, device: torch.device, timeout_minutes: int) -> None:
+    """Make torch's world of this rank's lockstep group alone: what happens in another one (a rank
+    that dies, say) does not reach it."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun
-        dist.init_process_group(backend, timeout=timeout)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store),
+            rank=layout.lockstep_rank,
+            world_size=layout.sizes.lockstep_group,
+            timeout=timeout,
+        )
         return
     with _loopback():
         dist.init_process_group(

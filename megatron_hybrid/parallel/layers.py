@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.parallel import megatron
-from megatron_hybrid.parallel.context import ParallelContext
+from megatron_hybrid.parallel.ranks import RankGroup
 
 
 def _config(dtype: torch.dtype) -> megatron.ModelParallelConfig:
@@ -42,7 +42,7 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
         *,
         bias: bool,
         dtype: torch.dtype,
-        parallel: ParallelContext,
+        parallel: RankGroup,
     ) -> None:
         super().__init__(
             input_size,
@@ -73,7 +73,7 @@ class RowParallelLinear(megatron.RowParallelLinear):
         *,
         bias: bool,
         dtype: torch.dtype,
-        parallel: ParallelContext,
+        parallel: RankGroup,
     ) -> None:
         super().__init__(
             input_size,
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         embedding_dim: int,
         *,
         dtype: torch.dtype,
-        parallel: ParallelContext,
+        parallel: RankGroup,
     ) -> None:
         super().__init__(
             num_embeddings,

@@ -101,12 +101,12 @@ def _build(config: EngineConfig) -> tuple[Engine, ParallelContext]:
     from megatron_hybrid.parallel import initialize
 
     engine = build_engine(config, refuse_useless_budget=True)
-    size = config.tensor_model_parallel_size
-    return engine, initialize(size, device=resolve_device(config))  # the groups that it joined
+    device = resolve_device(config)
+    return engine, initialize(config.parallel_sizes, device=device)  # the groups that it joined
 
 
 def _broadcast(parallel: ParallelContext) -> Broadcast | None:
-    return parallel.broadcast_object if parallel.size > 1 else None
+    return parallel.replica.broadcast_object if parallel.replica.size > 1 else None
 
 
 def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOptions:

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
-from tests.kernels.experts_by_hand import Mixture, by_hand, mixture  # noqa: E402
+from tests.kernels.experts_by_hand import Mixture, by_hand, mixture, shared_out  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +50,19 @@ def check(result: Tensor, m: Mixture) -> None:
     # A wrong row or column must not hide in the norm of the whole.
     assert (error.norm(dim=1) <= 4 * limit * expected.norm(dim=1)).all()
     assert (error.norm(dim=0) <= 8 * limit * expected.norm() / error.shape[1] ** 0.5).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32, 256, 1000])
+@pytest.mark.parametrize("shape", ["granite", "nemotron"])
+def test_ranks_with_some_of_the_experts_add_up_to_all(shape: str, tokens: int) -> None:
+    m = make(shape, tokens)
+    num_experts = m.up_proj.shape[0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = [triton.mix(*part, num_experts * 3 // 4) for part in shared_out(m, 4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(torch.stack(parts).float().sum(0).to(m.x.dtype), m)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 32, 100, 256, 1000, 4096])

@@ -52,6 +52,19 @@ def mixture(
     )
 
 
+def shared_out(m: Mixture, ranks: int) -> list[Mixture]:
+    """What each of so many ranks has: its experts alone, counted from its first one, and their
+    number in place of all others."""
+    local = m.up_proj.shape[0] // ranks
+    parts = []
+    for rank in range(ranks):
+        mine = slice(rank * local, (rank + 1) * local)
+        ids = m.experts - mine.start
+        ids = torch.where((ids >= 0) & (ids < local), ids, local)
+        parts.append(m._replace(experts=ids, up_proj=m.up_proj[mine], down_proj=m.down_proj[mine]))
+    return parts
+
+
 def route_by_hand(logits: Tensor, chosen: int, normalize: bool) -> tuple[list[list[int]], Tensor]:
     """route: of equal logits the lower expert comes first."""
     experts, weights = [], []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.experts.reference import mix, route
-from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand
+from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand, shared_out
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -12,6 +12,12 @@ from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand
 def test_mix_is_the_weighted_sum_over_the_chosen_experts(activation: str, gated: bool) -> None:
     m = mixture(50, activation=activation, gated=gated)
     torch.testing.assert_close(mix(*m).double(), by_hand(m), atol=1e-5, rtol=1e-5)
+
+
+def test_ranks_with_some_of_the_experts_add_up_to_all() -> None:
+    m = mixture(50, chosen=3)
+    total = sum(mix(*part, 6) for part in shared_out(m, 4))
+    torch.testing.assert_close(total.double(), by_hand(m), atol=1e-5, rtol=1e-5)
 
 
 def test_mix_of_no_tokens() -> None:

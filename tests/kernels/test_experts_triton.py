@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from megatron_hybrid.kernels.experts import triton  # noqa: E402
-from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand  # noqa: E402
+from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand, shared_out  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,15 @@ def check(result: Tensor, expected: Tensor) -> None:
 def test_mix(tokens: int, activation: str, gated: bool) -> None:
     m = mixture(tokens, chosen=3, activation=activation, gated=gated)
     check(triton.mix(*m), by_hand(m))
+
+
+@pytest.mark.parametrize("tokens", [2, 60])
+def test_ranks_with_some_of_the_experts_add_up_to_all(tokens: int) -> None:
+    m = mixture(tokens, chosen=3)
+    check(sum(triton.mix(*part, 6) for part in shared_out(m, 4)), by_hand(m))
+    nobodys = shared_out(m, 4)[0]
+    nobodys.experts.fill_(2)
+    assert not triton.mix(*nobodys, 6).any()
 
 
 @pytest.mark.parametrize(("width", "inner"), [(32, 32), (130, 70)])

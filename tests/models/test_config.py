@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models import HybridModelConfig, load_model, resolve_dtype
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel
+from tests.parallel.pretend import first_of
 
 Tiny = Callable[[str], TinyModel]
 
@@ -219,7 +219,6 @@ def test_models_that_do_not_split_are_refused_before_any_weight_is_read(
     message: str,
 ) -> None:
     write(tmp_path, values_of(tiny(family)))
-    several = copy(parallel)
-    several.size = ranks
+    several = first_of(parallel, ranks)
     with pytest.raises(ConfigurationError, match=message):
         load_model(tmp_path, device=torch.device("cpu"), dtype=None, parallel=several)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import copy
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_hybrid.engine.sizing import derive_geometry
 from megatron_hybrid.models import HybridModel, HybridModelConfig
 from megatron_hybrid.models.families import FAMILIES
 from megatron_hybrid.parallel import ParallelContext
+from tests.parallel.pretend import first_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = sorted(path.parent for path in CONFIGS.glob("models/*/config.json"))
@@ -47,8 +47,7 @@ PARAMETERS = {
 
 def shape_of(folder: Path, parallel: ParallelContext, ranks: int = 1) -> HybridModel:
     """The model without memory, as the first of `ranks` ranks has it."""
-    several = copy(parallel)
-    several.size = ranks
+    several = first_of(parallel, ranks)
     config = HybridModelConfig.from_folder(folder)
     with torch.device("meta"):
         return HybridModel(config, several, torch.bfloat16, torch.bfloat16, torch.float32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models import HybridModel, load_model
-from megatron_hybrid.parallel import ParallelContext, initialize
+from megatron_hybrid.parallel import RankGroup, initialize
 from tests.models.driver import Driver, Segment
 
 
@@ -32,7 +32,7 @@ def mixed_steps(model: HybridModel) -> Tensor:
     return torch.cat(first + second)
 
 
-def check_collectives(parallel: ParallelContext) -> None:
+def check_collectives(parallel: RankGroup) -> None:
     rank, size = parallel.rank, parallel.size
     assert parallel.is_first == (rank == 0)
     ones = torch.full((2,), float(rank))
@@ -51,7 +51,7 @@ def check_collectives(parallel: ParallelContext) -> None:
 def main(ranks: int, output: Path, folders: list[str]) -> None:
     torch.set_num_threads(1)
     parallel = initialize(ranks)
-    check_collectives(parallel)
+    check_collectives(parallel.tensor)
     for folder in folders:
         model = load_model(
             folder, device=torch.device("cpu"), dtype=None, parallel=parallel, progress=False
@@ -62,13 +62,13 @@ def main(ranks: int, output: Path, folders: list[str]) -> None:
             "conv": {spec.conv_shape for spec in model.state_specs.values()},
         }
         result = {"logits": mixed_steps(model), **shapes}
-        torch.save(result, output / f"{Path(folder).name}.{parallel.rank}")
+        torch.save(result, output / f"{Path(folder).name}.{parallel.tensor.rank}")
     parallel.destroy()
     # After leaving the groups a process can make others, here one of its own.
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     own = initialize()
-    assert (own.size, own.rank) == (1, 0)
+    assert (own.tensor.size, own.tensor.rank) == (1, 0)
     own.destroy()
 
 

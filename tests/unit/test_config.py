@@ -63,7 +63,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
         ({"seed": True}, "--seed is True"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of float32"),
         ({"inference_dynamic_batching_buffer_size_gb": -1}, "buffer-size-gb is -1"),
-        ({"pipeline_model_parallel_size": 2}, "only 1 is supported"),
+        ({"pipeline_model_parallel_size": 0}, "--pipeline-model-parallel-size is 0"),
         ({"inference_logging_step_interval": -1}, "logging-step-interval is -1"),
         (
             {"inference_dynamic_batching_prefix_caching_eviction_policy": "fifo"},

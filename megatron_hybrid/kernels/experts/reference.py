@@ -33,8 +33,12 @@ def mix(
     down_proj: Tensor,
     activation: str,
     gated: bool,
+    elsewhere: int = 0,
 ) -> Tensor:
     """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j].
+
+    Where other ranks hold so many more experts (`elsewhere`), an id past the last one here stands
+    for any of them, and adds nothing.
 
     x [tokens, width], experts and weights [tokens, chosen] (weights float32), up_proj
     [experts, inner (twice that where gated: gate, then up), width], down_proj
@@ -46,7 +50,7 @@ def mix(
     tokens = order // chosen
     share = weights.flatten().index_select(0, order)[:, None].to(x.dtype)
     inputs = x.index_select(0, tokens)
-    outputs = torch.empty_like(inputs)
+    outputs = torch.zeros_like(inputs)
     for expert, begin, end in _ranges(flat, up_proj.shape[0]):
         up = activate(F.linear(inputs[begin:end], up_proj[expert]), activation, gated)
         outputs[begin:end] = F.linear(up, down_proj[expert])
@@ -57,7 +61,7 @@ def _ranges(flat: Tensor, num_experts: int) -> Iterator[tuple[int, int, int]]:
     """(expert, begin, end) of the sorted assignments, for experts that have any."""
     begin = 0
     counts: list[int] = torch.bincount(flat, minlength=num_experts).tolist()
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts[:num_experts]):
         if count:
             yield expert, begin, begin + count
             begin += count

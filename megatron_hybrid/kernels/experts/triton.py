@@ -90,8 +90,10 @@ def mix(
     down_proj: Tensor,
     activation: str,
     gated: bool,
+    elsewhere: int = 0,
 ) -> Tensor:
-    """As experts.reference.mix; `experts` must lie within [0, number of experts)."""
+    """As experts.reference.mix; `experts` must lie within [0, number of experts), or be that number
+    where some are elsewhere."""
     tokens, chosen = experts.shape
     if tokens == 0:
         return torch.empty_like(x)
@@ -100,9 +102,12 @@ def mix(
         tiles = Tiles(1, FEW_UP, FEW_DOWN)
         function = mix_few
     else:
-        tiles = choose_tiles(tokens * chosen, up_proj.shape[0], gated, x.dtype)
+        here = up_proj.shape[0]
+        tiles = choose_tiles(tokens * chosen, here + elsewhere, gated, x.dtype)
         function = mix_grouped
-    return function(x, experts, weights, up_proj, down_proj, activation, gated, tiles)
+    return function(
+        x, experts, weights, up_proj, down_proj, activation, gated, tiles, partial=elsewhere > 0
+    )
 
 
 def mix_few(
@@ -114,19 +119,22 @@ def mix_few(
     activation: str,
     gated: bool,
     tiles: Tiles,
+    partial: bool = False,
 ) -> Tensor:
-    """mix, pair by pair. `tiles.rows` has no meaning here."""
+    """mix, pair by pair. `tiles.rows` has no meaning. `partial`: some experts are elsewhere."""
     tokens, chosen = experts.shape
+    num_experts = up_proj.shape[0] if partial else 0
     width, inner = down_proj.shape[1:]
     hidden = x.new_empty(tokens * chosen, inner)
     _few_up_kernel[(triton.cdiv(inner, tiles.up.columns), tokens * chosen)](
-        x, experts, up_proj, hidden, chosen, width, inner, activation, gated,
+        x, experts, up_proj, hidden, chosen, width, inner, activation, gated, num_experts,
         **_options(tiles.up),
     )  # fmt: skip
     y = x.new_empty(tokens, width)
     _few_down_kernel[(triton.cdiv(width, tiles.down.columns), tokens)](
-        hidden, experts, weights, down_proj, y, chosen, width, inner, **_options(tiles.down)
-    )
+        hidden, experts, weights, down_proj, y, chosen, width, inner, num_experts,
+        **_options(tiles.down),
+    )  # fmt: skip
     return y
 
 
@@ -139,12 +147,14 @@ def mix_grouped(
     activation: str,
     gated: bool,
     tiles: Tiles,
+    partial: bool = False,
 ) -> Tensor:
-    """mix, with pairs sorted by expert."""
-    groups = group(experts, up_proj.shape[0], tiles.rows)
+    """mix, with pairs sorted by expert. `partial`: some experts are elsewhere."""
+    num_experts = up_proj.shape[0]
+    groups = group(experts, num_experts, tiles.rows, partial)
     hidden = grouped_up(x, groups, up_proj, experts.shape[1], activation, gated, tiles)
     parts = grouped_down(hidden, groups, weights, down_proj, tiles)
-    return sum_pairs(parts, experts.shape[1])
+    return sum_pairs(parts, experts, num_experts if partial else 0)
 
 
 class Groups(NamedTuple):
@@ -154,13 +164,17 @@ class Groups(NamedTuple):
     blocks: Tensor  # [3, blocks] int32: expert, first row in `order`, end row; empty where equal
 
 
-def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
-    """experts [tokens, chosen] -> Groups. The number of blocks depends on shapes only: expert e's
-    blocks begin at (rows of experts before e) // rows + e, which leaves room for its last, partly
-    filled block and makes pairs // rows + experts in all."""
+def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -> Groups:
+    """experts [tokens, chosen] -> Groups. `partial`: ids past the last expert are in no block, and
+    as many places at the end of the order are of no use.
+
+    The number of blocks depends on shapes only: expert e's blocks begin at (rows of experts before
+    e) // rows + e, which leaves room for its last, partly filled block and makes
+    pairs // rows + experts in all."""
     pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    blocks = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
+    make = torch.zeros if partial else torch.empty  # then no expert's blocks reach the end
+    blocks = make(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
     chunk = min(max(triton.next_power_of_2(pairs), 128), 8192)
     _group_kernel[(num_experts,)](
         experts, order, blocks, pairs, blocks.shape[1], rows, chunk,
@@ -203,13 +217,15 @@ def grouped_down(
     return parts
 
 
-def sum_pairs(parts: Tensor, chosen: int) -> Tensor:
-    """[pairs, width] -> [tokens, width]: the sum over each token's pairs."""
+def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int = 0) -> Tensor:
+    """[pairs, width] -> [tokens, width]: the sum over each token's pairs; unless `num_experts` is
+    0, over those with a lower expert."""
+    tokens, chosen = experts.shape
     width = parts.shape[1]
-    y = parts.new_empty(parts.shape[0] // chosen, width)
+    y = parts.new_empty(tokens, width)
     block = min(triton.next_power_of_2(width), 1024)
     _sum_kernel[(y.shape[0], triton.cdiv(width, block))](
-        parts, y, chosen, width, block, num_warps=4
+        parts, experts, y, chosen, width, num_experts, block, num_warps=4
     )
     return y
 
@@ -400,13 +416,21 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    parts, experts, y,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """EXPERTS: 0, or how many there are: other ids' parts hold anything."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(CHOSEN):
-        part = tl.load(parts + (token * CHOSEN + j) * WIDTH + column, mask=valid, other=0.0)
+        pair = token * CHOSEN + j
+        end = WIDTH
+        if EXPERTS:
+            end = tl.where(tl.load(experts + pair) < EXPERTS, WIDTH, 0)
+        part = tl.load(parts + pair * WIDTH + column, mask=column < end, other=0.0)
         total += part.to(tl.float32)
     tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=valid)
 
@@ -414,12 +438,16 @@ def _sum_kernel(parts, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _few_up_kernel(
     x, experts, weight, hidden, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """EXPERTS: 0, or how many there are: pairs with other ids are left out."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + pair).to(tl.int64)
+    if EXPERTS:  # noqa: SIM102 (decided when the kernel is compiled)
+        if expert >= EXPERTS:
+            return
     k = tl.arange(0, BLOCK_K)
     column = tl.minimum(n, INNER - 1)
     weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
@@ -442,9 +470,11 @@ def _few_up_kernel(
 @triton.jit
 def _few_down_kernel(
     hidden, experts, shares, weight, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
-    INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    INNER: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One token's columns n: the loop over its pairs is here, so that nothing is left to sum."""
+    """One token's columns n: the loop over its pairs is here, so that nothing is left to sum.
+    EXPERTS: as above."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -453,9 +483,13 @@ def _few_down_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for pair in tl.static_range(CHOSEN):
         pair = token * CHOSEN + pair
-        own = weights + tl.load(experts + pair).to(tl.int64) * (WIDTH * INNER)
+        expert = tl.load(experts + pair).to(tl.int64)
+        own = weights + expert * (WIDTH * INNER)
         share = tl.load(shares + pair)
-        for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+        end = INNER
+        if EXPERTS:
+            end = tl.where(expert < EXPERTS, INNER, 0)
+        for start in tl.range(0, end, BLOCK_K, num_stages=STAGES):
             inputs = hidden + pair * INNER + start + k
             row = tl.load(inputs, mask=start + k < INNER, other=0.0).to(tl.float32) * share
             total += _load_weights(own, start, INNER, BLOCK_K).to(tl.float32) * row[None, :]

@@ -1,0 +1,133 @@
+"""Tokens to the ranks that hold their experts, and the results back.
+
+A rank holds some experts of a layer (expert parallel), or a slice of each (expert tensor parallel),
+or a slice of some. `Compute` gives what its own part contributes to any tokens; a token's result is
+the sum of what all parts contribute.
+
+- Where one replica's ranks hold all experts between them, every rank has every token already:
+  one all-reduce.
+- Otherwise tokens travel. All-gather: each rank computes its part of every replica's tokens, padded
+  to one number that is known beforehand. Nothing waits for a count, so that a step can be captured.
+- All-to-all: a token goes only to ranks that hold one of its experts. The counts go ahead, and the
+  host waits for them. It pays for long prompts, most of all where the replicas' steps differ much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.layers.step import Step
+from megatron_hybrid.parallel import ExpertRanks, RankGroup
+
+# (x [tokens, width], experts [tokens, chosen], weights [tokens, chosen]) -> [tokens, width].
+# Experts are counted from this rank's first one; those at or past its number are elsewhere.
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertDispatch:
+    """How one layer's tokens meet its experts."""
+
+    def __init__(self, ranks: ExpertRanks, tensor: RankGroup, num_experts: int) -> None:
+        """`tensor`: the ranks that all have the same tokens."""
+        self._ranks = ranks
+        self._tensor = tensor
+        self._num_experts = num_experts
+        self.num_local = num_experts // ranks.owners.size
+        self.first = ranks.owners.rank * self.num_local
+        self._travels = ranks.everyone.size > tensor.size
+
+    def run(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        compute: Compute,
+        step: Step,
+    ) -> Tensor:
+        """[tokens, width] -> [tokens, width]: the sum over each token's experts.
+
+        experts [tokens, chosen] integers, weights [tokens, chosen] float32.
+        """
+        everyone = self._ranks.everyone
+        if not self._travels:
+            return everyone.all_reduce(compute(x, self._local(experts), weights))
+        if step.all_to_all:
+            return self._all_to_all(x, experts, weights, compute)
+        return self._all_gather(x, experts, weights, compute, step.most_tokens)
+
+    def _local(self, experts: Tensor) -> Tensor:
+        """Counted from our first one; `num_local` stands for all that are elsewhere."""
+        if self.num_local == self._num_experts:
+            return experts
+        local = experts - self.first
+        return torch.where((local >= 0) & (local < self.num_local), local, self.num_local)
+
+    def _all_gather(
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Compute, tokens: int
+    ) -> Tensor:
+        replicas, count = self._ranks.replicas, x.shape[0]
+        if count < tokens:
+            below = (0, 0, 0, tokens - count)
+            x, weights = F.pad(x, below), F.pad(weights, below)
+            experts = F.pad(experts, below, value=self._num_experts)  # which nobody has
+        gathered = replicas.all_gather_rows(_pack(x, experts, weights))
+        x, experts, weights = _unpack(gathered, x, experts)
+        part = compute(x, self._local(experts), weights)
+        return self._tensor.all_reduce(replicas.reduce_scatter_rows(part)[:count])
+
+    def _all_to_all(self, x: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
+        everyone, tensor = self._ranks.everyone, self._tensor
+        # Each of the ranks with the same tokens sends its share of them.
+        total, width = x.shape
+        share = -(-total // tensor.size)
+        mine = slice(min(tensor.rank * share, total), min((tensor.rank + 1) * share, total))
+        packed = _pack(x[mine], experts[mine], weights[mine])
+        owner = experts[mine].long() // self.num_local
+        wanted = torch.zeros(
+            (packed.shape[0], self._ranks.owners.size), dtype=torch.bool, device=x.device
+        ).scatter_(1, owner, True)
+        # `everyone` counts the ranks that split an expert first, then the next experts' ranks
+        destination, token = (
+            wanted.t().repeat_interleave(self._ranks.tensor.size, dim=0).nonzero(as_tuple=True)
+        )
+        counts = torch.bincount(destination, minlength=everyone.size)
+        sent, received = torch.stack(
+            (counts, everyone.exchange_counts(counts))
+        ).tolist()  # waits for the device
+        arrived = everyone.exchange_rows(packed.index_select(0, token), sent, received)
+        part = compute(*self._localised(_unpack(arrived, x, experts)))
+        back = everyone.exchange_rows(part, received, sent)
+        # Summed in the order of the ranks, whatever came first.
+        parts = back.new_zeros((everyone.size, packed.shape[0], width))
+        parts[destination, token] = back
+        result = parts.sum(0)
+        if tensor.size == 1:
+            return result
+        result = F.pad(result, (0, 0, 0, share - result.shape[0]))
+        return tensor.all_gather_rows(result)[:total]
+
+    def _localised(self, arrived: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, experts, weights = arrived
+        return x, self._local(experts), weights
+
+
+def _pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """One row of bytes a token, so that it travels in one message."""
+    parts = (x, experts.int(), weights.float())
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def _unpack(packed: Tensor, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_pack` packed; x and experts are tensors of the same types and widths."""
+    chosen = experts.shape[1]
+    sections = [x.shape[1] * x.element_size(), 4 * chosen, 4 * chosen]
+    rows = packed.split(sections, dim=1)
+    types = (x.dtype, torch.int32, torch.float32)
+    values, chosen_experts, weights = (
+        part.contiguous().view(dtype) for part, dtype in zip(rows, types, strict=True)
+    )
+    return values, chosen_experts, weights
