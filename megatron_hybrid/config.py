@@ -57,6 +57,19 @@ class EngineConfig:
         None, "ranks that each expert is split over; left out: --tensor-model-parallel-size"
     )
 
+    symmetric_memory_all_reduce: bool = _option(
+        True,
+        "sum the activations of tensor-parallel ranks through torch's symmetric memory, where the "
+        "GPUs of one host can read one another's memory; else by NCCL",
+    )
+    moe_token_dispatcher_type: str = _option(
+        "auto",
+        "how tokens reach experts of other replicas' ranks. allgather: everybody gets all tokens, "
+        "and nobody waits for counts; alltoall: only who needs them, in steps without a CUDA "
+        "graph; auto: alltoall for long prompts",
+        ("auto", "allgather", "alltoall"),
+    )
+
     inference_dynamic_batching_buffer_size_gb: float | None = _option(
         None, "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)"
     )

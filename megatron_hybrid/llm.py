@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -142,13 +142,16 @@ class LLM:
                     self._step()
         finally:
             self._abort([answer])
+            if self.engine.lockstep is not None:
+                for _ in self._steps(lambda: True):
+                    pass
 
     def pause(self, mode: str = "finish") -> None:
         """Begin no more answers. Those of open streams that have begun: "finish" computes them to
         their end now, "abort" ends them, "keep" leaves them where they are until `resume`."""
         self.engine.pause(mode)
-        while not self.engine.is_quiet:
-            self._step()
+        for _ in self._steps(lambda: self.engine.is_quiet):
+            pass
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -187,9 +190,9 @@ class LLM:
         show = progress and len(running) > 1
         try:
             with tqdm(total=len(running), unit="answer", disable=None if show else True) as bar:
-                while running:
-                    ended = running.intersection(self._step())
-                    running -= ended
+                for answers in self._steps(lambda: not running):
+                    ended = running.intersection(answers)
+                    running.difference_update(ended)
                     bar.update(len(ended))
         finally:
             self._abort(running)  # none, unless a step failed or was interrupted
@@ -230,9 +233,18 @@ class LLM:
             raise
         return requests
 
+    def _steps(self, done: Callable[[], bool]) -> Iterator[list[_Answer]]:
+        """The answers that ended with each step, until `done`; and on from there while another
+        replica of a lockstep group has work, for which every replica calls this."""
+        lockstep = self.engine.lockstep
+        if lockstep is not None:
+            lockstep.has_work = True  # one turn finds out
+        while not done() or (lockstep is not None and lockstep.has_work):
+            yield self._step()
+
     def _step(self) -> list[_Answer]:
         """One step of the engine, given to all answers that run; those that ended with it."""
-        if self.engine.is_paused and self.engine.is_quiet:
+        if self.engine.is_paused and not self.engine.has_work():
             raise RuntimeError("The engine is paused; call LLM.resume() to go on.")
         ended = []
         for event in self.engine.step():

@@ -45,6 +45,11 @@ class ParallelSizes:
         return self.tensor
 
     @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline, expert, expert tensor."""
+        return self.tensor, self.pipeline, self.expert, self.tensor_of_experts
+
+    @property
     def expert_group(self) -> int:
         """Ranks that hold one copy of all experts of a layer."""
         return self.expert * self.tensor_of_experts

@@ -35,7 +35,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import Computed, StepPlan
+from megatron_hybrid.execution.plan import Computed, StepDemand, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference as sampling
@@ -140,7 +140,7 @@ class FixedLogitsRunner:
         self._logits = torch.randn(max_requests, vocab_size, generator=generator)
         self.seconds = 0.0  # in here
 
-    def launch(self, plan: StepPlan) -> Computed:
+    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> Computed:
         start = time.perf_counter()
         inputs = self._builder.build(plan)
         logits = self._logits[: len(plan.sampled_rows)]
@@ -149,7 +149,7 @@ class FixedLogitsRunner:
         self.seconds += time.perf_counter() - start
         return Computed(result)
 
-    def dummy_forward(self) -> None:
+    def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
     def update_weights(self, source: object) -> None:

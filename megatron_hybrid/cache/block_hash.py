@@ -46,10 +46,11 @@ class SequenceKeys:
     """The keys of one sequence that may grow.
 
     `tokens(start, end)` returns the sequence's tokens; it is asked for each token once, and again
-    for the few behind the last full block.
+    for the few behind the last full block. `cache_salt` and `adapter` are what the root was made
+    of, for those who are told of the cache's contents.
     """
 
-    __slots__ = ("_partial", "_size", "blocks", "root", "tokens")
+    __slots__ = ("_partial", "_size", "adapter", "blocks", "cache_salt", "root", "tokens")
 
     def __init__(
         self,
@@ -57,8 +58,13 @@ class SequenceKeys:
         block_size: int,
         tokens: Callable[[int, int], Tokens],
         blocks: list[BlockKey] | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> None:
         self.root = root
+        self.cache_salt = cache_salt
+        self.adapter = adapter
         self.tokens = tokens
         self.blocks: list[BlockKey] = [] if blocks is None else blocks  # of full blocks so far
         self._size = block_size
@@ -66,7 +72,14 @@ class SequenceKeys:
 
     def copy_for(self, tokens: Callable[[int, int], Tokens]) -> SequenceKeys:
         """The keys of another sequence that begins with the same tokens."""
-        return SequenceKeys(self.root, self._size, tokens, list(self.blocks))
+        return SequenceKeys(
+            self.root,
+            self._size,
+            tokens,
+            list(self.blocks),
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+        )
 
     def extend_to(self, position: int) -> None:
         """Know the keys of all full blocks below `position`."""

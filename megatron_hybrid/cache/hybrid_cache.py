@@ -31,6 +31,7 @@ from megatron_hybrid.cache.checkpoint_placement import (
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint, TailCopy
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
 from megatron_hybrid.cache.prefix_store import Occupancy, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
@@ -68,6 +69,11 @@ class HybridCache:
         self._generation = 0
         self._epoch = 0
         self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
+
+    def listen(self, listener: CacheListener) -> None:
+        """Tell `listener` of what can be found from now on. Before anything is."""
+        assert not self.kv.num_mapped and not self.states.num_cached, "something is cached already"
+        self.store.listener = listener
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
@@ -331,6 +337,8 @@ class HybridCache:
         """Empty the cache. Running requests keep what they hold and publish nothing any more."""
         self._generation += 1
         self.store.clear()
+        if self.store.listener is not None:
+            self.store.listener.cleared(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""

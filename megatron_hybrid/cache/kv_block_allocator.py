@@ -35,7 +35,8 @@ DUMMY_BLOCK = 0  # takes masked writes and idle steps; never allocated, hashed, 
 class KVBlockAllocator:
     """Blocks 1 to num_blocks. Every ancestor of a mapped block is mapped too.
 
-    on_evict: called with each key that a block loses to make room.
+    on_evict, on_tail_evict: called with each key that a block loses to make room: its own, and
+        those of the tails in it (on_evict for both, if on_tail_evict is left out).
     needs_cover: whether KV without a state behind it is useless (a hybrid model).
     uncover_some: may give up states when all idle KV is covered, so that the policy for states
         decides about KV too.
@@ -47,6 +48,7 @@ class KVBlockAllocator:
         num_blocks: int,
         on_evict: Callable[[BlockKey], None] = lambda key: None,
         *,
+        on_tail_evict: Callable[[BlockKey], None] | None = None,
         needs_cover: bool = False,
         uncover_some: Callable[[], None] = lambda: None,
         keeps_idle: bool = True,
@@ -56,6 +58,7 @@ class KVBlockAllocator:
         self.tails = TailIndex()
         self.evictions = 0
         self._on_evict = on_evict
+        self._on_tail_evict = on_evict if on_tail_evict is None else on_tail_evict
         self._needs_cover = needs_cover
         self._uncover_some = uncover_some
         self._keeps_idle = keeps_idle
@@ -262,22 +265,22 @@ class KVBlockAllocator:
 
     def _drop(self, block: int) -> None:
         """Unmap an idle block, which is in no queue any more, and free it."""
-        lost = self._tails_of.pop(block, [])
-        for tail in lost:
+        tails = self._tails_of.pop(block, [])
+        for tail in tails:
             self.tails.remove(tail)
         key = self._key[block]
         self._key[block] = None
-        if key is not None:
-            # only if it points here: another block may hold the same content by now
-            if self.kv_hash_to_block_id.get(key) == block:
-                del self.kv_hash_to_block_id[key]
-            lost.append(key)
+        # only if it points here: another block may hold the same content by now
+        if key is not None and self.kv_hash_to_block_id.get(key) == block:
+            del self.kv_hash_to_block_id[key]
         if self._cover[block]:
             self._cover[block] = 0
             self.uncover(self._parent[block])
         self._parent[block] = 0
         self._free.append(block)
-        for key in lost:
+        for tail in tails:
+            self._on_tail_evict(tail)
+        if key is not None:
             self._on_evict(key)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:

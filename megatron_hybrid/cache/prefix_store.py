@@ -15,6 +15,7 @@ from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_index import PrefixIndex, PrefixMatch
 from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.cache.tail_index import Tail
@@ -47,7 +48,8 @@ class PrefixStore:
         self.geometry = geometry
         self.kv = KVBlockAllocator(
             geometry.num_blocks,
-            on_evict=self._kv_was_evicted,
+            on_evict=self._block_was_evicted,
+            on_tail_evict=self._tail_was_evicted,
             needs_cover=geometry.has_recurrent,
             uncover_some=self._give_up_a_path,
             keeps_idle=keeps_idle,
@@ -55,6 +57,7 @@ class PrefixStore:
         self.states = StatePool(geometry.num_slots, on_evict=self._state_was_evicted, queue=queue)
         self._index = PrefixIndex(geometry, self.kv, self.states)
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
+        self.listener: CacheListener | None = None
 
     def match(self, keys: SequenceKeys, length: int, *, may_skip: bool) -> PrefixMatch:
         """What is there of a prompt of `length` tokens. Changes nothing."""
@@ -65,6 +68,8 @@ class PrefixStore:
         already, that block takes the place of the one in `blocks`; returns whether any did."""
         changed = False
         parent = blocks[first - 1] if first else DUMMY_BLOCK
+        if self.listener is not None:
+            self._tell_of_blocks(self.listener, keys, first, end)
         for index in range(first, end):
             mapped = self.kv.publish(blocks[index], keys.blocks[index], parent)
             if mapped != blocks[index]:
@@ -85,6 +90,8 @@ class PrefixStore:
             self.kv.publish_tail(blocks[count], key, tail, parent)
         else:
             self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
+        if self.listener is not None and not self.geometry.has_recurrent:
+            self.listener.state_stored(keys, position, False)
 
     def publish_state(
         self, keys: SequenceKeys, blocks: Sequence[int], slot: int, state: CachedState
@@ -93,7 +100,11 @@ class PrefixStore:
         its key, which may have been there before."""
         state.key = keys.at(state.position)
         self.publish_tail(keys, blocks, state.position)
+        known = self.states.get(state.key)
+        had_logits = known is not None and known.has_logits
         cached = self.states.publish(slot, state)
+        if self.listener is not None and (known is None or cached.has_logits != had_logits):
+            self.listener.state_stored(keys, state.position, cached.has_logits)
         if cached is state and self.geometry.has_recurrent:
             self.kv.cover(self.block_of(state.key))
         return cached
@@ -176,13 +187,41 @@ class PrefixStore:
         self._remember_evicted(state.key)
 
     def _state_is_gone(self, state: CachedState) -> None:
+        if self.listener is not None:
+            if not self.geometry.has_recurrent and state.key in self.kv.tails:
+                self.listener.logits_removed(state.key)
+            else:
+                self.listener.state_removed(state.key)
         if self.geometry.has_recurrent:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
 
-    def _kv_was_evicted(self, key: BlockKey) -> None:
+    def _block_was_evicted(self, key: BlockKey) -> None:
         if self.states.drop(key) is not None:
             self._remember_evicted(key)
+            if self.listener is not None:
+                self.listener.state_removed(key)
+        if self.listener is not None:
+            self.listener.block_removed(key)
+
+    def _tail_was_evicted(self, key: BlockKey) -> None:
+        if self.states.drop(key) is not None:
+            self._remember_evicted(key)
+        if self.listener is not None:
+            self.listener.state_removed(key)
+
+    def _tell_of_blocks(
+        self, listener: CacheListener, keys: SequenceKeys, first: int, end: int
+    ) -> None:
+        """Before the blocks [first, end) are mapped: of those that are not yet."""
+        mapped, start = self.kv.kv_hash_to_block_id, first
+        for index in range(first, end):
+            if keys.blocks[index] in mapped:
+                if start < index:
+                    listener.blocks_stored(keys, start, index)
+                start = index + 1
+        if start < end:
+            listener.blocks_stored(keys, start, end)
 
     def _remember_evicted(self, key: BlockKey) -> None:
         self._evicted[key] = None

@@ -18,9 +18,16 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.profiling import measure_activations
-from megatron_hybrid.engine.sizing import MAX_REQUESTS, derive_geometry, describe, gpu_cache_bytes
+from megatron_hybrid.engine.sizing import (
+    MAX_REQUESTS,
+    StageLayers,
+    derive_geometry,
+    describe,
+    gpu_cache_bytes,
+)
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
+from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.grammar import FolderGrammars
 from megatron_hybrid.kernels import kernel_set
@@ -32,6 +39,9 @@ from megatron_hybrid.models.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
 
 logger = logging.getLogger(__name__)
+
+# Tokens of a step, by --moe-token-dispatcher-type; see ModelRunner.
+ALL_TO_ALL_FROM = {"auto": 1024, "allgather": None, "alltoall": 1}
 
 
 def build_engine(
@@ -75,10 +85,13 @@ def build_engine(
         block_size=geometry.block_size,
         num_slots=geometry.num_slots + 1,  # the null slot
         device=device,
-        end_logits_vocab=model_config.vocab_size if keeps_logits else 0,
+        end_logits_vocab=model_config.vocab_size if keeps_logits and model.is_last_stage else 0,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
+        if parallel.pipeline.size > 1:
+            stages = ", ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in model.stages.blocks)
+            logger.info("blocks of the pipeline stages: %s", stages)
     keeps_states = geometry.has_recurrent and context.cache.enabled
     if config.enable_chunked_prefill is False and keeps_states:
         logger.warning(
@@ -92,6 +105,7 @@ def build_engine(
         device,
         parallel,
         max_tokens=config.inference_dynamic_batching_max_tokens,
+        all_to_all_from=ALL_TO_ALL_FROM[config.moe_token_dispatcher_type],
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)
@@ -103,10 +117,17 @@ def build_engine(
         seed=config.seed,
         chunked_prefill=config.enable_chunked_prefill is not False or keeps_states,
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
-        or not all(spec.writes_checkpoints for spec in model.state_specs.values()),
+        or not all(spec.writes_checkpoints for spec in model.stages.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
         grammars=FolderGrammars(plan.folder, model_config.vocab_size, model_config.eos_token_ids),
+        lockstep=_lockstep(parallel),
+        is_alone=parallel.lockstep.size == 1,
     )
+
+
+def _lockstep(parallel: ParallelContext) -> Lockstep | None:
+    replicas = parallel.experts.replicas
+    return Lockstep(replicas) if replicas.size > 1 else None
 
 
 def load_weights(config: EngineConfig) -> HybridModel:
@@ -135,8 +156,17 @@ class _Plan:
         folder = model_folder(config)
         model_config = HybridModelConfig.from_folder(folder)
         max_seq_length = _max_seq_length(config, model_config)
+        if config.parallel_sizes.expert > 1 and model_config.moe is None:
+            raise ConfigurationError(
+                f"--expert-model-parallel-size is {config.expert_model_parallel_size}, but the "
+                f"model ({model_config.model_type}) has no experts."
+            )
         device = resolve_device(config)
-        parallel = initialize(config.parallel_sizes, device=device)
+        parallel = initialize(
+            config.parallel_sizes,
+            device=device,
+            symmetric_memory=config.symmetric_memory_all_reduce,
+        )
         shapes = _without_weights(config, model_config, device, parallel)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, model_config, max_seq_length, device, parallel, shapes, kernels)
@@ -255,15 +285,18 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
             weights=0 if loaded else _bytes_of(model),
             measure_activations=measure if loaded else lambda: 0,
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
-            vocab_size=plan.model_config.vocab_size,
+            vocab_size=plan.model_config.vocab_size if model.is_last_stage else 0,
         )
     return derive_geometry(
         config,
-        model.kv_specs.values(),
-        model.state_specs.values(),
+        model.stages.kv_specs.values(),
+        model.stages.state_specs.values(),
         model.config.vocab_size,
         plan.parallel.lockstep.minimum,
         gpu_bytes,
+        StageLayers(
+            list(model.kv_specs.values()), list(model.state_specs.values()), model.is_last_stage
+        ),
     )
 
 

@@ -66,7 +66,13 @@ class DynamicInferenceContext:
         """A waiting request's keys under the present epoch."""
         if request.keys is None or request.keys_epoch != self.cache.epoch:
             root = self.cache.root(request.cache_salt, request.adapter)
-            request.keys = SequenceKeys(root, self.geometry.block_size, request.tokens)
+            request.keys = SequenceKeys(
+                root,
+                self.geometry.block_size,
+                request.tokens,
+                cache_salt=request.cache_salt,
+                adapter=request.adapter,
+            )
             request.keys_epoch = self.cache.epoch
         if self.cache.enabled:
             request.keys.extend_to(request.num_tokens)

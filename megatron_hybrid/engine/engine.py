@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
+from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.pause import PAUSE_MODES, PauseMode
@@ -22,7 +24,8 @@ from megatron_hybrid.errors import (
     WeightsError,
     WeightsLostError,
 )
-from megatron_hybrid.execution.plan import Launched, Runner, StepPlan, WeightsSource
+from megatron_hybrid.execution.lockstep import Lockstep
+from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.grammar import Grammars, no_tokenizer
 from megatron_hybrid.request import (
@@ -61,8 +64,12 @@ class DynamicInferenceEngine:
         log_interval: int = 0,
         clock: Clock = time.monotonic,
         grammars: Grammars | None = None,
+        lockstep: Lockstep | None = None,
+        is_alone: bool = True,
     ) -> None:
-        """`grammars`: None for a model without a tokenizer, whose answers can't have one."""
+        """`grammars`: None for a model without a tokenizer, whose answers can't have one.
+        `lockstep`: with the replicas that share experts with this one. `is_alone`: no other rank
+        takes part in a step."""
         self.context = context
         self.runner = runner
         self.vocab_size = vocab_size
@@ -80,6 +87,8 @@ class DynamicInferenceEngine:
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
         self._grammars = grammars
+        self.lockstep = lockstep
+        self._is_alone = is_alone
         self._submitted = 0
         self._in_flight: tuple[StepPlan, Launched] | None = None
         self._weights_lost: str | None = None  # why nothing can be computed any more
@@ -92,8 +101,9 @@ class DynamicInferenceEngine:
     def step(self) -> list[RequestEvent]:
         """Run one step and return what is new: tokens and the ends of requests.
 
-        With an asynchronous runner these are of the step before. Raises DeviceLostError when
-        nothing can be computed any more.
+        With an asynchronous runner these are of the step before. In a lockstep group every replica
+        calls it, with work or without, until none has any. Raises DeviceLostError when nothing can
+        be computed any more.
         """
         if self._weights_lost is not None:
             raise WeightsLostError(self._weights_lost)
@@ -103,6 +113,8 @@ class DynamicInferenceEngine:
         except DeviceLostError:
             raise
         except _ResultLostError as lost:
+            if not self._is_alone:
+                raise
             self._fail_everything(lost.__cause__ or lost)
         except BaseException as error:  # interrupted: what was launched may not be published
             self._fail_everything(error)
@@ -112,20 +124,29 @@ class DynamicInferenceEngine:
     def _step(self) -> None:
         scheduler = self.scheduler
         if scheduler.pause_mode is PauseMode.KEEP:
+            self._join_others(self._has_own_work())
             scheduler.settle(self._receive())
             return
+        had_work = self._has_own_work()
         if self._in_flight is not None and scheduler.needs_tokens:
             scheduler.settle(self._receive())
         plan = scheduler.schedule()
         self._step_times.note(plan.step, self._clock())
         if plan.is_empty:
+            self._join_others(had_work)
             scheduler.settle(self._receive())
             return
         try:
-            launched = self.runner.launch(plan)
+            if self.lockstep is None:
+                launched = self.runner.launch(plan)
+            else:
+                agreed = self.lockstep.agree(StepDemand.of(plan), has_work=had_work)
+                launched = self.runner.launch(plan, agreed)
         except DeviceLostError:
             raise
         except Exception as error:
+            if not self._is_alone:  # other ranks may wait in a collective that this one has left
+                raise
             logger.exception("step %d failed", plan.step)
             scheduler.drop(plan)
             scheduler.settle(self._receive())
@@ -173,14 +194,28 @@ class DynamicInferenceEngine:
         return self.scheduler.num_waiting
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` would do anything, for this replica or for another one in lockstep."""
+        return self._has_own_work() or (self.lockstep is not None and self.lockstep.has_work)
+
+    def _has_own_work(self) -> bool:
         lost = self._weights_lost is not None  # `step` says so
         return self.scheduler.has_work or self._in_flight is not None or lost
 
     def dummy_forward(self) -> None:
         """An idle step: run the model for nobody. Cache, counters, requests and a step in flight
-        stay."""
-        self.runner.dummy_forward()
+        stay. In a lockstep group, take part in the others' step, if they compute one."""
+        if self.lockstep is None:
+            self.runner.dummy_forward()
+        else:
+            self._join_others(self._has_own_work())
+
+    def _join_others(self, has_work: bool) -> None:
+        """Nothing is launched here in this turn; in a lockstep group others may need us."""
+        if self.lockstep is None:
+            return
+        agreed = self.lockstep.agree(StepDemand(), has_work=has_work)
+        if agreed.tokens:
+            self.runner.dummy_forward(agreed)
 
     # --------------------------------------------------------------- requests
 
@@ -309,6 +344,18 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         self.reset()
 
+    @property
+    def cache_geometry(self) -> CacheGeometry:
+        return self.context.geometry
+
+    def listen_to_cache(self, listener: CacheListener) -> None:
+        """Tell `listener` what the prefix cache holds. Before the first request.
+
+        What it is told during a `step` may be reused by any request that comes after that call:
+        its computation has been launched before theirs can be. If it fails, the cache is cleared.
+        """
+        self.context.cache.listen(listener)
+
     # ------------------------------------------------------ pause and weights
 
     @property
@@ -320,7 +367,7 @@ class DynamicInferenceEngine:
     def is_quiet(self) -> bool:
         """Whether nothing is computed until something is asked of the engine: no step is in
         flight, and every event was handed out. A pause has come to rest then."""
-        return not self.has_work()
+        return not self._has_own_work()
 
     def pause(self, mode: str) -> None:
         """Begin no more requests; those that come wait. Answers that have begun: "finish" lets

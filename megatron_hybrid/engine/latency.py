@@ -58,6 +58,11 @@ class Histogram:
         self._counts += np.bincount(places, minlength=len(self._counts))
         self.sum += float(values.sum())
 
+    def add_counts(self, counts: npt.NDArray[np.int64], total: float) -> None:
+        """[bounds + 1]: observations by bucket, the last ones beyond all bounds; their sum."""
+        self._counts += counts
+        self.sum += total
+
     def quantile(self, share: float) -> float | None:
         """About the value that this share of observations does not exceed, as if each bucket held
         its own at even distances; the largest bound for what is beyond it, None for nothing."""

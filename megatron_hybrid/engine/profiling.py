@@ -23,7 +23,8 @@ def measure_activations(
     max_tokens: int,
     max_seq_length: int,
 ) -> int:
-    """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough.
+    """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough. Every
+    rank calls it: on a pipeline's stages the step takes its course.
 
     Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
     """
@@ -42,11 +43,11 @@ def measure_activations(
         num_slots=len(plan.prefills) + 1,
         device=device,
     )
-    runner = ModelRunner(
-        model, caches, rows, block_size, device, parallel, max_tokens=max_tokens, asynchronous=False
-    )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
+    runner = ModelRunner(  # with what it keeps between steps: the one that stays has it too
+        model, caches, rows, block_size, device, parallel, max_tokens=max_tokens, asynchronous=False
+    )
     runner.execute(plan)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, caches

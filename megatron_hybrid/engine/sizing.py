@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -21,6 +22,15 @@ WORKSPACE_BYTES = GIB  # of kernels and libraries
 GRAPH_BYTES = GIB // 32  # of a captured CUDA graph, besides its logits
 MAX_REQUESTS = 256
 LOGITS_ITEM_BYTES = 4  # kept in float32
+NO_LIMIT = 2**62  # blocks or slots, on a stage where they take nothing
+
+
+class StageLayers(NamedTuple):
+    """What one pipeline stage keeps of a model's caches."""
+
+    kv_specs: list[KVSpec]
+    state_specs: list[StateSpec]
+    has_logits: bool  # keeps those at the ends of prompts
 
 
 def gpu_cache_bytes(
@@ -60,54 +70,75 @@ def derive_geometry(
     vocab_size: int,
     minimum: Callable[[int], int] = lambda value: value,
     gpu_bytes: int | None = None,
+    stage: StageLayers | None = None,
 ) -> CacheGeometry:
     """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
     or too large.
 
+    The specs are of the whole model, and so are the bytes of what is returned: ranks that decide
+    alike must be told the same. `stage`: what of it this rank keeps and has to pay for; None: all.
     `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
     `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
+    stage = stage or StageLayers(kv_specs, state_specs, has_logits=True)
     block_size = config.inference_dynamic_batching_block_size
-    bytes_per_block = block_size * sum(spec.bytes_per_token() for spec in kv_specs)
-    bytes_per_state = sum(spec.bytes_per_slot() for spec in state_specs)
     caches = config.inference_dynamic_batching_prefix_caching
     keeps_logits = caches and config.inference_dynamic_batching_prefix_caching_exact_ends
     bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
-    bytes_per_slot = bytes_per_state + bytes_per_logits
+    own_logits = bytes_per_logits if stage.has_logits else 0
+    own_block = _bytes_per_block(stage.kv_specs, block_size)
+    own_slot = _bytes_per_state(stage.state_specs) + own_logits
+    keeps_states = caches and bool(state_specs)
     if gpu_bytes is None:
         buffer, states = _cpu_budgets(config)
     else:
-        keeps_states = caches and bytes_per_state > 0
-        buffer, states = _gpu_budgets(config, keeps_states, minimum(gpu_bytes))
-    max_requests = minimum(_max_requests(config, buffer, bytes_per_state and bytes_per_slot))
+        buffer, states = _gpu_budgets(config, keeps_states and own_slot > 0, minimum(gpu_bytes))
+    max_requests = minimum(_max_requests(config, buffer, own_slot if state_specs else 0))
     cached = 0
-    if bytes_per_state and caches:
-        cached = slots_for_budget(states / GIB, bytes_per_slot)
+    if keeps_states:
+        cached = slots_for_budget(states / GIB, own_slot) if own_slot else NO_LIMIT
     elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
-        cached = min(max_requests, buffer // 8 // bytes_per_logits)
-        buffer -= cached * bytes_per_logits
-    live_bytes = max_requests * bytes_per_slot if bytes_per_state else 0
-    num_blocks = 0
-    if bytes_per_block:
-        num_blocks = (buffer - live_bytes) // bytes_per_block - 1  # the dummy
-        if num_blocks < 1:
-            needed = live_bytes + 2 * bytes_per_block
-            raise ConfigurationError(
-                f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}, which leaves "
-                f"no KV block beside the live states of {max_requests} requests "
-                f"(--inference-dynamic-batching-max-requests); it must be at least "
-                f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
-            )
+        cached = max_requests
+        if own_logits:
+            cached = min(cached, buffer // 8 // own_logits)
+        buffer -= cached * own_logits
+    live_bytes = max_requests * own_slot if state_specs else 0
+    num_blocks = NO_LIMIT if kv_specs else 0
+    if own_block:
+        num_blocks = max(0, (buffer - live_bytes) // own_block - 1)  # the dummy
+    least = minimum(num_blocks)
+    if kv_specs and least == 0:
+        raise _no_block(buffer, live_bytes + 2 * own_block, max_requests, here=num_blocks == 0)
     return CacheGeometry(
         block_size=block_size,
         kernel_chunk=math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1,
-        num_blocks=minimum(num_blocks),
+        num_blocks=least,
         max_requests=max_requests,
         num_cached_slots=minimum(cached),
-        bytes_per_block=bytes_per_block,
-        bytes_per_state=bytes_per_state,
+        bytes_per_block=_bytes_per_block(kv_specs, block_size),
+        bytes_per_state=_bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
+    )
+
+
+def _bytes_per_block(specs: Iterable[KVSpec], block_size: int) -> int:
+    return block_size * sum(spec.bytes_per_token() for spec in specs)
+
+
+def _bytes_per_state(specs: Iterable[StateSpec]) -> int:
+    return sum(spec.bytes_per_slot() for spec in specs)
+
+
+def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> ConfigurationError:
+    """`here`: on this rank; else on one with other layers, which says how much it needs."""
+    flag = "--inference-dynamic-batching-buffer-size-gb"
+    if not here:
+        return ConfigurationError(f"{flag} leaves no KV block on another rank; its log says why.")
+    return ConfigurationError(
+        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states of "
+        f"{max_requests} requests (--inference-dynamic-batching-max-requests); it must be at least "
+        f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
     )
 
 
@@ -154,7 +185,7 @@ def _bytes(gigabytes: float | None) -> int | None:
 
 
 def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int) -> int:
-    """`bytes_per_slot`: 0 for a model without states."""
+    """`bytes_per_slot`: 0 for a model or a stage without states."""
     given = config.inference_dynamic_batching_max_requests
     if given is not None:
         return given

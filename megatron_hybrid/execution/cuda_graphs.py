@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.plan import StepDemand
 
 # Numbers of decodes; beyond these the next one is an eighth to a quarter larger.
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
@@ -76,9 +76,9 @@ class CudaGraphs:
             self._logits[: size.rows].copy_(compute())
         return graph
 
-    def choose(self, plan: StepPlan) -> GraphSize | None:
+    def choose(self, demand: StepDemand) -> GraphSize | None:
         """The size of the smallest graph that a step fits; None if there is none."""
-        return smallest_fit(self._graphs, plan)
+        return smallest_fit(self._graphs, demand)
 
     def replay(self, size: GraphSize) -> Tensor:
         """Compute the step whose inputs are in place. The logits [rows, vocabulary] are gone with
@@ -102,22 +102,19 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def smallest_fit(sizes: Iterable[GraphSize], plan: StepPlan) -> GraphSize | None:
+def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | None:
     """The size of the fewest tokens that has room for a step, which is padded up to it; None if
     there is none, and for prompts that want log-probabilities: they have a row for every token."""
-    chunks = plan.prefills
-    if any(chunk.logprob_targets is not None for chunk in chunks):
+    if demand.eager:
         return None
-    decodes, tokens, prompts = len(plan.decode_rows), plan.num_prefill_tokens, len(chunks)
-    checkpoints = sum(len(chunk.checkpoints) for chunk in chunks)
     fitting = (
         size
         for size in sizes
-        if decodes <= size.decodes
-        and tokens <= size.prefill_tokens
-        and prompts <= size.prompts
-        and checkpoints <= size.checkpoints
-        and bool(prompts) == bool(size.prompts)
+        if demand.decodes <= size.decodes
+        and demand.prefill_tokens <= size.prefill_tokens
+        and demand.prompts <= size.prompts
+        and demand.checkpoints <= size.checkpoints
+        and bool(demand.prompts) == bool(size.prompts)
     )
     return min(fitting, key=lambda size: (size.tokens, size), default=None)
 

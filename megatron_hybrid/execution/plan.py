@@ -98,6 +98,34 @@ class StepPlan:
         return self.decode_owners + chunks + [resumed.owner for resumed in self.resumed]
 
 
+class StepDemand(NamedTuple):
+    """What a step needs room for; of several replicas, the most that any of them needs."""
+
+    tokens: int = 0  # that the model computes; 0: it is not run
+    rows: int = 0  # of logits
+    decodes: int = 0
+    prefill_tokens: int = 0
+    prompts: int = 0
+    checkpoints: int = 0  # stored in the middle of prompts
+    eager: int = 0  # 1: no graph fits, because prompts want log-probabilities
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepDemand:
+        decodes, chunks = len(plan.decode_rows), plan.prefills
+        prefill_tokens = plan.num_prefill_tokens
+        targets = [c.logprob_targets for c in chunks if c.logprob_targets is not None]
+        ended = sum(chunk.samples for chunk in chunks)
+        return cls(
+            tokens=decodes + prefill_tokens,
+            rows=decodes + ended + sum(len(target) for target in targets),
+            decodes=decodes,
+            prefill_tokens=prefill_tokens,
+            prompts=len(chunks),
+            checkpoints=sum(len(chunk.checkpoints) for chunk in chunks),
+            eager=int(bool(targets)),
+        )
+
+
 class StepResult(NamedTuple):
     """What the device returned."""
 
@@ -130,15 +158,18 @@ class Runner(Protocol):
     # asks for the result of the one before, so tokens have to reach the next step on the device.
     asynchronous: bool
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> Launched:
         """Begin a step; steps take effect in the order of their launches. What the plan and the
         row table say is read before this returns: the engine changes the table right after.
+
+        `agreed`: of the lockstep group; the others' dummies or steps belong to this one.
 
         Raises on failure; caches of the step's own requests may be spoiled then.
         """
 
-    def dummy_forward(self) -> None:
-        """Run the model for nobody: join the collectives, change nothing."""
+    def dummy_forward(self, agreed: StepDemand | None = None) -> None:
+        """Run the model for nobody: join the collectives of a step for which the lockstep group's
+        demand is `agreed`, change nothing."""
 
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights in place. Raises WeightsError, without any effect, for

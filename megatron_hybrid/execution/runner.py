@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
-from megatron_hybrid.execution.plan import StepPlan, StepResult, WeightsSource
+from megatron_hybrid.execution.pipeline import PipelineStage
+from megatron_hybrid.execution.plan import StepDemand, StepPlan, StepResult, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler, Sampling
-from megatron_hybrid.layers.inputs import LayerCaches, StepInputs
+from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.weights import update_model
@@ -51,18 +52,25 @@ class ModelRunner:
         *,
         max_tokens: int = 8192,
         asynchronous: bool | None = None,
+        all_to_all_from: int | None = None,
     ) -> None:
-        """`max_tokens`: the most that a step computes."""
+        """`max_tokens`: the most that a step computes. `all_to_all_from`: where replicas share
+        experts, the tokens of the largest one's step from which on they are reached by all-to-all,
+        outside of CUDA graphs; None: never."""
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
         self._caches = caches
         self._batch_builder = BatchBuilder(rows, block_size, device, max_tokens, model.chunk_sizes)
-        self._sampler = Sampler(rows, model.kernels.sampling, parallel)
+        self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
+        self._sampler = Sampler(
+            rows, model.kernels.sampling, parallel, vocab_size=model.config.vocab_size
+        )
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
         self._graphs = CudaGraphs(self._prepare_dummy)
         self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
+        self._all_to_all_from = all_to_all_from
 
     def capture_graphs(self, sizes: Sequence[GraphSize], progress: bool = True) -> None:
         """Capture a CUDA graph of each of these sizes."""
@@ -70,9 +78,9 @@ class ModelRunner:
             self._graphs.capture(sizes, progress)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> LaunchedStep:
         with _device_errors():
-            inputs, logits = self._logits(plan)
+            inputs, logits = self._logits(plan, agreed)
             return LaunchedStep(
                 self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token)
             )
@@ -81,24 +89,28 @@ class ModelRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def dummy_forward(self) -> None:
-        nothing = StepPlan(step=0, decode_rows=np.zeros(0, dtype=np.int64))
+    def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         with _device_errors():
-            size = self._graphs.choose(nothing)
-            self._compute(self._batch_builder.build_dummy(size or GraphSize(1)), size)
+            self._compute_nothing(agreed or StepDemand(decodes=1))
 
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights where they are; see `models.weights.update_model`."""
         with _device_errors():
             update_model(self._model, source)
 
-    def _logits(self, plan: StepPlan) -> tuple[StepInputs, Tensor]:
+    def _logits(self, plan: StepPlan, agreed: StepDemand | None) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:
         computed, and from the cache for rows that are resumed. Behind them may be padding."""
-        computed = len(plan.sampled_rows) - len(plan.resumed)
-        computes = computed > 0 or len(plan.prefills) > 0
-        size = self._graphs.choose(plan) if computes else None
+        demand = StepDemand.of(plan)
+        computed, computes = len(plan.sampled_rows) - len(plan.resumed), demand.tokens > 0
+        if agreed is not None:
+            if agreed.tokens and not computes:
+                self._compute_nothing(agreed)
+            demand = agreed
+        size = self._graphs.choose(demand) if computes else None
         inputs, caches = self._batch_builder.build(plan, size), self._caches
+        if computes and size is None:
+            inputs = self._together(inputs, agreed)
         moves = inputs.moves
         if moves is None:
             return inputs, self._compute(inputs, size)
@@ -120,13 +132,33 @@ class ModelRunner:
             logits = logits[:computed]  # what follows is padding
         return inputs, torch.cat((logits[:computed], resumed, logits[computed:]))
 
+    def _together(self, inputs: StepInputs, agreed: StepDemand | None) -> StepInputs:
+        """With what the lockstep group needs to know of a step without a graph."""
+        if agreed is None:
+            return inputs
+        threshold = self._all_to_all_from
+        all_to_all = threshold is not None and agreed.tokens >= threshold
+        # a replica with nothing to do computes one token all the same
+        size = LockstepSize(max(agreed.tokens, 1), max(agreed.rows, 1), all_to_all)
+        return replace(inputs, lockstep=size)
+
+    def _compute_nothing(self, demand: StepDemand) -> None:
+        """The model's part in a step of others."""
+        size = self._graphs.choose(demand)
+        inputs = self._batch_builder.build_dummy(size or GraphSize(1))
+        self._compute(inputs if size else self._together(inputs, demand), size)
+
     def _compute(self, inputs: StepInputs, size: GraphSize | None) -> Tensor:
         """Logits of inputs that were built for the graph of this size; None: without a graph."""
         step = self._plan(inputs)
+        self._stage.receive(inputs)
         if size is None:
-            return self._run(inputs, step)
-        self.replayed["mixed" if size.prompts else "decode"] += 1
-        return self._graphs.replay(size)
+            logits = self._run(inputs, step)
+        else:
+            self.replayed["mixed" if size.prompts else "decode"] += 1
+            logits = self._graphs.replay(size)
+        self._stage.send(inputs)
+        return logits
 
     def _prepare_dummy(self, size: GraphSize) -> Callable[[], Tensor]:
         inputs = self._batch_builder.build_dummy(size)
@@ -148,7 +180,7 @@ class ModelRunner:
         if self.asynchronous and inputs.num_decodes:
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
-        return self._model.compute(inputs, step)
+        return self._stage.compute(inputs, step)
 
 
 @contextmanager

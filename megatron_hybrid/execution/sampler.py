@@ -27,11 +27,20 @@ from megatron_hybrid.request import TokenLogprob
 class Sampler:
     """Chooses a token for every sampled row of a plan."""
 
-    def __init__(self, rows: RowTable, kernels: Any, parallel: ParallelContext) -> None:
-        """`kernels`: KernelSet.sampling."""
+    def __init__(
+        self, rows: RowTable, kernels: Any, parallel: ParallelContext, vocab_size: int = 0
+    ) -> None:
+        """`kernels`: KernelSet.sampling. `vocab_size`: for stages of a pipeline without logits."""
         self._rows = rows
         self._kernels = kernels
         self._parallel = parallel
+        self._vocab_size = vocab_size
+        self._has_logits = parallel.pipeline.is_last
+        # The logits are equal on every rank that has them, but only one may decide.
+        self._ranks, self._decider = parallel.tensor, 0
+        if parallel.pipeline.size > 1:
+            self._ranks = parallel.replica
+            self._decider = parallel.tensor.size * (parallel.pipeline.size - 1)
         self._adjustments = LogitAdjustments(rows, kernels)
 
     def sample(
@@ -41,29 +50,25 @@ class Sampler:
         sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens."""
         rows, sampled = self._rows, plan.sampled_rows
         count = len(sampled)
-        tokens = torch.argmax(logits[:count], dim=-1)
         adjusted = self._adjustments.among(sampled)
-        drawn = rows.temperature[sampled] > 0
-        drawn[adjusted] = False  # on their own, below
-        if drawn.any():
-            self._draw(logits, tokens, sampled, np.flatnonzero(drawn))
-        if len(adjusted):
-            self._choose_adjusted(logits, tokens, plan, adjusted)
-        # the logits are equal on every rank, but only one may decide
-        tokens = self._parallel.tensor.broadcast(tokens)
-        if len(adjusted):
+        if self._has_logits:
+            tokens = self._choose(logits[:count], plan, adjusted)
+        else:
+            tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+        tokens = self._spread(tokens)
+        if self._has_logits and len(adjusted):
             self._adjustments.note(sampled, tokens)
         last_token.index_copy_(0, sampled_rows.long(), tokens)
         wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
         own = prompt = None
         if len(wanted):
             at = upload(wanted, logits.device)
-            own = _Logprobs.of(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
+            own = self._logprobs(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
             tops = np.repeat([c.num_top_logprobs for c, _ in asking], [len(t) for _, t in asking])
-            prompt = _Logprobs.of(logits[count:], upload(targets, logits.device), tops)
+            prompt = self._logprobs(logits[count:], upload(targets, logits.device), tops)
         return Sampling(
             tokens=download(tokens),
             own=own,
@@ -72,6 +77,40 @@ class Sampler:
             prompt_rows=[(c.row, len(targets)) for c, targets in asking],
             done=_done(logits.device),
         )
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Those of the rank that decides, on every rank of the replica."""
+        if values.numel() == 0:
+            return values  # a stage that goes on with a prompt need not wait for the later ones
+        return self._ranks.broadcast(values, self._decider)
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, counts: npt.NDArray[np.int64]) -> _Logprobs:
+        """Of `tokens` [rows] under logits [rows, vocabulary], which the last stage of a pipeline
+        hands to the others."""
+        # no row: a prompt's one token, alone in its chunk
+        vocabulary = logits.shape[1] if self._has_logits else self._vocab_size
+        most = min(int(counts.max(initial=0)), vocabulary)
+        if self._has_logits:
+            figures = _log_probabilities(logits, tokens, most)
+        else:
+            shape = (len(tokens), 1 + 2 * most)
+            figures = torch.empty(shape, dtype=torch.int32, device=logits.device)
+        if self._parallel.pipeline.size > 1:
+            figures = self._spread(figures)
+        return _Logprobs(download(tokens), download(figures), counts)
+
+    def _choose(self, logits: Tensor, plan: StepPlan, adjusted: npt.NDArray[np.int64]) -> Tensor:
+        """A token [sampled rows] for each row of logits [sampled rows, vocabulary]; `adjusted`:
+        places of rows whose logits are changed first."""
+        rows, sampled = self._rows, plan.sampled_rows
+        tokens = torch.argmax(logits, dim=-1)
+        drawn = rows.temperature[sampled] > 0
+        drawn[adjusted] = False  # on their own, below
+        if drawn.any():
+            self._draw(logits, tokens, sampled, np.flatnonzero(drawn))
+        if len(adjusted):
+            self._choose_adjusted(logits, tokens, plan, adjusted)
+        return tokens
 
     def _choose_adjusted(
         self, logits: Tensor, tokens: Tensor, plan: StepPlan, adjusted: npt.NDArray[np.int64]
@@ -146,30 +185,30 @@ class _Logprobs:
     """Log-probabilities of the model's own distribution, before temperature and filters."""
 
     tokens: Tensor  # [rows]
-    own: Tensor  # [rows]
-    top: Tensor  # [rows, most]
-    top_ids: Tensor  # [rows, most]
-    counts: npt.NDArray[np.int64]  # [rows]: how many of `top` each row wants
-
-    @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, counts: npt.NDArray[np.int64]) -> _Logprobs:
-        """Of `tokens` [rows] under logits [rows, vocabulary]."""
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        own = logprobs.gather(1, tokens[:, None]).squeeze(1)
-        most = int(counts.max(initial=0))  # no row: a prompt's one token, alone in its chunk
-        values, ids = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
-        return cls(download(tokens), download(own), download(values), download(ids), counts)
+    figures: Tensor  # [rows, 1 + 2 * most]: see _log_probabilities
+    counts: npt.NDArray[np.int64]  # [rows]: how many of the likeliest each row wants
 
     def entries(self) -> list[TokenLogprob]:
         """After the step is done."""
+        most = self.figures.shape[1] // 2
+        values, ids = self.figures.split([1 + most, most], dim=1)
         rows = zip(
-            self.tokens.tolist(), self.own.tolist(), self.top_ids.tolist(), self.top.tolist(),
+            self.tokens.tolist(), values.view(torch.float32).tolist(), ids.tolist(),
             self.counts.tolist(), strict=True,
         )  # fmt: skip
         return [
-            TokenLogprob(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
-            for token, own, ids, values, count in rows
+            TokenLogprob(token, own, tuple(zip(ids[:count], top[:count], strict=True)))
+            for token, (own, *top), ids, count in rows
         ]
+
+
+def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """[rows, 1 + 2 * most] int32: the bits of the log-probability of `tokens` [rows] and of the
+    `most` likeliest, and those ones' ids."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    own = logprobs.gather(1, tokens[:, None])
+    values, ids = logprobs.topk(most, dim=-1)
+    return torch.cat((torch.cat((own, values), dim=1).view(torch.int32), ids.int()), dim=1)
 
 
 def _done(device: torch.device) -> torch.cuda.Event | None:

@@ -52,13 +52,10 @@ class SharedTransformerUse(nn.Module):
         self,
         config: SharedTransformerConfig,
         shared: SharedTransformer,
-        is_first: bool,
         context: LayerContext,
     ) -> None:
-        """`is_first`: of the uses of this block; then the block's weights are counted as ours."""
         super().__init__()
         self.shared = shared
-        self.is_first = is_first
         self.layer = context.layer
         self.parallel = context.parallel
         dtype, hidden, rank = context.dtype, context.hidden_size, config.adapter_rank
@@ -73,8 +70,7 @@ class SharedTransformerUse(nn.Module):
         self.linear = parameter((hidden, hidden), dtype)
 
     def weight_parts(self) -> Parts:
-        if self.is_first:
-            yield from self.shared.weight_parts()
+        """Without the shared block's."""
         rank, config = self.parallel.rank, self.shared.self_attn.config
         if self.qkv_down is not None and self.qkv_up is not None:
             total = config.num_heads * config.head_dim

@@ -62,14 +62,22 @@ class HybridModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HybridModelConfig:
-        """Read config.json (and the end tokens of generation_config.json).
+        """Read config.json (and the end tokens of generation_config.json), or a Megatron
+        checkpoint's arguments where there is none.
 
         Raises ConfigurationError for an architecture or an option that is not supported.
         """
         from megatron_hybrid.models.families import family_of  # families build this class
+        from megatron_hybrid.models.megatron_folder import described_in, is_megatron_folder
         from megatron_hybrid.models.raw_config import RawConfig
 
-        raw = RawConfig.from_folder(Path(folder))
+        folder = Path(folder)
+        described = described_in(folder)
+        if described is None and is_megatron_folder(folder):
+            from megatron_hybrid.models.megatron_config import read_config
+
+            return read_config(folder)
+        raw = RawConfig.from_folder(described or folder)
         return family_of(raw.model_type).config(raw)
 
 

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import REFERENCE
-from megatron_hybrid.layers.attention import Attention
-from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
-from megatron_hybrid.layers.mamba1 import Mamba1
-from megatron_hybrid.layers.mamba2 import Mamba2
-from megatron_hybrid.layers.mixer import LayerContext, Mixer
-from megatron_hybrid.layers.mlp import MLP
-from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, WeightPart, prefixed, section
+from megatron_hybrid.layers.parts import WeightPart, prefixed, section
 from megatron_hybrid.layers.rope import inverse_frequencies
-from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
-from megatron_hybrid.layers.short_conv import ShortConv
-from megatron_hybrid.layers.side_by_side import SideBySide
 from megatron_hybrid.layers.step import Step
-from megatron_hybrid.models.config import (
-    ATTENTION,
-    GATED_DELTA_NET,
-    MAMBA,
-    MAMBA1,
-    SHARED_TRANSFORMER,
-    SHORT_CONV,
-    SIDE_BY_SIDE,
-    HybridModelConfig,
-)
+from megatron_hybrid.models.blocks import Block, BlockBuilder
+from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
+from megatron_hybrid.models.stages import ModelStages
 from megatron_hybrid.parallel import (
     ColumnParallelLinear,
     ParallelContext,
@@ -44,57 +26,22 @@ from megatron_hybrid.parallel import (
 )
 
 
-class Block(nn.Module):
-    """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
+class Hidden(NamedTuple):
+    """What goes from one block to the next. Its rows are the step's tokens, and past the last block
+    in which tokens see each other those whose logits are wanted."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
-        super().__init__()
-        self.norm = norm
-        self.mixer = mixer
-
-    @property
-    def attention(self) -> Attention | None:
-        return self.mixer.attention
-
-    def weight_parts(self) -> Parts:
-        yield from prefixed("norm", self.norm.weight_parts())
-        yield from prefixed("mixer", self.mixer.weight_parts())
-
-    def enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        """What the mixer takes in, and the residual stream with `mixed`, which the last block has
-        not added yet, in it."""
-        if mixed is None:
-            return self.norm(residual, step.kernels), residual
-        return self.norm.after_adding(mixed, residual, multiplier, step.kernels)
-
-
-class SharedTransformerBlock(Block):
-    """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
-
-    def __init__(self, norm: RMSNorm, mixer: Mixer, transformer: SharedTransformerUse) -> None:
-        super().__init__(norm, mixer)
-        self.transformer = transformer
-
-    @property
-    def attention(self) -> Attention:
-        return self.transformer.shared.self_attn
-
-    def weight_parts(self) -> Parts:
-        yield from super().weight_parts()
-        yield from prefixed("transformer", self.transformer.weight_parts())
-
-    def enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        if mixed is not None:
-            residual = residual + multiplier * mixed
-        return self.norm(residual + self.transformer(residual, step), step.kernels), residual
+    residual: Tensor  # [rows, hidden]
+    mixed: Tensor | None  # [rows, hidden] of the last block, not added yet; None before the first
+    embeddings: Tensor | None  # [rows, hidden], where a later block reads them
 
 
 class HybridModel(nn.Module):
-    """`kv_specs` and `state_specs` say, by layer index, what this rank's caches have to hold."""
+    """One pipeline stage of a model, or the whole: `blocks`, of which the first stage has the
+    embedding too, and the last one the final norm and the head.
+
+    `kv_specs` and `state_specs` say, by the index of a block in the whole model, what this rank's
+    caches have to hold; `stages` has those of all blocks.
+    """
 
     frequencies: Tensor | None  # of the rotary embedding
 
@@ -111,90 +58,45 @@ class HybridModel(nn.Module):
         self.parallel = parallel
         self.dtype = dtype
         self.kernels = REFERENCE
-        tensor = parallel.tensor
+        pipeline, tensor = parallel.pipeline, parallel.tensor
+        self.is_first_stage, self.is_last_stage = pipeline.is_first, pipeline.is_last
         padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size
-        self.embedding = VocabParallelEmbedding(
-            padded_vocab, config.hidden_size, dtype=dtype, parallel=tensor
-        )
-        self.blocks = nn.ModuleList()
-        shared: list[SharedTransformer] = []
-        for layer, letter in enumerate(config.pattern):
-            context = LayerContext(
-                config.hidden_size,
-                config.norm_eps,
-                layer,
-                dtype,
-                tensor,
-                parallel.experts,
-                conv_states_dtype,
-                ssm_states_dtype,
+
+        def builder() -> BlockBuilder:
+            return BlockBuilder(config, parallel, dtype, conv_states_dtype, ssm_states_dtype)
+
+        vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
+        self.stages = ModelStages.of(builder(), vocabulary_bytes)
+        self.stage = self.stages.blocks[pipeline.rank]
+        build = builder()
+        self.embedding: VocabParallelEmbedding | None = None
+        if self.is_first_stage:
+            self.embedding = VocabParallelEmbedding(
+                padded_vocab, config.hidden_size, dtype=dtype, parallel=tensor
             )
-            self.blocks.append(self._block(letter, context, shared))
-        self.final_norm = self._norm()
+        self.blocks = nn.ModuleList(build.block(index) for index in self.stage)
+        self._shared = build.shared
+        self.final_norm: RMSNorm | None = None
         self.lm_head: ColumnParallelLinear | None = None
-        if not config.tie_word_embeddings:
-            self.lm_head = ColumnParallelLinear(
-                config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=tensor
-            )
+        if self.is_last_stage:
+            self.final_norm = build.norm()
+            if not (config.tie_word_embeddings and self.is_first_stage):
+                self.lm_head = ColumnParallelLinear(
+                    config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=tensor
+                )
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
-
-        attentions = {i: block.attention for i, block in enumerate(self._blocks())}
-        recurrents = {i: block.mixer.recurrent for i, block in enumerate(self._blocks())}
         self.kv_specs: dict[int, KVSpec] = {
-            i: layer.kv_spec() for i, layer in attentions.items() if layer is not None
+            i: spec for i, spec in self.stages.kv_specs.items() if i in self.stage
         }
         self.state_specs: dict[int, StateSpec] = {
-            i: layer.spec for i, layer in recurrents.items() if layer is not None
+            i: spec for i, spec in self.stages.state_specs.items() if i in self.stage
         }
         # One of each kind, for what all layers of the kind have in common.
-        self._attention = next(filter(None, attentions.values()), None)
-        self._recurrent = {layer.kind: layer for layer in filter(None, recurrents.values())}
-        # Past this block tokens do not see each other any more.
-        self._last_mixing = max([*self.kv_specs, *self.state_specs], default=-1)
-
-    def _norm(self) -> RMSNorm:
-        config = self.config
-        return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
-
-    def _block(self, letter: str, context: LayerContext, shared: list[SharedTransformer]) -> Block:
-        """`shared`: the shared blocks so far."""
-        config = self.config
-        if letter != SHARED_TRANSFORMER:
-            return Block(self._norm(), self._mixer(letter, context))
-        if config.shared_transformer is None:
-            raise self._undescribed(letter)
-        # Each in turn: 1 2 3 1 2 3 ...
-        before = config.pattern[: context.layer].count(SHARED_TRANSFORMER)
-        index = before % config.shared_transformer.num_blocks
-        is_first = index == len(shared)
-        if is_first:
-            shared.append(SharedTransformer(config.shared_transformer, context))
-        use = SharedTransformerUse(config.shared_transformer, shared[index], is_first, context)
-        return SharedTransformerBlock(self._norm(), self._mixer(MAMBA, context), use)
-
-    def _mixer(self, letter: str, context: LayerContext) -> Mixer:
-        config = self.config
-        if letter == MAMBA and config.mamba is not None:
-            return Mamba2(config.mamba, context)
-        if letter == MAMBA1 and config.mamba1 is not None:
-            return Mamba1(config.mamba1, context)
-        if letter == GATED_DELTA_NET and config.gated_delta_net is not None:
-            return GatedDeltaNet(config.gated_delta_net, context)
-        if letter == SHORT_CONV and config.short_conv is not None:
-            return ShortConv(config.short_conv, context)
-        if letter == SIDE_BY_SIDE and config.attention is not None and config.mamba is not None:
-            return SideBySide(config.attention, config.mamba, context)
-        if letter == ATTENTION and config.attention is not None:
-            return Attention(config.attention, context)
-        if letter == "-" and config.mlp is not None:
-            return MLP(config.mlp, context)
-        if letter == "E" and config.moe is not None:
-            return MoE(config.moe, context)
-        raise self._undescribed(letter)
-
-    def _undescribed(self, letter: str) -> ConfigurationError:
-        return ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")
+        attentions = (block.attention for _, block in self._blocks())
+        recurrents = (block.mixer.recurrent for _, block in self._blocks())
+        self._attention = next(filter(None, attentions), None)
+        self._recurrent = {layer.kind: layer for layer in filter(None, recurrents)}
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -210,22 +112,31 @@ class HybridModel(nn.Module):
             if prepare is not None and module is not self:
                 prepare()
 
-    def _blocks(self) -> Iterator[Block]:
-        for block in self.blocks:
+    def _blocks(self) -> Iterator[tuple[int, Block]]:
+        """This stage's, with their indices in the whole model."""
+        for index, block in zip(self.stage, self.blocks, strict=True):
             assert isinstance(block, Block)
-            yield block
+            yield index, block
 
     def weight_parts(self) -> Iterator[tuple[int | None, WeightPart]]:
         """(block, part) for every weight of this rank; block None for those outside of blocks,
-        whose roles are embedding, final_norm and lm_head."""
-        yield None, self._vocabulary_part("embedding", self.embedding.weight)
-        for index, block in enumerate(self._blocks()):
+        whose roles are embedding, final_norm and lm_head. A transformer that blocks share counts
+        to the first of them in the whole model."""
+        if self.embedding is not None:
+            yield None, self._vocabulary_part("embedding", self.embedding.weight)
+        for index, block in self._blocks():
             for part in block.weight_parts():
                 yield index, part
-        for part in self.final_norm.weight_parts():
-            yield None, replace(part, role="final_norm")
+        for index, transformer in self._shared.items():
+            for part in prefixed("transformer", transformer.weight_parts()):
+                yield index, part
+        if self.final_norm is not None:
+            for part in self.final_norm.weight_parts():
+                yield None, replace(part, role="final_norm")
         if self.lm_head is not None:
-            yield None, self._vocabulary_part("lm_head", self.lm_head.weight)
+            tied = self.config.tie_word_embeddings  # to the embedding of the first stage
+            role = "embedding" if tied else "lm_head"
+            yield None, self._vocabulary_part(role, self.lm_head.weight)
 
     def _vocabulary_part(self, role: str, weight: Tensor) -> WeightPart:
         """The last ranks' rows past the vocabulary are padding, set to zero here."""
@@ -237,49 +148,69 @@ class HybridModel(nn.Module):
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: LayerCaches) -> Tensor:
-        """Run one step; writes the caches. Returns logits [rows, vocab_size] of the tokens in
-        `inputs.logits_index`, in the weights' dtype, the same on every rank."""
-        return self.compute(inputs, self.plan(inputs, caches))
+        """Run one step of a model of one stage; writes the caches. Returns logits
+        [rows, vocab_size] of the tokens in `inputs.logits_index`, in the weights' dtype, the same
+        on every rank."""
+        return self.logits(self.hidden(inputs, self.plan(inputs, caches)))
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInputs, step: Step) -> Tensor:
-        """`forward` after `plan`: only this part is captured in a CUDA graph."""
+    def hidden(self, inputs: StepInputs, step: Step, entering: Hidden | None = None) -> Hidden:
+        """What leaves this stage's blocks; writes the caches. `entering`: what left those of the
+        stage before (some of it is overwritten); None on the first stage. Like `logits` it can be
+        captured in a CUDA graph; `plan` can't."""
         config, kernels = self.config, self.kernels
         if self.frequencies is not None and self._attention is not None:
             rotation = kernels.rope.plan(inputs.positions, self.frequencies, self.dtype)
             step = replace(step, rotation=rotation)
         size = inputs.lockstep or LockstepSize(inputs.num_tokens, len(inputs.logits_index))
-        step = replace(step, most_tokens=size.tokens, all_to_all=size.all_to_all)
-        residual = self.embedding(inputs.token_ids)  # [tokens, hidden]
-        if config.embedding_multiplier != 1.0:
-            residual = residual * config.embedding_multiplier
-        if config.shared_transformer is not None:
-            step = replace(step, embeddings=residual)
-        if config.residual_in_fp32:
-            residual = residual.float()
-        mixed: Tensor | None = None  # the last block's output, not added yet
-        for index, block in enumerate(self._blocks()):
+        last_mixing = self.stages.last_mixing
+        most = size.tokens if self.stage.start <= last_mixing else size.rows
+        residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
+        step = replace(step, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
+        for index, block in self._blocks():
             x, residual = block.enter(mixed, residual, config.residual_multiplier, step)
             mixed = block.mixer(x, step)
-            if index == self._last_mixing:
+            if index == last_mixing:
                 mixed = mixed.index_select(0, inputs.logits_index)
                 residual = residual.index_select(0, inputs.logits_index)
                 step = replace(step, most_tokens=size.rows)
-        if self._last_mixing < 0:
-            residual = residual.index_select(0, inputs.logits_index)
-            mixed = None if mixed is None else mixed.index_select(0, inputs.logits_index)
-        if mixed is None:
-            hidden = self.final_norm(residual, kernels)
-        else:
-            hidden, _ = self.final_norm.after_adding(
-                mixed, residual, config.residual_multiplier, kernels
-            )
-        head = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(hidden, head)
-        if self.config.logits_divisor != 1.0:
-            logits = logits.float() / self.config.logits_divisor
+        if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
+            embeddings = None
+        return Hidden(residual, mixed, embeddings)
+
+    def _embed(self, inputs: StepInputs) -> Hidden:
+        config = self.config
+        assert self.embedding is not None, "only the first stage has the embedding"
+        embeddings = self.embedding(inputs.token_ids)  # [tokens, hidden]
+        if config.embedding_multiplier != 1.0:
+            embeddings = embeddings * config.embedding_multiplier
+        residual = embeddings.float() if config.residual_in_fp32 else embeddings
+        if config.shared_transformer is None:
+            return Hidden(residual, None, None)
+        if residual is embeddings:  # which blocks read again, and the residual is overwritten
+            residual = embeddings.clone()
+        return Hidden(residual, None, embeddings)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Hidden) -> Tensor:
+        """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
+        stage."""
+        config, norm = self.config, self.final_norm
+        assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
+        normed, _ = norm.after_adding(
+            hidden.mixed, hidden.residual, config.residual_multiplier, self.kernels
+        )
+        logits = F.linear(normed, self._head())
+        if config.logits_divisor != 1.0:
+            logits = logits.float() / config.logits_divisor
         logits = self.parallel.tensor.all_gather(logits)
-        return logits[:, : self.config.vocab_size]
+        return logits[:, : config.vocab_size]
+
+    def _head(self) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        assert self.embedding is not None
+        return self.embedding.weight
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
         """What kernels work out on the host once a step, for all layers."""

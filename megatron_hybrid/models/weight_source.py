@@ -1,4 +1,5 @@
-"""Where weights come from, by a checkpoint's names: a Hugging Face folder, or tensors in memory."""
+"""Where weights come from, by a checkpoint's names: a Hugging Face folder, or tensors in memory.
+(Megatron's checkpoints: megatron_source.py.)"""
 
 from __future__ import annotations
 
@@ -8,13 +9,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.models.family import Family
+from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.family import Family, Location
 
 Index = tuple[slice | int, ...]
+# As safetensors calls them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -33,6 +43,25 @@ class WeightSource(Protocol):
         """A rectangle of a tensor, or of one of those that are stacked in it."""
 
 
+class WeightNames(Protocol):
+    """What says where in a source a model's weights are: a Family, or a Megatron checkpoint."""
+
+    @property
+    def embedding(self) -> str: ...
+
+    @property
+    def final_norm(self) -> str: ...
+
+    @property
+    def lm_head(self) -> str: ...
+
+    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
+        """See Family.locate."""
+
+    def ignores(self, config: HybridModelConfig, name: str) -> bool:
+        """Whether a tensor that no part of the model is from may be there all the same."""
+
+
 class FolderSource:
     """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""
 
@@ -47,6 +76,16 @@ class FolderSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises WeightsError for one that is no type of weights."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise WeightsError(
+                f"Weight {name!r} in {self.where} is of type {stored}, which is not supported, "
+                f"only {', '.join(_DTYPES)} are."
+            )
+        return _DTYPES[stored]
 
     def read(self, name: str, index: Index) -> Tensor:
         values: Tensor = self._slice(name)[index]

@@ -47,25 +47,36 @@ class ParallelContext:
 
     def destroy(self) -> None:
         """Leave all groups; `initialize` may be called again afterwards."""
+        global _context
+        _context = None
         if megatron.parallel_state.model_parallel_is_initialized():
             megatron.parallel_state.destroy_model_parallel()
         _leave()
+
+
+_context: ParallelContext | None = None  # what `initialize` made last
 
 
 def initialize(
     sizes: ParallelSizes | int = 1,
     *,
     device: torch.device | None = None,
+    symmetric_memory: bool = True,
     timeout_minutes: int = 30,
 ) -> ParallelContext:
     """Join the process groups: torchrun's when it started us, else groups of this process alone.
 
     `sizes`: a number stands for as many tensor-parallel ranks. `device` is this rank's device (a
-    CUDA device must carry its index). Called again with the same sizes it returns a context of
-    the groups that exist. Raises ConfigurationError when the number of processes does not fit.
+    CUDA device must carry its index). `symmetric_memory`: small all-reduces of tensor-parallel
+    ranks use it where it is to be had. Called again with the same sizes it returns the context
+    that exists. Raises ConfigurationError when the number of processes does not fit.
     """
+    global _context
     if isinstance(sizes, int):
         sizes = ParallelSizes(tensor=sizes)
+    if _context is not None and _context.device == (device or torch.device("cpu")):
+        if _context.layout.sizes.numbers == sizes.numbers:
+            return _context
     layout = RankLayout.from_environment(sizes)
     device = torch.device("cpu") if device is None else device
     if device.type == "cuda":
@@ -87,27 +98,32 @@ def initialize(
         assert group is not None
         return RankGroup(group, device)
 
+    tensor = ranks(state.get_tensor_model_parallel_group())
+    everyone = ranks(state.get_expert_tensor_and_model_parallel_group())
     context = ParallelContext(
         layout=layout,
         device=device,
-        tensor=ranks(state.get_tensor_model_parallel_group()),
+        tensor=tensor,
         pipeline=ranks(state.get_pipeline_model_parallel_group()),
         replica=ranks(state.get_model_parallel_group()),
         lockstep=ranks(dist.group.WORLD),
         experts=ExpertRanks(
             owners=ranks(state.get_expert_model_parallel_group()),
             tensor=ranks(state.get_expert_tensor_parallel_group()),
-            everyone=ranks(state.get_expert_tensor_and_model_parallel_group()),
+            everyone=tensor if everyone.size == tensor.size else everyone,
             replicas=ranks(state.get_data_parallel_group()),
         ),
     )
     groups = (context.tensor, context.pipeline, context.experts.owners, context.experts.tensor)
     found = tuple(group.size for group in groups)
-    if found != (sizes.tensor, sizes.pipeline, sizes.expert, sizes.tensor_of_experts):
+    if found != sizes.numbers:
         raise ConfigurationError(
             "The process groups were made for tensor, pipeline, expert and expert tensor parallel "
             f"sizes {found}; destroy them before asking for {sizes}."
         )
+    if symmetric_memory:
+        context.tensor.use_symmetric_memory()
+    _context = context
     return context
 
 

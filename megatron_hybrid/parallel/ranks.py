@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hybrid.parallel.symmetric_memory import SymmetricMemory
+
 T = TypeVar("T")
 
 
@@ -24,6 +26,7 @@ class RankGroup:
         self.device = device
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self._symmetric: SymmetricMemory | None = None
 
     @property
     def is_first(self) -> bool:
@@ -33,11 +36,18 @@ class RankGroup:
     def is_last(self) -> bool:
         return self.rank == self.size - 1
 
+    def use_symmetric_memory(self) -> None:
+        """For all-reduces of small tensors, where the ranks' GPUs can. All ranks call it."""
+        if self._symmetric is None:
+            self._symmetric = SymmetricMemory.of(self.group, self.device)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place where `tensor` is contiguous."""
+        """Sum over the ranks, which may be in place."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
+        if self._symmetric is not None and self._symmetric.takes(tensor):
+            return self._symmetric.all_reduce(tensor)
         dist.all_reduce(tensor, group=self.group)
         return tensor
 

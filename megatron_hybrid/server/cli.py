@@ -1,4 +1,4 @@
-"""`megatron-hybrid serve`: one engine process a rank, and the front end beside the first."""
+"""`megatron-hybrid serve`: one engine process a rank, and a front end beside the first ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.kv_events import KVEventsConfig
+from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.ask import FirstQuestion
+from megatron_hybrid.server.cache_publishing import CachePublishing
 from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.messages import CacheSizes
 from megatron_hybrid.server.options import (
     ServerOptions,
     add_ask_arguments,
+    add_replica_arguments,
     add_server_arguments,
 )
+from megatron_hybrid.server.waker import Waker
 
 if TYPE_CHECKING:
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
     from megatron_hybrid.parallel import ParallelContext
 
 REFERENCE_MODEL_NAME = "reference_model"
@@ -40,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_engine_arguments(parser)
     add_server_arguments(parser)
+    add_replica_arguments(parser)
     add_ask_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -49,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config = engine_config_from_args(args)
-        _check_ranks(config)
+        KVEventsConfig.from_json(args.kv_events_config)  # a mistake is found before anything starts
+        layout = RankLayout.from_environment(config.parallel_sizes)
+        options = _server_options(config, args, layout)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
-        if _rank() == 0:
-            return _serve_first_rank(config, args)
+        if layout.is_first_of_replica:
+            return _serve_first_rank(config, args, options, layout)
         return _serve_other_rank(config, args.max_queue)
     except (ConfigurationError, WeightsError) as error:
         print(error, file=sys.stderr)
@@ -62,22 +72,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code or 1
 
 
-def _serve_first_rank(config: EngineConfig, args: argparse.Namespace) -> int:
-    options = _server_options(config, args)
-    with FrontEnd(options) as front_end:
+def _serve_first_rank(
+    config: EngineConfig, args: argparse.Namespace, options: ServerOptions, layout: RankLayout
+) -> int:
+    with FrontEnd(options, args.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
         engine, parallel = _build(config)
+        publishing = CachePublishing(
+            engine,
+            KVEventsConfig.from_json(args.kv_events_config),
+            front_end.folder,
+            replica=front_end.replica,
+            num_replicas=options.data_parallel_size,
+        )
         loop = make_loop(
             engine,
             front_end,
             options,
             broadcast=_broadcast(parallel),
             on_serving=lambda url: _start(question, url),
+            cache=_cache_sizes(engine),
+            publish_cache=publishing.publish,
+            lockstep=engine.lockstep,
+            waker=Waker.of(front_end.context, parallel),
         )
-        question = _first_question(args, options, loop)
-        if (exit_code := serve(loop, front_end, options)) != 0:
+        question = _first_question(args, options, loop) if layout.replica == 0 else None
+        exit_code = serve(loop, front_end, options)
+        publishing.close()
+        if exit_code != 0:
             return exit_code
     parallel.destroy()
     return int(args.exit_after_answer and question is not None and question.failed)
@@ -88,14 +112,21 @@ def _serve_other_rank(config: EngineConfig, max_queue: int) -> int:
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loop = EngineLoop(engine, None, broadcast=_broadcast(parallel), max_queue=max_queue)
+    Waker.of(None, parallel)  # every rank hears of the first ones' addresses
+    loop = EngineLoop(
+        engine,
+        None,
+        broadcast=_broadcast(parallel),
+        max_queue=max_queue,
+        lockstep=engine.lockstep,
+    )
     exit_code = loop.run()
     if exit_code == 0:
         parallel.destroy()
     return exit_code
 
 
-def _build(config: EngineConfig) -> tuple[Engine, ParallelContext]:
+def _build(config: EngineConfig) -> tuple[DynamicInferenceEngine, ParallelContext]:
     # Imported here: torch takes seconds, during which the front end already starts.
     from megatron_hybrid.engine.build import build_engine, resolve_device
     from megatron_hybrid.parallel import initialize
@@ -109,7 +140,36 @@ def _broadcast(parallel: ParallelContext) -> Broadcast | None:
     return parallel.replica.broadcast_object if parallel.replica.size > 1 else None
 
 
-def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOptions:
+def _cache_sizes(engine: Engine) -> CacheSizes:
+    """What the coordinator of several replicas needs to know."""
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
+
+    assert isinstance(engine, DynamicInferenceEngine)
+    geometry = engine.context.geometry
+    return CacheSizes(
+        geometry.block_size,
+        geometry.grid,
+        geometry.num_blocks if geometry.has_attention else 0,
+        geometry.num_cached_slots,
+        geometry.has_recurrent,
+    )
+
+
+def _server_options(
+    config: EngineConfig, args: argparse.Namespace, layout: RankLayout
+) -> ServerOptions:
+    """ConfigurationError when the replicas do not fit their number, or could not meet."""
+    end = args.data_parallel_rank + layout.num_replicas
+    size = end if args.data_parallel_size is None else args.data_parallel_size
+    if end > size:
+        raise ConfigurationError(
+            f"This launch has {layout.num_replicas} replica(s), the first with number "
+            f"{args.data_parallel_rank} (--data-parallel-rank), but --data-parallel-size is {size}."
+        )
+    if size > 1 and args.port == 0:
+        raise ConfigurationError(
+            f"--port is 0, but {size} replicas share one address: choose a port."
+        )
     folder = reference_model.path() if config.load is None else Path(config.load)
     name = REFERENCE_MODEL_NAME if config.load is None else folder.resolve().name
     return ServerOptions(
@@ -126,6 +186,8 @@ def _server_options(config: EngineConfig, args: argparse.Namespace) -> ServerOpt
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,
         tool_call_parser=args.tool_call_parser,
+        data_parallel_size=size,
+        coordinator_policy=args.coordinator_policy,
     )
 
 
@@ -141,20 +203,6 @@ def _first_question(
 def _start(question: FirstQuestion | None, url: str) -> None:
     if question is not None:
         threading.Thread(target=question.ask, args=(url,), name="question", daemon=True).start()
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = config.tensor_model_parallel_size
-    if ranks != wanted:
-        raise ConfigurationError(
-            f"torchrun started {ranks} processes, but --tensor-model-parallel-size is {wanted}; "
-            "they must be equal: the server has no data parallelism so far."
-        )
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 if __name__ == "__main__":

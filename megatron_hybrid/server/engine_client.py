@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.engine_link import EngineLink
+from megatron_hybrid.server.placement import Placement, Wanted
 from megatron_hybrid.server.subscription import (
     EngineUnavailable,
     Overloaded,
@@ -22,6 +24,7 @@ from megatron_hybrid.server.subscription import (
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
 STALLED_SECONDS = 600.0
 QUERY_SECONDS = 60.0  # a step may take that long
+STATS_SECONDS = 2.0
 
 
 class QueryFailed(RuntimeError):
@@ -38,26 +41,61 @@ class _Registered:
 
     subscription: Subscription
     open: set[int]
+    on_first: Callable[[str], None] | None  # until its first event
+
+
+class PendingAnswer:
+    """A query that was sent; `result` waits for what comes back."""
+
+    def __init__(self, client: EngineClient, query_id: int) -> None:
+        self._client = client
+        self._query_id = query_id
+        self.answers: queue.SimpleQueue[wire.Result | None] = queue.SimpleQueue()
+
+    def result(self, timeout: float | None) -> dict[str, Any]:
+        """To be called once. None: wait for as long as the engine lives.
+
+        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
+        """
+        try:
+            result = self.answers.get(timeout=timeout)
+        except queue.Empty:
+            raise EngineUnavailable("The engine is busy and did not answer in time.") from None
+        finally:
+            self._client.forget_query(self._query_id)
+        if result is None:
+            self._client.check()
+            raise EngineUnavailable("The engine has ended.")
+        if result.error is not None:
+            raise QueryFailed(result.error, result.status)
+        return result.values
 
 
 class EngineClient:
-    """Submits requests to the engine at `endpoint`; hands events to whoever waits for them."""
+    """Submits requests to the engine at `endpoint`; hands events to whoever waits for them.
 
-    def __init__(self, endpoint: str) -> None:
+    first_ready: set when the engine has answered for the first time; clients may share one.
+    """
+
+    def __init__(self, endpoint: str, first_ready: threading.Event | None = None) -> None:
         self.ready: wire.EngineReady | None = None
         self.state = "loading"
+        self.draining = False  # the engine takes no more requests, and will end
         self._url = ""
-        self._first_ready = threading.Event()
+        self._first_ready = threading.Event() if first_ready is None else first_ready
         self._down: str | None = None  # why there is no engine now
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._requests: dict[str, _Registered] = {}
         self._queries: dict[int, queue.SimpleQueue[wire.Result | None]] = {}
         self._query_ids = itertools.count()
-        self._link = EngineLink(endpoint, self)
+        self._link: EngineLink[wire.Command, wire.AnyReply] = EngineLink(
+            endpoint, self, wire.encode, wire.decode_replies
+        )
 
     def join(self, url: str) -> None:
-        """Begin to look for the engine, and tell each that comes that we listen at `url`."""
+        """Begin to look for the engine, and tell each that comes that we listen at `url`, unless
+        that is ""."""
         self._url = url
         self._link.start()
 
@@ -69,10 +107,16 @@ class EngineClient:
         self.check()
         return Subscription(self, whole=whole)
 
+    def place(self, wanted: Wanted) -> Placement:
+        """Where a request is to go: here."""
+        return Placement(self)
+
     def check(self) -> wire.EngineReady:
         """What the engine said of itself; EngineUnavailable unless it can take requests."""
         if self._down is not None:
             raise EngineUnavailable(self._down)
+        if self.draining:
+            raise EngineUnavailable("The engine process is shutting down.")
         if self.ready is None:
             raise EngineUnavailable("The engine is still loading the model.")
         if (silence := self._silence()) > STALLED_SECONDS:
@@ -91,24 +135,21 @@ class EngineClient:
         Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
         """
         self.check()
-        answer: queue.SimpleQueue[wire.Result | None] = queue.SimpleQueue()
+        return self.begin(kind, *arguments).result(timeout)
+
+    def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> PendingAnswer:
+        """Send a query of this kind."""
         query_id = next(self._query_ids)
+        pending = PendingAnswer(self, query_id)
         with self._lock:
-            self._queries[query_id] = answer
+            self._queries[query_id] = pending.answers
         self.send(kind(query_id, *arguments))
-        try:
-            result = answer.get(timeout=timeout)
-        except queue.Empty:
-            raise EngineUnavailable("The engine is busy and did not answer in time.") from None
-        finally:
-            with self._lock:
-                self._queries.pop(query_id, None)
-        if result is None:
-            self.check()
-            raise EngineUnavailable("The engine has ended.")
-        if result.error is not None:
-            raise QueryFailed(result.error, result.status)
-        return result.values
+        return pending
+
+    def forget_query(self, query_id: int) -> None:
+        """Nobody waits for this answer any more."""
+        with self._lock:
+            self._queries.pop(query_id, None)
 
     def abort(self, request_id: str) -> int:
         """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
@@ -119,20 +160,44 @@ class EngineClient:
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
-        return self.ask(wire.GetStats, timeout=2.0)
+        return self.ask(wire.GetStats, timeout=STATS_SECONDS)
+
+    def stats_by_engine(self) -> dict[str, dict[str, Any]]:
+        """The counters of the only engine, if it answers."""
+        try:
+            return {"0": self.stats()}
+        except EngineUnavailable:
+            return {}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of the only engine, whether it takes requests: "ok" or "paused"; else "down"."""
+        try:
+            return {"0": {"status": self.state, "pid": self.check().pid}}
+        except EngineUnavailable:
+            return {"0": {"status": "down"}}
 
     def close(self) -> None:
         self._link.close()
 
-    def register(self, request_id: str, choices: int, subscription: Subscription) -> None:
-        """Hand the events of this request's choices to the subscription, until each has ended."""
+    def submit(
+        self,
+        request: wire.AddRequest,
+        subscription: Subscription,
+        on_first: Callable[[str], None] | None = None,
+    ) -> None:
+        """Send a request, and hand the events of its choices to the subscription, until each has
+        ended. on_first: called with the request's id when its first event comes, by the link's
+        thread."""
+        name = request.request_id
         with self._lock:
-            if request_id in self._requests:
-                raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
-            if self._down is None:
-                self._requests[request_id] = _Registered(subscription, set(range(choices)))
+            if name in self._requests:
+                raise InvalidRequestError("request_id", f"request_id {name!r} is in use.")
+            if self._down is None and not self.draining:
+                known = _Registered(subscription, set(range(request.params.n)), on_first)
+                self._requests[name] = known
+                self.send(request)  # under the lock, so that it comes before Left
                 return
-        raise EngineUnavailable(self._down)
+        raise EngineUnavailable(self._down or "The engine process is shutting down.")
 
     def forget(self, request_id: str, index: int) -> None:
         """Drop whatever still comes for this choice."""
@@ -148,6 +213,7 @@ class EngineClient:
         """An engine process is there, though its model may still load."""
         self._heard = time.monotonic()
         self._down = None
+        self.draining = False
         self.state = "loading"
         return [wire.Join()]
 
@@ -208,9 +274,16 @@ class EngineClient:
             self.ready = reply
             self.state = "ok"
             self._first_ready.set()
-            self.send(wire.Joined(self._url))
+            if self._url:
+                self.send(wire.Joined(self._url))
         elif isinstance(reply, wire.Heartbeat):
-            self.state = "paused" if reply.paused else "ok"
+            if not self.draining:
+                self.state = "paused" if reply.paused else "ok"
+        elif isinstance(reply, wire.Draining):
+            with self._lock:
+                self.draining = True
+                self.state = "draining"
+                self.send(wire.Left())
         elif isinstance(reply, wire.EngineEnded):
             self._end(reply.reason)
 
@@ -221,6 +294,9 @@ class EngineClient:
                 return  # nobody waits for it any more
             if event.finish_reason is not None:
                 self._end_choice(event.request_id, event.index)
+        if known.on_first is not None:
+            known.on_first(event.request_id)
+            known.on_first = None
         known.subscription.deliver(event)
 
     def _end_choice(self, request_id: str, index: int) -> None:

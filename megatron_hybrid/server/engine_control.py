@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.server import messages as wire
+
+if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
+    from megatron_hybrid.execution.lockstep import Lockstep
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +54,17 @@ class _Update:
 
 
 class EngineControl:
-    """`send` gives a client its reply."""
+    """`send` gives a client its reply. In a lockstep group every replica is asked for an update,
+    and they load the weights together."""
 
-    def __init__(self, engine: Engine, send: Callable[[bytes, wire.Reply], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        send: Callable[[bytes, wire.Reply], None],
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self._engine = engine
+        self._lockstep = lockstep
         self._send = send
         self._pauses: list[tuple[bytes, wire.Pause]] = []  # not answered yet
         self._update: _Update | None = None
@@ -76,9 +86,20 @@ class EngineControl:
         for client, query in self._pauses:
             self._succeed(client, query)
         self._pauses.clear()
-        if self._update is not None:
+        if self._update is not None and self._others_are_at_rest():
             update, self._update = self._update, None
             self._load(update)
+
+    def _others_are_at_rest(self) -> bool:
+        """Whether every replica in lockstep waits to load weights, as this one does from now on;
+        all learn it in the same turn."""
+        if self._lockstep is None:
+            return True
+        if not self._lockstep.all_at_rest:
+            self._lockstep.is_at_rest = True
+            return False
+        self._lockstep.is_at_rest = self._lockstep.all_at_rest = False
+        return True
 
     def _pause(self, client: bytes, query: wire.Pause) -> None:
         try:

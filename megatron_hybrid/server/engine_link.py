@@ -1,4 +1,4 @@
-"""The front end's socket to the engine process, through the deaths and returns of that process.
+"""The front end's socket to an engine process, through the deaths and returns of that process.
 
 One thread (a greenlet in a front-end worker) owns the socket. Each life of the engine gets a socket
 of its own, so that nothing meant for an engine that died reaches the next one.
@@ -11,12 +11,12 @@ import logging
 import os
 import queue
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.sockets import zmq_module
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,18 @@ _HANDSHAKE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 
 
-class Listener(Protocol):
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
+Sent_co = TypeVar("Sent_co", covariant=True)
+
+
+class Listener(Protocol[Sent_co, Received]):
     """What hears of the link; all of it is called by the link's thread and must be quick."""
 
-    def connected(self) -> list[wire.Command]:
+    def connected(self) -> Sequence[Sent_co]:
         """An engine process is there; what to say to it first."""
 
-    def received(self, replies: list[wire.AnyReply]) -> None: ...
+    def received(self, replies: list[Received]) -> None: ...
 
     def lost(self) -> None:
         """The engine process is gone. The link goes on looking for the next one."""
@@ -42,13 +47,24 @@ class Listener(Protocol):
         """Called at least once in TICK_SECONDS."""
 
 
-class EngineLink:
-    """Sends commands to the engine at `endpoint`; tells the listener what happens."""
+class EngineLink(Generic[Sent, Received]):
+    """Sends commands to the engine at `endpoint`; tells the listener what happens.
 
-    def __init__(self, endpoint: str, listener: Listener) -> None:
+    encode, decode: of lists. The coordinator is reached in the same way, with other messages.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        listener: Listener[Sent, Received],
+        encode: Callable[[Sequence[Sent]], bytes],
+        decode: Callable[[bytes], list[Received]],
+    ) -> None:
         self._endpoint = endpoint
         self._listener = listener
-        self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
+        self._encode = encode
+        self._decode = decode
+        self._outgoing: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -61,7 +77,7 @@ class EngineLink:
         """Begin to look for the engine."""
         self._thread.start()
 
-    def send(self, command: wire.Command) -> None:
+    def send(self, command: Sent) -> None:
         """From any thread. What is sent while there is no engine is dropped."""
         self._outgoing.put(command)
         self._wake()
@@ -126,18 +142,18 @@ class EngineLink:
             if is_connected and not self._closing:
                 self._listener.lost()
 
-    def _take_outgoing(self) -> list[wire.Command]:
-        commands: list[wire.Command] = []
+    def _take_outgoing(self) -> list[Sent]:
+        commands: list[Sent] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 commands.append(self._outgoing.get_nowait())
         return commands
 
-    def _send(self, socket: Any, commands: list[wire.Command]) -> None:
+    def _send(self, socket: Any, commands: Sequence[Sent]) -> None:
         if commands:
-            socket.send(wire.encode(commands))
+            socket.send(self._encode(commands))
 
     def _receive(self, socket: Any) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._listener.received(wire.decode_replies(socket.recv(zmq.NOBLOCK)))
+                self._listener.received(self._decode(socket.recv(zmq.NOBLOCK)))

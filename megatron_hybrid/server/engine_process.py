@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
@@ -21,6 +21,10 @@ from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from megatron_hybrid.server import engine_control
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.engine_control import EngineControl
+
+if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
+    from megatron_hybrid.execution.lockstep import Lockstep
+    from megatron_hybrid.server.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +97,9 @@ class EngineLoop:
     front_end_failure: says why the front end is gone, or None while it is there.
     max_queue: answers that may wait; every rank must be given the same.
     on_join: called with the URL of each front end that has begun to take requests for this engine.
+    cache: what the coordinator of several replicas needs to know of this one's.
+    publish_cache: called when what the prefix cache holds may have changed; must not wait.
+    lockstep, waker: of a replica that steps together with others; only first ranks have wakers.
     """
 
     def __init__(
@@ -104,6 +111,10 @@ class EngineLoop:
         front_end_failure: Callable[[], str | None] = lambda: None,
         on_join: Callable[[str], None] = lambda url: None,
         max_queue: int = 1_000_000,
+        cache: wire.CacheSizes = wire.NO_CACHE,
+        publish_cache: Callable[[], None] = lambda: None,
+        lockstep: Lockstep | None = None,
+        waker: Waker | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -111,24 +122,35 @@ class EngineLoop:
         self._front_end_failure = front_end_failure
         self._on_join = on_join
         self._max_queue = max_queue
+        self._cache = cache
+        self._publish_cache = publish_cache
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
         self._last_heartbeat = 0.0
+        self._is_alone = broadcast is None and lockstep is None
+        self._lockstep = lockstep
+        self._waker = waker
         self._stop_requested = False
+        self._has_ended = False  # nobody needs this replica any more
         self._drain_until: float | None = None
+        self._drains_apart = False  # while other replicas go on behind the same front end
+        self._told: set[bytes] = set()  # clients that know of it
+        self._left: set[bytes] = set()  # those whose last request is here
         self._unreachable: list[bytes] = []  # clients that went away since the last turn
-        self._control = EngineControl(engine, self._send)
+        self._control = EngineControl(engine, self._send, lockstep)
 
     def request_stop(self) -> None:
         """End the loop at its next turn; safe in a signal handler and in any thread."""
         self._stop_requested = True
 
-    def request_drain(self, seconds: float) -> None:
+    def request_drain(self, seconds: float, *, apart: bool = False) -> None:
         """End the loop when the front end has gone, which it does when its last client has its
-        answer, or after that time; safe in a signal handler."""
+        answer, or after that time; safe in a signal handler. `apart`: the front end stays for
+        other replicas, so end when it sends us no more requests and none is left."""
+        self._drains_apart = apart
         self._drain_until = time.monotonic() + seconds
 
     def run(self) -> int:
@@ -139,19 +161,25 @@ class EngineLoop:
             commands = self._receive() if self._socket is not None else []
             if self._broadcast is not None:
                 commands = self._broadcast(commands)
-            if any(isinstance(command, wire.Stop) for command in commands):
+            if self._ends_with(commands):
                 break
             for command in commands:
                 self._apply(command)
-            if self._engine.has_work() and not self._step():
+            if (self._lockstep is not None or self._engine.has_work()) and not self._step():
                 reason = "The engine failed and cannot go on; its log says why."
                 exit_code = 1
                 break
+            if self._lockstep is not None and self._lockstep.is_stopping:
+                break
             self._control.proceed()
+            self._publish_cache()  # what commands changed, or a step that failed
             failure = self._keep_contact()
             if self._drain_until is not None:
-                if failure is not None or time.monotonic() > self._drain_until:
+                is_late = time.monotonic() > self._drain_until
+                if failure is not None or is_late:
                     self._stop_requested = True
+                elif self._drains_apart and self._has_drained():
+                    self._has_ended = True
             elif failure is not None:
                 logger.error("%s", failure)
                 exit_code = 1
@@ -162,18 +190,26 @@ class EngineLoop:
     def _receive(self) -> list[wire.Command]:
         """The front ends' commands for this step; blocks for a while if there is nothing to do."""
         assert self._socket is not None
-        if self._stop_requested:
-            return [wire.Stop()]
+        if self._stop_requested or self._has_ended:
+            return [wire.Stop(at_once=self._stop_requested)]
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
         timeout = 0 if self._engine.has_work() else int(1000 * idle_seconds)
         shared: list[wire.Command] = self._abort_orphans()
+        sleeps = timeout > 0
+        if self._waker is not None and sleeps:
+            self._waker.wait(self._socket, timeout)
+            timeout = 0
         while self._socket.poll(timeout):
             timeout = 0
             client, payload = self._socket.recv_multipart()
             for command in wire.decode_commands(payload):
                 if isinstance(command, wire.Join):
                     self._clients.add(client)
+                    self._told.discard(client)
+                    self._left.discard(client)
                     self._send(client, self._ready())
+                elif isinstance(command, wire.Left):
+                    self._left.add(client)
                 elif isinstance(command, wire.Joined):
                     self._on_join(command.url)
                 elif isinstance(command, wire.GetStats):
@@ -182,7 +218,25 @@ class EngineLoop:
                     if isinstance(command, wire.AddRequest | wire.Query):
                         self._senders.append(client)
                     shared.append(command)
+        if self._waker is not None and sleeps and shared:
+            self._waker.wake_others()
         return shared
+
+    def _ends_with(self, commands: list[wire.Command]) -> bool:
+        """Whether this replica ends now; one in lockstep does when the others do too."""
+        stops = [command for command in commands if isinstance(command, wire.Stop)]
+        if not stops or self._lockstep is None:
+            return bool(stops)
+        self._lockstep.may_stop = True
+        self._lockstep.must_stop = any(stop.at_once for stop in stops)
+        return False
+
+    def _has_drained(self) -> bool:
+        """Whether no request is here, and none can come any more."""
+        for client in self._clients - self._told:
+            self._told.add(client)
+            self._send(client, wire.Draining())
+        return self._clients <= self._left and not self._owned
 
     def _abort_orphans(self) -> list[wire.Command]:
         """For the requests of clients that went away: those of a front-end worker that died."""
@@ -198,7 +252,12 @@ class EngineLoop:
     def _ready(self) -> wire.EngineReady:
         engine = self._engine
         return wire.EngineReady(
-            engine.max_seq_length, engine.vocab_size, engine.eos_token_ids, os.getpid()
+            engine.max_seq_length,
+            engine.vocab_size,
+            engine.eos_token_ids,
+            os.getpid(),
+            self._max_queue,
+            self._cache,
         )
 
     def _apply(self, command: wire.Command) -> None:
@@ -281,9 +340,10 @@ class EngineLoop:
             self._fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
             self._failed_steps += 1
             # Other ranks may wait in a collective that this one has left: there is no going on.
-            sound = self._broadcast is None and not isinstance(error, DeviceLostError)
+            sound = self._is_alone and not isinstance(error, DeviceLostError)
             return sound and self._failed_steps < MAX_FAILED_STEPS
         self._failed_steps = 0
+        self._publish_cache()  # first: who sees the answer may ask again at once
         self._publish(events)
         return True
 

@@ -1,7 +1,8 @@
 """The front end: gunicorn's master process, whose workers do HTTP, JSON and tokenizing.
 
-The engine process starts it, but it outlives that process: it tells its clients that the engine
-died, and waits for a restarted one. Its standard input holds its settings.
+The first engine process starts it, but it outlives that process: it tells its clients that the
+engine died, and waits for a restarted one. Its standard input holds its settings. With several
+replicas it has a process beside it that places requests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.server.coordinator_process import COORDINATOR, CoordinatorProcess
 from megatron_hybrid.server.options import FrontEndSettings
 from megatron_hybrid.server.run_folder import Holder, RunFolder
 from megatron_hybrid.tokenizer import Tokenizer
@@ -62,10 +64,15 @@ def run(settings: FrontEndSettings) -> None:
         daemon=True,
     ).start()
     master = _make_master(settings, listener, tokenizer)
+    coordinator = None
+    if options.data_parallel_size > 1:
+        coordinator = CoordinatorProcess(options, folder)
     try:
         master.run()
     finally:
-        if folder.engine_lock.holder() is None:  # else the engine process removes it
+        if coordinator is not None:
+            coordinator.end()
+        if not folder.living_engines():  # else the last engine process removes it
             folder.remove()
 
 
@@ -110,11 +117,18 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any
     """One worker's application. Imported here: what it uses must be gevent's by now."""
     from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
     from megatron_hybrid.server.app import create_app
+    from megatron_hybrid.server.coordinator_client import CoordinatorClient
     from megatron_hybrid.server.engine_client import EngineClient
+    from megatron_hybrid.server.replica_set import Engines, ReplicaSet
     from megatron_hybrid.server.serving import Serving
 
     folder = RunFolder(Path(settings.folder))
-    client = EngineClient(folder.endpoint())
+    endpoints = list(map(folder.engine_endpoint, range(settings.options.data_parallel_size)))
+    client: Engines
+    if len(endpoints) == 1:
+        client = EngineClient(endpoints[0])
+    else:
+        client = ReplicaSet(endpoints, CoordinatorClient(folder.endpoint(COORDINATOR)))
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
     app = create_app(Serving(client, tokenizer, settings.options, answers))
     client.join(url)
@@ -125,14 +139,15 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any
 
 
 def _end_without_engine(folder: RunFolder, restart_seconds: float) -> None:
-    """End this process when the engine process has been gone for that long; at once if it never
+    """End this process when every engine process has been gone for that long; at once if none ever
     served, since then nobody was served by us either."""
     has_served = False
     last_seen = time.monotonic()
     while True:
-        last = folder.engine_lock.last_holder()
-        has_served = has_served or (last is not None and last.ready)
-        if folder.engine_lock.holder() is not None:
+        for lock in folder.engine_locks().values():
+            last = lock.last_holder()
+            has_served = has_served or (last is not None and last.ready)
+        if folder.living_engines():
             last_seen = time.monotonic()
         elif time.monotonic() - last_seen > (restart_seconds if has_served else WATCH_SECONDS):
             os.kill(os.getpid(), signal.SIGTERM)

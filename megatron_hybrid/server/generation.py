@@ -10,9 +10,15 @@ from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.answer_record import AnswerRecord
-from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.openai_protocol import GenerationRequest
-from megatron_hybrid.server.subscription import ChoiceKey, Subscription
+from megatron_hybrid.server.placement import Placement, Wanted
+from megatron_hybrid.server.replica_set import Engines
+from megatron_hybrid.server.subscription import (
+    ChoiceKey,
+    EngineUnavailable,
+    Overloaded,
+    Subscription,
+)
 from megatron_hybrid.server.tool_calls.formats import Call
 from megatron_hybrid.tokenizer import Tokenizer
 
@@ -117,7 +123,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engines,
         tokenizer: Tokenizer,
         request_id: str,
         request: GenerationRequest,
@@ -135,6 +141,8 @@ class Generation:
         self._on_close = on_close
         self._closed = False
         self._choices: dict[ChoiceKey, _Choice] = {}
+        self._adds: list[wire.AddRequest] = []
+        self._placement: Placement | None = None
         self._subscription: Subscription | None = None
         self._arrived = time.monotonic()
         self._timeout = timeout
@@ -154,8 +162,6 @@ class Generation:
         """
         request = self._request
         n, stop = request.params.n, request.params.stop
-        # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
-        self._subscription = self._client.subscribe(whole=not request.stream and not stop)
         engine = self._client.check()
         request.params.validate_vocabulary(engine.vocab_size)
         max_seq_length = engine.max_seq_length
@@ -171,7 +177,7 @@ class Generation:
                     record,
                     with_token_ids=request.return_token_ids,
                 )
-            self._subscription.add(
+            self._adds.append(
                 wire.AddRequest(
                     request_id,
                     prompt,
@@ -184,19 +190,59 @@ class Generation:
                     arrived=self._arrived,
                 )
             )
+        wanted = Wanted(self.request_id, prompts, n, request.params.max_tokens, request.cache_salt)
+        self._submit(self._client.place(wanted))
+
+    def _submit(self, placement: Placement) -> None:
+        """Send the prompts there, or where there is a replica; EngineUnavailable if none is."""
+        request = self._request
+        # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
+        whole = not request.stream and not request.params.stop
+        while True:
+            if self._subscription is not None:
+                self._subscription.close()
+            self._placement = placement
+            self._subscription = Subscription(
+                placement.client, whole=whole, on_first=placement.on_first
+            )
+            try:
+                for add in self._adds:
+                    self._subscription.add(add)
+            except EngineUnavailable:  # it ended just now
+                other = placement.elsewhere()
+                if other is None:
+                    raise
+                placement = other
+            else:
+                return
+
+    def _next_events(self) -> list[RequestEvent]:
+        """What came; a replica whose queue is full has refused the request as a whole, and then
+        another one is asked. Raises what `Subscription.next` raises."""
+        assert self._subscription is not None, "start comes first"
+        try:
+            return self._subscription.next(self._patience())
+        except Overloaded:
+            assert self._placement is not None
+            other = self._placement.elsewhere()
+            if other is None:
+                raise
+        self._submit(other)
+        return []
 
     def deltas(self) -> Iterator[list[Delta]]:
         """Pieces of the answers as they come, until every choice has ended.
 
         Raises ClientGone, TimedOut, GenerationFailed, and what `Subscription.next` raises.
         """
-        subscription = self._subscription
-        assert subscription is not None, "start comes first"
-        while subscription.open_choices:
-            events = subscription.next(self._patience())
+        assert self._subscription is not None, "start comes first"
+        while self._subscription.open_choices:
+            events = self._next_events()
             if self._disconnected():
                 raise ClientGone
-            deltas = [delta for event in events for delta in self._advance(subscription, event)]
+            deltas = [
+                delta for event in events for delta in self._advance(self._subscription, event)
+            ]
             if deltas:
                 yield deltas
 
@@ -236,6 +282,8 @@ class Generation:
         self._on_close()
         if self._subscription is not None:
             self._subscription.close()
+        if self._placement is not None:
+            self._placement.ended(sum(one.completion_tokens for one in self._choices.values()))
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written. A prompt with several choices was given once, so counts once,

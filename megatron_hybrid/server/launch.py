@@ -30,34 +30,38 @@ LOCK_SECONDS = 1.0  # a front end that looks who holds the lock holds it for an 
 
 
 class FrontEnd:
-    """The front end process and the engine's socket to it.
+    """The front end process and this replica's socket to it.
 
-    A living one that the last engine process left on this address is taken over if it would be
-    started with the same settings; another one is ended.
+    A living one, which the last engine process left on this address or which another replica has
+    started, is taken over if it would be started with the same settings; another one is ended,
+    unless other replicas have their requests from it.
 
-    As a context manager it ends the process at the end, and removes the folder; but after `abandon`
-    the process stays, to tell its clients that the engine died and to wait for the next one.
+    As a context manager it leaves in order at the end: the last replica to do so ends the process
+    and removes the folder. After `abandon` the process stays in any case, to tell its clients that
+    the engine died and to wait for the next one.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, replica: int = 0) -> None:
         self._options = options
-        self.folder = RunFolder.for_address(options.host, options.port)
-        self._take_engine_lock()
+        self.replica = replica
         self._digest = _digest(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._found: int | None = None  # the pid of one that was there
         self._abandoned = False
-        found = self.folder.front_end_lock.holder()
-        if found is not None and found.digest == self._digest:
-            self._found = found.pid
-        elif found is not None:
-            self._end_process(found.pid)
+        self._holder = Holder(os.getpid())
+        self._take_locks()
+        self._find()
         # Not earlier: the workers of one that ends would join us.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = bind_socket(self.context, self.folder.endpoint())
-        self._answers = AnswerMemoryServer(self.context, self.folder.endpoint(ENDPOINT_NAME))
+        self.socket = bind_socket(self.context, self.folder.engine_endpoint(replica))
+        self._answers: AnswerMemoryServer | None = None
+        if options.data_parallel_size == 1:
+            # With several, the coordinator's process has the memory: it outlives any replica.
+            self._answers = AnswerMemoryServer(self.context, self.folder.endpoint(ENDPOINT_NAME))
         if self._found is None:
             self._start()
+        else:
+            self.folder.start_lock.release()
 
     def wait_until_listening(self) -> None:
         """Return once it has its port and tokenizer; ConfigurationError if it ends instead."""
@@ -65,18 +69,25 @@ class FrontEnd:
         # Its first message waits in the socket until the engine's loop reads it.
         while not self.socket.poll(100):
             if self._found is not None and self.failure() is not None:
-                self._found = None
-                self._start()  # it had waited long enough, and ended just now
+                # It had waited long enough, and ended just now.
+                self._take_start_lock()
+                self._find()
+                if self._found is None:
+                    self._start()
+                else:
+                    self.folder.start_lock.release()
             if self._process is not None and (code := self._process.poll()) is not None:
                 raise FrontEndEnded(code)
             if time.monotonic() > deadline:
                 raise ConfigurationError(
                     f"The front end process did not start within {START_SECONDS:.0f} seconds."
                 )
+        self.folder.start_lock.release()  # which it is only if we have started the process
 
     def engine_is_ready(self) -> None:
         """From now on the front end waits for a restarted engine if this process dies."""
-        self.folder.engine_lock.write(Holder(os.getpid(), ready=True))
+        self._holder.ready = True
+        self._lock.write(self._holder)
 
     def failure(self) -> str | None:
         """Why the process is gone, or None while it is there."""
@@ -87,19 +98,31 @@ class FrontEnd:
             return "The front end process has ended."
         return None
 
-    def begin_to_end(self) -> None:
-        """Let the process take no more connections, answer what is open, and end."""
+    def begin_to_end(self) -> bool:
+        """Let the process take no more connections, answer what is open, and end. False if other
+        replicas need it, or a replica that died may come back to it: then it goes on."""
+        if self._is_needed():
+            return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid(), signal.SIGTERM)
+        return True
 
     def abandon(self) -> None:
         """Let the process tell its clients that the engine died, and wait for the next one."""
         self._abandoned = True
 
-    def end(self) -> None:
-        """End the process now, and leave no files."""
-        self._end_process(self._pid())
-        self.folder.remove()
+    def leave(self) -> None:
+        """Say that this replica ends in order; if nobody else needs it, end the process now, and
+        leave no files."""
+        self._holder.ended = True
+        self._lock.write(self._holder)
+        with contextlib.suppress(ConfigurationError):  # somebody hangs while starting: go on
+            self._take_start_lock()
+        if not self._is_needed():
+            self._end_process(self._pid())
+            self.folder.remove()
+        self._lock.release()
+        self.folder.start_lock.release()
 
     def __enter__(self) -> FrontEnd:
         return self
@@ -110,26 +133,89 @@ class FrontEnd:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._answers.close()
+        if self._answers is not None:
+            self._answers.close()
         self.socket.close()  # it sends the last message first, for half a second at most
         self.context.term()
         if not self._abandoned or self.failure() is not None:
-            self.end()
-        self.folder.engine_lock.release()
+            self.leave()
+        self._lock.release()
+        self.folder.start_lock.release()
+
+    def _is_needed(self) -> bool:
+        """Whether another replica lives, or died and may be restarted."""
+        for replica, lock in self.folder.engine_locks().items():
+            if replica == self.replica:
+                continue
+            last = lock.last_holder()
+            if lock.holder() is not None or (last is not None and not last.ended):
+                return True
+        return False
+
+    def _take_locks(self) -> None:
+        """The replica's, for its life, and the one of whoever starts or ends a front end."""
+        while True:
+            self.folder = RunFolder.for_address(self._options.host, self._options.port)
+            self._lock = self.folder.engine_lock(self.replica)
+            try:
+                self._take_engine_lock()
+                self._take_start_lock()
+            except FileNotFoundError:  # a server that ended just now has removed the folder
+                self._lock.release()
+            else:
+                return
 
     def _take_engine_lock(self) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
-        lock = self.folder.engine_lock
-        while not lock.acquire():
+        while not self._lock.acquire():
             if time.monotonic() > deadline:
-                holder = lock.holder()
+                raise ConfigurationError(self._taken())
+            time.sleep(0.02)
+        self._lock.write(self._holder)
+
+    def _taken(self) -> str:
+        options = self._options
+        holder = self._lock.holder()
+        pid = holder.pid if holder is not None else "unknown"
+        if options.data_parallel_size == 1:
+            return (
+                f"The server cannot listen on {options.host}:{options.port} (--host, --port): "
+                f"another one is running there, with process id {pid}."
+            )
+        return (
+            f"Replica {self.replica} (--data-parallel-rank) of the server on {options.host}:"
+            f"{options.port} is running already, with process id {pid}."
+        )
+
+    def _take_start_lock(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self.folder.start_lock.acquire():
+            if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"The server cannot listen on {self._options.host}:{self._options.port} "
-                    "(--host, --port): another one is running there, with process id "
-                    f"{holder.pid if holder is not None else 'unknown'}."
+                    "Another replica has been starting or ending the front end process for "
+                    f"{START_SECONDS:.0f} seconds."
                 )
             time.sleep(0.02)
-        lock.write(Holder(os.getpid()))
+
+    def _find(self) -> None:
+        """Look for a living process that can be taken over. Under the start lock."""
+        self._found = None
+        found = self.folder.front_end_lock.holder()
+        if found is None:
+            return
+        if found.digest == self._digest:
+            self._found = found.pid
+            return
+        others = [one for one in self.folder.living_engines() if one != self.replica]
+        if others:
+            self._lock.release()
+            self.folder.start_lock.release()
+            raise ConfigurationError(
+                f"Replica {', '.join(map(str, others))} of the server on {self._options.host}:"
+                f"{self._options.port} runs with other settings; start every replica with the "
+                "same flags of the text server, and with the same files."
+            )
+        self._end_process(found.pid)
 
     def _start(self) -> None:
         # In a session of its own: what ends our group (Ctrl-C, torchrun) shall not end its answers.

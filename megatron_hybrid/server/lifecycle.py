@@ -8,10 +8,16 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd
+from megatron_hybrid.server.messages import NO_CACHE, CacheSizes
 from megatron_hybrid.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from megatron_hybrid.execution.lockstep import Lockstep
+    from megatron_hybrid.server.waker import Waker
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,7 +36,7 @@ def end_loading_on_signals(front_end: FrontEnd) -> None:
     def wait() -> None:
         signum = ours.recv(1)
         if signum and signum[0] in ENDING_SIGNALS:
-            front_end.end()
+            front_end.leave()
             os._exit(128 + signum[0])
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
@@ -43,15 +49,22 @@ def make_loop(
     *,
     broadcast: Broadcast | None = None,
     on_serving: Callable[[str], None] = lambda url: None,
+    cache: CacheSizes = NO_CACHE,
+    publish_cache: Callable[[], None] = lambda: None,
+    lockstep: Lockstep | None = None,
+    waker: Waker | None = None,
 ) -> EngineLoop:
-    """The first rank's loop. on_serving: called once, when every worker is served."""
+    """The first rank's loop. on_serving: called once, when every worker is served; cache: what the
+    coordinator of several replicas needs to know of this one's."""
     joined = 0
 
     def on_join(url: str) -> None:
         nonlocal joined
         joined += 1
         if joined == options.http_workers:  # later ones replace workers that died
-            print(f"serving {options.model_name} on {url}", flush=True)
+            size = options.data_parallel_size
+            which = f" (replica {front_end.replica} of {size})" if size > 1 else ""
+            print(f"serving {options.model_name} on {url}{which}", flush=True)
             on_serving(url)
 
     return EngineLoop(
@@ -61,14 +74,19 @@ def make_loop(
         front_end_failure=front_end.failure,
         on_join=on_join,
         max_queue=options.max_queue,
+        cache=cache,
+        publish_cache=publish_cache,
+        lockstep=lockstep,
+        waker=waker,
     )
 
 
 def serve(loop: EngineLoop, front_end: FrontEnd, options: ServerOptions) -> int:
     """Run the loop until it ends; the exit code.
 
-    The first signal lets requests that are open finish, the second ends them. When the engine
-    fails, the front end stays, to say so and to wait for a restarted one.
+    The first signal lets requests that are open finish, the second ends them. The front end ends
+    with its last replica. When the engine fails, the front end stays, to say so and to wait for a
+    restarted one.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -76,8 +94,8 @@ def serve(loop: EngineLoop, front_end: FrontEnd, options: ServerOptions) -> int:
         signal.signal(signum, signal.SIG_DFL)  # a third one ends a step that hangs
 
     def drain(signum: int, frame: FrameType | None) -> None:
-        front_end.begin_to_end()
-        loop.request_drain(options.shutdown_timeout)
+        ends_too = front_end.begin_to_end()
+        loop.request_drain(options.shutdown_timeout, apart=not ends_too)
         for each in ENDING_SIGNALS:
             signal.signal(each, stop)
 

@@ -27,6 +27,10 @@ class Joined(Command, frozen=True):
     url: str
 
 
+class Left(Command, frozen=True):
+    """The answer to Draining: no more requests come from this front end."""
+
+
 class AddRequest(Command, frozen=True):
     """One prompt of an HTTP request, named `<its id>-<number>`.
 
@@ -98,18 +102,40 @@ class UpdateWeights(Query, frozen=True):
 class Stop(Command, frozen=True):
     """Ends the engine loop; the first rank sends it to the others, never a front end."""
 
+    at_once: bool = True  # else when the replicas in lockstep may end too
+
 
 class Reply(msgspec.Struct, tag=True, frozen=True):
     """Sent by the engine process."""
 
 
+class CacheSizes(msgspec.Struct, frozen=True):
+    """How an engine's prefix cache is cut, in tokens, blocks and slots. `block_size` 0: it has
+    none, or it is not known."""
+
+    block_size: int = 0
+    grid: int = 0  # prefill leaves states at multiples of this
+    kv_blocks: int = 0  # 0: no attention layers
+    states: int = 0  # slots for cached ones
+    recurrent: bool = False  # a prefix can be skipped only where there is a state
+
+
+NO_CACHE = CacheSizes()
+
+
 class EngineReady(Reply, frozen=True):
-    """The answer to Join. `pid`: of the engine process."""
+    """The answer to Join. `pid`: of the engine process; `max_queue`: answers that may wait."""
 
     max_seq_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pid: int = 0
+    max_queue: int = 0
+    cache: CacheSizes = NO_CACHE
+
+
+class Draining(Reply, frozen=True):
+    """This replica ends when its requests have, and takes no more; answered with Left."""
 
 
 class Events(Reply, frozen=True):
@@ -149,8 +175,8 @@ class EngineEnded(Reply, frozen=True):
 
 
 AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
-AnyCommand = Join | Joined | AddRequest | AbortRequest | AnyQuery
-AnyReply = EngineReady | Events | Refused | Result | Heartbeat | EngineEnded
+AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
+AnyReply = EngineReady | Draining | Events | Refused | Result | Heartbeat | EngineEnded
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,13 @@
 """The page that Prometheus scrapes: the engine's figures, asked for at each scrape.
 
-Everything is measured in the engine process, so it is the same whichever front end answers.
+Everything is measured in the engine processes, so it is the same whichever front end answers.
 docs/server_metrics.md describes the metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -20,9 +20,11 @@ from prometheus_client.core import (
 from megatron_hybrid.cache.checkpoint_placement import KINDS
 from megatron_hybrid.cache.prefix_store import LOST_CAUSES
 from megatron_hybrid.request import FinishReason
-from megatron_hybrid.server.subscription import EngineUnavailable
 
 PREFIX = "megatron_hybrid:"
+TAKES_REQUESTS = ("ok", "paused")
+_LABELS = ("engine",)
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
 
 # Prometheus name: the engine's name for it (docs/prefix_cache.md), and what it counts.
 _COUNTERS = {
@@ -77,17 +79,18 @@ _LATENCIES = {
 
 
 class StatsSource(Protocol):
-    """What is asked of the engine's client. Both raise EngineUnavailable."""
+    """What is asked of the engine's client."""
 
-    def stats(self) -> Mapping[str, Any]:
-        """The engine's figures; it may be too busy to answer."""
+    def stats_by_engine(self) -> Mapping[str, Mapping[str, Any]]:
+        """The figures of each engine that is not too busy to answer, by its number."""
 
-    def check(self) -> object:
-        """Only tells whether the engine takes requests."""
+    def states(self) -> Mapping[str, Mapping[str, Any]]:
+        """Of each engine, its `status`: "ok" and "paused" if it takes requests."""
 
 
 class ServerMetrics:
-    """Renders the figures of one engine."""
+    """Renders the figures of one engine, or of each of several with its number as the label
+    `engine`, as vLLM has it."""
 
     def __init__(self, engine: StatsSource) -> None:
         self._engine = engine
@@ -106,51 +109,63 @@ class ServerMetrics:
         """Called by the registry for each page."""
         # Without an answer, no figures of an earlier one: those of several front ends would
         # differ, and a counter that falls looks like a restart.
-        values = self._stats()
-        up = values is not None or self._is_up()
-        yield GaugeMetricFamily(PREFIX + "up", "Whether the engine takes requests", value=up)
-        if values is not None:
-            yield from _families(values)
-
-    def _stats(self) -> Mapping[str, Any] | None:
-        try:
-            return self._engine.stats()
-        except EngineUnavailable:
-            return None
-
-    def _is_up(self) -> bool:
-        try:
-            self._engine.check()
-        except EngineUnavailable:
-            return False
-        return True
+        values = self._engine.stats_by_engine()
+        states = self._engine.states()
+        labels = _LABELS if len(states) > 1 else ()
+        up = GaugeMetricFamily(PREFIX + "up", "Whether the engine takes requests", labels=labels)
+        for engine, state in states.items():
+            is_up = engine in values or state["status"] in TAKES_REQUESTS
+            up.add_metric([engine] if labels else [], float(is_up))
+        yield up
+        if values:
+            families = _Families(labels)
+            for engine, figures in values.items():
+                families.add([engine] if labels else [], figures)
+            yield from families.all()
 
 
-def _families(values: Mapping[str, Any]) -> Iterator[Metric]:
-    for name, (key, text) in _COUNTERS.items():
-        yield CounterMetricFamily(PREFIX + name, text, value=values[key])
-    for name, (key, label, text) in _LABELLED_COUNTERS.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=[label])
-        for kind, count in {**dict.fromkeys(_LABEL_VALUES[name], 0), **values[key]}.items():
-            counter.add_metric([kind], count)
-        yield counter
-    for name, (key, text) in _GAUGES.items():
-        yield GaugeMetricFamily(PREFIX + name, text, value=values[key])
-    for name, (part, whole, text) in _SHARES.items():
-        share = values[part] / values[whole] if values[whole] else 0.0
-        yield GaugeMetricFamily(PREFIX + name, text, value=share)
-    for name, (key, text) in _BY_AGE.items():
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["age"])
-        for age, count in values[key]:
-            gauge.add_metric([age], count)
-        yield gauge
-    for name, text in _LATENCIES.items():
-        yield _histogram(name, text, values["latency"][name])
-    text = "Tokens that a step computes, prompts' and answers'"
-    yield _histogram("iteration_tokens_total", text, values["iteration_tokens"])
+class _Families:
+    """Every metric but `up`, of all engines."""
 
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._families: dict[str, Metric] = {}
 
-def _histogram(name: str, text: str, figures: Mapping[str, Any]) -> HistogramMetricFamily:
-    buckets = [(repr(float(bound)), count) for bound, count in figures["buckets"]]
-    buckets.append(("+Inf", figures["count"]))
-    return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=figures["sum"])
+    def all(self) -> Iterator[Metric]:
+        yield from self._families.values()
+
+    def add(self, engine: list[str], values: Mapping[str, Any]) -> None:
+        """One engine's figures; `engine`: the values of its labels."""
+        for name, (key, text) in _COUNTERS.items():
+            self._get(CounterMetricFamily, name, text).add_metric(engine, values[key])
+        for name, (key, label, text) in _LABELLED_COUNTERS.items():
+            counter = self._get(CounterMetricFamily, name, text, label)
+            for kind, count in {**dict.fromkeys(_LABEL_VALUES[name], 0), **values[key]}.items():
+                counter.add_metric([*engine, kind], count)
+        for name, (key, text) in _GAUGES.items():
+            self._get(GaugeMetricFamily, name, text).add_metric(engine, values[key])
+        for name, (part, whole, text) in _SHARES.items():
+            share = values[part] / values[whole] if values[whole] else 0.0
+            self._get(GaugeMetricFamily, name, text).add_metric(engine, share)
+        for name, (key, text) in _BY_AGE.items():
+            gauge = self._get(GaugeMetricFamily, name, text, "age")
+            for age, count in values[key]:
+                gauge.add_metric([*engine, age], count)
+        for name, text in _LATENCIES.items():
+            self._add_histogram(engine, name, text, values["latency"][name])
+        text = "Tokens that a step computes, prompts' and answers'"
+        self._add_histogram(engine, "iteration_tokens_total", text, values["iteration_tokens"])
+
+    def _get(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:
+        family = self._families.get(name)
+        if family is None:
+            family = kind(PREFIX + name, text, labels=[*self._labels, *labels])
+            self._families[name] = family
+        return cast(Family, family)
+
+    def _add_histogram(
+        self, engine: list[str], name: str, text: str, figures: Mapping[str, Any]
+    ) -> None:
+        buckets = [(repr(float(bound)), count) for bound, count in figures["buckets"]]
+        buckets.append(("+Inf", figures["count"]))
+        self._get(HistogramMetricFamily, name, text).add_metric(engine, buckets, figures["sum"])

@@ -100,6 +100,12 @@ def routes() -> list[Route]:
         Route("get", "/stats", "Figures as JSON.", {_JSON: reference("Stats")}, errors=(503,)),
         Route(
             "get",
+            "/server_info",
+            "What a router wants to know: the model's name.",
+            {_JSON: fixed_object({"served_model_name": STRING})},
+        ),
+        Route(
+            "get",
             "/openapi.json",
             "This description.",
             {_JSON: {"type": "object", "required": ["openapi", "paths"]}},

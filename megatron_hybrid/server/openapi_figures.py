@@ -59,8 +59,23 @@ def figures_schemas() -> dict[str, JsonSchema]:
         "Health": fixed_object(
             {
                 "status": {"enum": ["ok", "paused"]},
-                "engine_pid": {**INTEGER, "description": "The engine's process id."},
-            }
+                "engine_pid": {
+                    **INTEGER,
+                    "description": "The process id of the engine, or of the first one that lives.",
+                },
+                "engines": {
+                    "type": "object",
+                    "additionalProperties": fixed_object(
+                        {
+                            "status": {"enum": ["ok", "paused", "loading", "draining", "down"]},
+                            "pid": INTEGER,
+                        },
+                        "pid",
+                    ),
+                    "description": "With several replicas: each of them, by its number.",
+                },
+            },
+            "engines",
         ),
         "Histogram": fixed_object(
             {
@@ -108,7 +123,12 @@ def _figures() -> JsonSchema:
             "description": "What the last step added.",
         },
     }
-    return {"type": "object", "properties": properties, "required": list(properties)}
+    required = list(properties)
+    properties["engines"] = {
+        "type": "object",
+        "description": "With several replicas: the figures of each of them, by its number.",
+    }
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def _pair(first: JsonSchema) -> JsonSchema:

@@ -12,6 +12,8 @@ import msgspec
 MOST_WORKERS = 64
 CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
+POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced")
+MOST_REPLICAS = 1024
 # The names in tool_calls/formats.py, which takes long to import.
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
 
@@ -31,6 +33,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_restart_timeout: float = 60.0  # seconds
     shutdown_timeout: float = 30.0  # seconds
     tool_call_parser: str = "auto"
+    data_parallel_size: int = 1
+    coordinator_policy: str = POLICIES[0]
 
     control_routes: bool = False
 
@@ -50,7 +54,7 @@ class FrontEndSettings(msgspec.Struct, frozen=True):
     """What a front end process is given on its standard input."""
 
     options: ServerOptions
-    folder: str  # where the engine's socket and the locks are
+    folder: str  # where the engines' sockets and the locks are
     digest: str  # of the settings and the files that a front end reads, to know an equal one by
 
 
@@ -122,6 +126,42 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--served-model-name", default=None, help="name on the wire; the folder's name if left out"
+    )
+    group.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        default="{}",
+        help="publish what the prefix cache holds, for routers outside, as vLLM does and with its "
+        'names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": '
+        '"tcp://*:5657", "topic": ""}; see docs/routing.md',
+    )
+
+
+def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of several replicas behind one address; the first two are called as vLLM's."""
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--data-parallel-size",
+        type=_whole(1, MOST_REPLICAS),
+        default=None,
+        help="replicas of the model behind this address, in all launches together; left out: as "
+        "many as this launch has",
+    )
+    group.add_argument(
+        "--data-parallel-rank",
+        type=_whole(0, MOST_REPLICAS - 1),
+        default=0,
+        help="number of this launch's first replica, where each replica is launched by itself",
+    )
+    group.add_argument(
+        "--inference-dynamic-batching-prefix-caching-coordinator-policy",
+        dest="coordinator_policy",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="which replica takes a request. longest_prefix: the one that would have computed it "
+        "first, for what it has cached and what it has to do; first_prefix_block: always the same "
+        "one for prompts that begin with the same block; load_balanced: the one with the least to "
+        "do (default: %(default)s)",
     )
 
 

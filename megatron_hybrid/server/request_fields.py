@@ -126,7 +126,7 @@ COMPLETION: dict[str, FieldType] = {
     "echo": Boolean("Give the prompt's text before the answer's, and its log-probabilities."),
 }
 
-# OpenAI's, and of vLLM's those that clients send without being asked to.
+# OpenAI's, and of vLLM's and SGLang's those that clients and routers send without being asked to.
 _UNSUPPORTED: dict[str, FieldType] = {
     "metadata": Unsupported({}),
     "skip_special_tokens": Unsupported(True),
@@ -142,6 +142,8 @@ _UNSUPPORTED: dict[str, FieldType] = {
     "guided_choice": Unsupported(),
     "guided_grammar": Unsupported(),
     "structured_outputs": Unsupported(),
+    "no_stop_trim": Unsupported(False),
+    "return_hidden_states": Unsupported(False),
 }
 UNSUPPORTED_CHAT: dict[str, FieldType] = {
     **_UNSUPPORTED,
@@ -165,6 +167,8 @@ UNSUPPORTED_CHAT: dict[str, FieldType] = {
     "add_special_tokens": Unsupported(False),
     "chat_template": Unsupported(),
     "documents": Unsupported(),
+    "separate_reasoning": Unsupported(True),
+    "stream_reasoning": Unsupported(True),
 }
 UNSUPPORTED_COMPLETION: dict[str, FieldType] = {
     **_UNSUPPORTED,

@@ -1,8 +1,15 @@
-"""Where an engine process and its front end meet: a folder with the socket and two locks.
+"""Where the engine processes and their front end meet: a folder with the sockets and the locks.
 
 The name holds the address that the server listens on, so a restarted engine process finds the front
-end that survived the last one. A lock is held for as long as its process lives, however it ends:
-the kernel gives it up. With port 0 nobody could find the folder again, so its name is a fresh one.
+end that survived the last one, and replicas find one another's. A lock is held for as long as its
+process lives, however it ends: the kernel gives it up. With port 0 nobody could find the folder
+again, so its name is a fresh one.
+
+    engine-<k>        socket of replica k           engine-<k>.lock   held by its first rank
+    kv-events-<k>     what replica k has cached     front_end.lock    held by the front end
+    kv-replay-<k>     what was missed of that       start.lock        held by who starts or ends it
+    coordinator       socket that places requests
+    answers           socket of the answers' memory
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from megatron_hybrid.errors import ConfigurationError
 LONGEST_TEMP_FOLDER = 45  # the path of a Unix socket has about 100 characters
 _PLAIN_HOST = set("abcdefghijklmnopqrstuvwxyz0123456789.-")
 _LONGEST_HOST = 15
+_ENGINE_LOCKS = "engine-[0-9]*.lock"
 
 
 class Holder(msgspec.Struct):
@@ -31,6 +39,7 @@ class Holder(msgspec.Struct):
     pid: int
     digest: str = ""  # a front end: of its settings
     ready: bool = False  # an engine: whether it ever served
+    ended: bool = False  # an engine: it ended in order, and nobody waits for its return
 
 
 class Lock:
@@ -97,8 +106,22 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.engine_lock = Lock(path / "engine.lock")
         self.front_end_lock = Lock(path / "front_end.lock")
+        self.start_lock = Lock(path / "start.lock")
+
+    def engine_lock(self, replica: int) -> Lock:
+        """The lock of this replica's first rank."""
+        return Lock(self.path / f"engine-{replica}.lock")
+
+    def engine_locks(self) -> dict[int, Lock]:
+        """By number, those of all replicas that are or were here."""
+        found = {int(path.stem.removeprefix("engine-")) for path in self.path.glob(_ENGINE_LOCKS)}
+        return {replica: self.engine_lock(replica) for replica in sorted(found)}
+
+    def living_engines(self) -> dict[int, Holder]:
+        """By number, who holds the replicas' locks."""
+        holders = {replica: lock.holder() for replica, lock in self.engine_locks().items()}
+        return {replica: holder for replica, holder in holders.items() if holder is not None}
 
     @classmethod
     def for_address(cls, host: str, port: int) -> RunFolder:
@@ -126,9 +149,21 @@ class RunFolder:
             )
         return cls(path)
 
-    def endpoint(self, name: str = "engine") -> str:
+    def endpoint(self, name: str) -> str:
         """The address of the socket with this name, for zmq."""
         return f"ipc://{self.path}/{name}"
+
+    def engine_endpoint(self, replica: int) -> str:
+        """Of the socket that takes this replica's requests."""
+        return self.endpoint(f"engine-{replica}")
+
+    def kv_events_endpoint(self, replica: int) -> str:
+        """Of the socket that publishes what this replica has cached."""
+        return self.endpoint(f"kv-events-{replica}")
+
+    def kv_replay_endpoint(self, replica: int) -> str:
+        """Of the socket where those events are asked for that were missed."""
+        return self.endpoint(f"kv-replay-{replica}")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -42,6 +42,11 @@ def install(app: Flask, serving: Serving) -> None:
             }
         )
 
+    @app.get("/server_info")
+    def server_info() -> Response:
+        """As SGLang has it: its router asks for the model's name here."""
+        return json_response({"served_model_name": serving.options.model_name})
+
     @app.post("/tokenize")
     def tokenize() -> Response:
         fields = Fields(parse_body(request.get_data()))

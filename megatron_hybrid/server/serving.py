@@ -9,12 +9,12 @@ from typing import Any, TypeVar, cast
 
 from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.answer_memory import AnswerMemoryClient
-from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.replica_set import Engines
 from megatron_hybrid.server.sockets import is_patched
 from megatron_hybrid.server.subscription import Overloaded
 from megatron_hybrid.server.tool_calls.calling import ToolCalling
@@ -34,7 +34,7 @@ class Serving:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engines,
         tokenizer: Tokenizer,
         options: ServerOptions,
         answers: AnswerMemoryClient | None = None,
@@ -102,7 +102,9 @@ class Serving:
     def health(self) -> dict[str, object]:
         """For /health; EngineUnavailable unless requests are taken."""
         engine = self.client.check()
-        return {"status": self.client.state, "engine_pid": engine.pid}
+        health: dict[str, object] = {"status": self.client.state, "engine_pid": engine.pid}
+        states = self.client.states()
+        return {**health, "engines": states} if len(states) > 1 else health
 
     def offload(self, length: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call the function; with a long text (`length` characters), in a native thread, so that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_hybrid.errors import InvalidRequestError
@@ -29,21 +30,27 @@ class Subscription:
     """The events of one HTTP request's engine requests, in the order of their arrival.
 
     whole: deliver a choice's events as one, when it has ended; what nobody looks at earlier
-    need not wake a thread at every step.
+    need not wake a thread at every step. on_first: called with the id of each engine request when
+    its first event comes, in the client's thread.
     """
 
-    def __init__(self, client: EngineClient, *, whole: bool) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        whole: bool,
+        on_first: Callable[[str], None] | None = None,
+    ) -> None:
         self._client = client
         self._whole = whole
+        self._on_first = on_first
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._partial: dict[ChoiceKey, RequestEvent] = {}
         self.open_choices: set[ChoiceKey] = set()
 
     def add(self, request: wire.AddRequest) -> None:
-        choices = request.params.n
-        self._client.register(request.request_id, choices, self)
-        self.open_choices.update((request.request_id, index) for index in range(choices))
-        self._client.send(request)
+        self._client.submit(request, self, self._on_first)
+        self.open_choices.update((request.request_id, i) for i in range(request.params.n))
 
     def next(self, timeout: float) -> list[RequestEvent]:
         """The events so far, at least one unless `timeout` seconds pass without any.

@@ -12,6 +12,7 @@ from megatron_hybrid.execution.cuda_graphs import (
     mixed_sizes,
     smallest_fit,
 )
+from megatron_hybrid.execution.plan import StepDemand
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from tests.execution.steps import chunk
 
@@ -92,5 +93,6 @@ SIZES = [
 def test_the_smallest_graph_that_has_room_computes_a_step(
     step: StepPlan, expected: GraphSize | None
 ) -> None:
-    assert smallest_fit(SIZES, step) == expected
-    assert smallest_fit([], step) is None
+    demand = StepDemand.of(step)
+    assert smallest_fit(SIZES, demand) == expected
+    assert smallest_fit([], demand) is None

@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize, smallest_fit  # noqa: E402
+from megatron_hybrid.execution.plan import StepDemand  # noqa: E402
 from megatron_hybrid.execution.plan import StepPlan  # noqa: E402
 from megatron_hybrid.execution.runner import ModelRunner  # noqa: E402
 from megatron_hybrid.kernels import kernel_set  # noqa: E402
@@ -44,8 +45,8 @@ class Imitation:
         }
         self.replays: list[GraphSize] = []
 
-    def choose(self, plan: StepPlan) -> GraphSize | None:
-        return smallest_fit(self.steps, plan)
+    def choose(self, demand: StepDemand) -> GraphSize | None:
+        return smallest_fit(self.steps, demand)
 
     def replay(self, size: GraphSize) -> Tensor:
         self.replays.append(size)

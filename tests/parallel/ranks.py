@@ -13,19 +13,24 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_on_two_ranks(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What each of both ranks wrote to `folder/rank<number>.json`; they must agree.
+    """`run_on_ranks` with two."""
+    return run_on_ranks(2, module, folder, *arguments)
+
+
+def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """What each of so many ranks wrote to `folder/rank<number>.json`; they must agree.
 
     The module gets `folder` and the arguments.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", module, str(folder), *arguments,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(count), "-m", module, str(folder), *arguments,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert ranks[0] == ranks[1]
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    assert all(found == ranks[0] for found in ranks)
     return dict(ranks[0])

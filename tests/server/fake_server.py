@@ -13,9 +13,11 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server import launch
 from megatron_hybrid.server.launch import FrontEnd
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.messages import CacheSizes
 from megatron_hybrid.server.options import ServerOptions
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
 
+CACHE = CacheSizes(block_size=BLOCK_SIZE, grid=BLOCK_SIZE, kv_blocks=1000)
 FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
 
 IMPATIENT_FRONT_END = """
@@ -41,6 +43,9 @@ def main() -> int:
     parser.add_argument("--fails-again", action="store_true")
     parser.add_argument("--never-fails", action="store_true", help="not even on FAILING_TEXT")
     parser.add_argument("--api-key")
+    parser.add_argument("--data-parallel-size", type=int, default=1)
+    parser.add_argument("--data-parallel-rank", type=int, default=0)
+    parser.add_argument("--policy", default="longest_prefix")
     parser.add_argument("--stalled-client-seconds", help="instead of the worker's two minutes")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -64,13 +69,16 @@ def main() -> int:
         http_connections=args.http_connections,
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,
+        data_parallel_size=args.data_parallel_size,
+        coordinator_policy=args.policy,
     )
     try:
-        with FrontEnd(options) as front_end:
+        with FrontEnd(options, args.data_parallel_rank) as front_end:
             end_loading_on_signals(front_end)
             front_end.wait_until_listening()
             time.sleep(args.load_seconds)
-            return serve(make_loop(engine, front_end, options), front_end, options)
+            loop = make_loop(engine, front_end, options, cache=CACHE)
+            return serve(loop, front_end, options)
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2

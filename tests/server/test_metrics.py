@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_hybrid.cache.checkpoint_placement import KINDS
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.metrics import PREFIX, ServerMetrics
-from megatron_hybrid.server.subscription import EngineUnavailable
 from tests.engine.symbolic import generate, make_engine, random_tokens
 from tests.server.fake_engine import FakeEngine
 
@@ -54,15 +53,11 @@ class Source:
         self._stats = stats
         self.up = self.answers = True
 
-    def check(self) -> None:
-        if not self.up:
-            raise EngineUnavailable("The engine is gone.")
+    def states(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"0": {"status": "ok" if self.up else "down"}}
 
-    def stats(self) -> Mapping[str, Any]:
-        self.check()
-        if not self.answers:
-            raise EngineUnavailable("The engine is busy.")
-        return self._stats
+    def stats_by_engine(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"0": self._stats} if self.up and self.answers else {}
 
 
 def parse(page: bytes | str) -> dict[str, Metric]:

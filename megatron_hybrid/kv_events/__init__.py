@@ -1,0 +1,68 @@
+"""KV events: what a replica's prefix cache holds, told to routers in vLLM's ZMQ format.
+
+No torch in here, and no server: a router needs no more than this package and `cache/block_hash.py`.
+
+    engine process                              a router (ours: the coordinator)
+    cache --changes--> KVEventRecorder          KVEventSubscriber --events--> CacheContents
+                            | take(), each step       ^       ^                  skippable()
+                       KVEventPublisher ===PUB====SUB=+       |
+                            (a thread)  ===ROUTER=====DEALER==+  replay, or a snapshot
+
+The engine's side:
+
+    recorder = KVEventRecorder(geometry)
+    engine.listen_to_cache(recorder)             # before the first request
+    publisher = KVEventPublisher(["ipc://.../kv-events-0"], ["ipc://.../kv-replay-0"])
+    publisher.publish(recorder.take())           # after each step; never waits
+
+A router's side, one for each replica:
+
+    subscriber = KVEventSubscriber("ipc://.../kv-events-0", "ipc://.../kv-replay-0")
+    subscriber.receive()                         # often; reads what is there, never waits
+    if subscriber.is_current:                    # nothing was missed, and it was heard of just now
+        contents = subscriber.contents
+        root = root_key(contents.epoch, cache_salt, adapter)
+        keys = SequenceKeys(root, contents.block_size, lambda start, end: tokens[start:end])
+        contents.skippable(keys, len(tokens))    # tokens that this prompt need not compute there
+
+(`tokens` is an int32 array, `root_key` and `SequenceKeys` are in `cache/block_hash.py`. The keys of
+one prompt serve for all replicas of the same epoch.)
+
+Late and restarted subscribers: a replay request for a sequence number that the buffer still holds
+gets the batches from there on, as with vLLM; any other one gets a snapshot: AllBlocksCleared, then
+everything that is stored, parents before children. A KVEventSubscriber asks by itself: at first,
+after a gap, and when the engine was restarted (sequence numbers never start again from the same
+one). An idle publisher sends an empty batch every second, so that nothing stays unnoticed.
+
+The events, their fields and what they mean for hybrid models: `messages.py` and docs/routing.md.
+"""
+
+from megatron_hybrid.kv_events.config import KVEventsConfig
+from megatron_hybrid.kv_events.contents import CacheContents
+from megatron_hybrid.kv_events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+    encode_batch,
+    wire_hash,
+)
+from megatron_hybrid.kv_events.publisher import KVEventPublisher
+from megatron_hybrid.kv_events.recorder import KVEventRecorder
+from megatron_hybrid.kv_events.subscriber import KVEventSubscriber
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheContents",
+    "EventBatch",
+    "KVEventPublisher",
+    "KVEventRecorder",
+    "KVEventSubscriber",
+    "KVEventsConfig",
+    "decode_batch",
+    "encode_batch",
+    "wire_hash",
+]

@@ -1,0 +1,215 @@
+"""CacheContents: what events say that a replica's cache holds."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.kv_events.messages import (
+    BLOCKS,
+    KINDS,
+    LOGITS,
+    MEDIUM,
+    STATES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    wire_hash,
+)
+
+BLOCKS_AN_EVENT = 64  # of a snapshot
+
+
+class Stored(NamedTuple):
+    """One block, or one position at which a sequence can be continued."""
+
+    parent: int | None  # hash of the full block before it
+    size: int  # tokens
+    tokens: array[int] | None  # [size]; None where they are not kept
+    adapter: str | None
+    cache_salt: str | None
+    has_logits: bool
+
+
+class CacheContents:
+    """Applies events in their order; O(1) for each block.
+
+    keeps_tokens: whether `snapshot` is wanted, which needs them (4 bytes a token).
+    """
+
+    def __init__(self, *, keeps_tokens: bool = False) -> None:
+        self.epoch = 0
+        self.block_size = 0  # tokens; 0 while nothing is known
+        self.has_attention = True
+        self.has_recurrent = False
+        self.blocks: dict[int, Stored] = {}  # by hash; parents come before their children
+        self.states: dict[int, Stored] = {}  # positions to go on from, besides every block's end
+        self._keeps_tokens = keeps_tokens
+        self._fills: dict[int | None, dict[int, int]] = {}  # parent -> {tokens behind it: states}
+
+    def apply(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    self._remove(name, event.group_idx)
+            else:
+                self._clear(event)
+
+    def skippable(self, keys: SequenceKeys, length: int) -> int:
+        """Tokens that a prompt of `length` tokens would not have to compute: the same figure as
+        `PrefixIndex.match` finds. `keys` are those under the root of this `epoch`."""
+        if not self.block_size:
+            return 0
+        size = self.block_size
+        keys.extend_to(length)
+        hashes = [wire_hash(key) for key in keys.blocks[: length // size]]
+        full = len(hashes)
+        if self.has_attention:
+            full = next((i for i, name in enumerate(hashes) if name not in self.blocks), full)
+        for count in range(full, -1, -1):
+            parent = hashes[count - 1] if count else None
+            boundary = count * size
+            for fill in sorted(self._fills.get(parent, ()), reverse=True):
+                position = boundary + fill
+                if position <= length:
+                    state = self.states.get(wire_hash(keys.at(position)))
+                    if state is not None and self._is_usable(state, position, length):
+                        return position
+            if parent is not None and self._is_usable(self.states.get(parent), boundary, length):
+                return boundary
+        return 0
+
+    def snapshot(self) -> Iterator[list[Event]]:
+        """Everything, as events in portions of bounded size; applied in order, they say the same
+        again. Only with `keeps_tokens`."""
+        yield [
+            AllBlocksCleared(self.epoch, self.block_size, self.has_attention, self.has_recurrent)
+        ]
+        run: list[tuple[int, Stored]] = []
+        for name, block in self.blocks.items():
+            if run and not (_follows(*run[-1], block) and len(run) < BLOCKS_AN_EVENT):
+                yield [self._event(run, BLOCKS)]
+                run = []
+            run.append((name, block))
+        if run:
+            yield [self._event(run, BLOCKS)]
+        portion: list[Event] = []
+        for item in self.states.items():
+            portion.append(self._event([item], STATES))
+            if len(portion) == BLOCKS_AN_EVENT:
+                yield portion
+                portion = []
+        if portion:
+            yield portion
+
+    # ---------------------------------------------------------------- details
+
+    def _store(self, event: BlockStored) -> None:
+        group = self._group(event.group_idx)
+        size, parent, tokens = event.block_size, event.parent_block_hash, None
+        for index, name in enumerate(event.block_hashes):
+            if self._keeps_tokens:
+                tokens = array("i", event.token_ids[index * size : (index + 1) * size])
+            if group is self.states and name not in group and size < self.block_size:
+                fills = self._fills.setdefault(parent, {})
+                fills[size] = fills.get(size, 0) + 1
+            group[name] = Stored(
+                parent, size, tokens, event.lora_name, event.cache_salt, event.has_logits
+            )
+            parent = name
+
+    def _remove(self, name: int, group_idx: int | None) -> None:
+        if group_idx == LOGITS:
+            if name in self.states:
+                self.states[name] = self.states[name]._replace(has_logits=False)
+            return
+        group = self._group(group_idx)
+        stored = group.pop(name, None)
+        if stored is None or group is self.blocks or stored.size == self.block_size:
+            return
+        fills = self._fills[stored.parent]
+        fills[stored.size] -= 1
+        if not fills[stored.size]:
+            del fills[stored.size]
+            if not fills:
+                del self._fills[stored.parent]
+
+    def _clear(self, event: AllBlocksCleared) -> None:
+        self.blocks.clear()
+        self.states.clear()
+        self._fills.clear()
+        self.epoch, self.block_size = event.epoch, event.block_size
+        self.has_attention, self.has_recurrent = event.has_attention, event.has_recurrent
+
+    def _group(self, group_idx: int | None) -> dict[int, Stored]:
+        return self.states if group_idx == STATES else self.blocks
+
+    def _is_usable(self, state: Stored | None, position: int, length: int) -> bool:
+        if position == length:
+            return state is not None and state.has_logits
+        return state is not None or not self.has_recurrent
+
+    def _event(self, run: list[tuple[int, Stored]], group: int) -> BlockStored:
+        first = run[0][1]
+        tokens: list[int] = []
+        for _, block in run:
+            assert block.tokens is not None, "a snapshot needs keeps_tokens=True"
+            tokens += block.tokens
+        return stored_event(
+            [name for name, _ in run],
+            first.parent,
+            tokens,
+            first.size,
+            group=group,
+            adapter=first.adapter,
+            cache_salt=first.cache_salt,
+            has_logits=first.has_logits,
+            has_recurrent=self.has_recurrent,
+        )
+
+
+def stored_event(
+    hashes: list[int],
+    parent: int | None,
+    tokens: list[int],
+    block_size: int,
+    *,
+    group: int,
+    adapter: str | None,
+    cache_salt: str | None,
+    has_logits: bool,
+    has_recurrent: bool,
+) -> BlockStored:
+    """The event of consecutive blocks, or of one state, with everything that follows from these."""
+    extra_keys: list[list[str] | None] | None = None
+    if adapter or cache_salt:
+        named = [adapter] if adapter else []
+        extra_keys = [list(named) or None for _ in hashes]
+        begins = parent is None
+        if begins and cache_salt:
+            extra_keys[0] = [*named, cache_salt]
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=tokens,
+        block_size=block_size,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=adapter or None,
+        extra_keys=extra_keys,
+        group_idx=group,
+        # a model without recurrent layers has no states: only exact ends
+        kv_cache_spec_kind=KINDS[group] if group == BLOCKS or has_recurrent else None,
+        cache_salt=cache_salt or None,
+        has_logits=has_logits,
+    )
+
+
+def _follows(name: int, block: Stored, next_block: Stored) -> bool:
+    """Whether a block continues the one before it in one event."""
+    return next_block.parent == name and next_block.size == block.size

@@ -1,0 +1,110 @@
+"""The events on the wire: vLLM's, field by field, and a few optional fields of our own.
+
+A ZMQ message is [topic, sequence number (8 bytes, big-endian), payload]; the payload is msgpack of
+an EventBatch: an array [seconds, events, replica] whose events are maps with the key "type".
+(vLLM's events were arrays too before its pull request 42892 of June 2026; Dynamo and llm-d read
+both.)
+
+Groups are told apart by `group_idx`, as vLLM does for hybrid models:
+
+- BLOCKS: KV blocks of attention layers, `kv_cache_spec_kind` "full_attention".
+- STATES: recurrent states, "mamba": positions at which a sequence can be continued. `block_hashes`
+  holds one hash, that of the prefix that the state has seen; where it is a multiple of the block
+  size, a block in BLOCKS has the same hash. An exact end inside a block has the hash of its prefix,
+  the last full block for a parent, and `block_size` = len(`token_ids`) = the tokens behind it. A
+  model without recurrent layers has exact ends too; they come without a kind.
+- LOGITS, in BlockRemoved alone: the state stays, but what `has_logits` said of it is over.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_hybrid.cache.block_hash import BlockKey
+
+BLOCKS = 0
+STATES = 1
+LOGITS = 2
+KINDS = {BLOCKS: "full_attention", STATES: "mamba"}
+MEDIUM = "GPU"  # where a replica computes, whatever the device is; other values mean slower memory
+
+
+class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
+    """Tagged by its class's name under "type". Decoders ignore keys that they do not know."""
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Consecutive blocks of one sequence can be reused, or (in STATES) one state can.
+
+    Hashes are 64-bit numbers; `token_ids` are those of these blocks, one after another.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None  # of the block before them; None at a sequence's beginning
+    token_ids: list[int]
+    block_size: int  # tokens in each of them
+    lora_id: int | None  # of old; we have names only
+    medium: str | None
+    lora_name: str | None  # the adapter
+    # Of each block what its hash depends on besides tokens: the adapter's name and, in a sequence's
+    # first block, the cache salt; None for nothing.
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    # Ours, also known to Dynamo: the salt of the sequence, with every one of its events.
+    cache_salt: str | None = None
+    # Ours: the logits after the last token are there too, so that a prompt that ends here need not
+    # compute anything.
+    has_logits: bool = False
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """These can't be reused any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """Nothing can be reused. The first event of a stream and of a snapshot; our own fields say what
+    kind of cache it is, and what its hashes are chained to."""
+
+    epoch: int = 0  # of the weights; part of every hash: see cache.block_hash.root_key
+    block_size: int = 0  # tokens
+    has_attention: bool = True
+    has_recurrent: bool = False
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """What has changed in one step, in this order."""
+
+    ts: float  # seconds since 1970
+    events: list[Event]
+    data_parallel_rank: int | None = None  # the replica
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    return _encoder.encode(batch)
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Raises msgspec.DecodeError for anything else."""
+    return _decoder.decode(payload)
+
+
+def wire_hash(key: BlockKey) -> int:
+    """A prefix's key as it goes out: the last 64 of its bits, big-endian, as vLLM does.
+
+    Routers take integers of 64 bits. Among a million blocks two are mixed up with a chance of 3e-8,
+    and then a request is placed badly.
+    """
+    return int.from_bytes(key[-8:], "big")

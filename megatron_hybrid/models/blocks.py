@@ -1,0 +1,155 @@
+"""Blocks: a norm and a mixer each, made from the letters of a model's pattern."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
+from megatron_hybrid.layers.mamba1 import Mamba1
+from megatron_hybrid.layers.mamba2 import Mamba2
+from megatron_hybrid.layers.mixer import LayerContext, Mixer
+from megatron_hybrid.layers.mlp import MLP
+from megatron_hybrid.layers.moe import MoE
+from megatron_hybrid.layers.norm import RMSNorm
+from megatron_hybrid.layers.parts import Parts, prefixed
+from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
+from megatron_hybrid.layers.short_conv import ShortConv
+from megatron_hybrid.layers.side_by_side import SideBySide
+from megatron_hybrid.layers.step import Step
+from megatron_hybrid.models.config import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    MAMBA,
+    MAMBA1,
+    SHARED_TRANSFORMER,
+    SHORT_CONV,
+    SIDE_BY_SIDE,
+    HybridModelConfig,
+)
+from megatron_hybrid.parallel import ParallelContext
+
+
+class Block(nn.Module):
+    """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
+
+    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mixer = mixer
+
+    @property
+    def attention(self) -> Attention | None:
+        return self.mixer.attention
+
+    def weight_parts(self) -> Parts:
+        """Of this block alone: without a shared transformer's."""
+        yield from prefixed("norm", self.norm.weight_parts())
+        yield from prefixed("mixer", self.mixer.weight_parts())
+
+    def enter(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """What the mixer takes in, and the residual stream with `mixed`, which the last block has
+        not added yet, in it; the sum may take `residual`'s place."""
+        if mixed is None:
+            return self.norm(residual, step.kernels), residual
+        return self.norm.after_adding(mixed, residual, multiplier, step.kernels)
+
+
+class SharedTransformerBlock(Block):
+    """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
+
+    def __init__(self, norm: RMSNorm, mixer: Mixer, transformer: SharedTransformerUse) -> None:
+        super().__init__(norm, mixer)
+        self.transformer = transformer
+
+    @property
+    def attention(self) -> Attention:
+        return self.transformer.shared.self_attn
+
+    def weight_parts(self) -> Parts:
+        yield from super().weight_parts()
+        yield from prefixed("transformer", self.transformer.weight_parts())
+
+    def enter(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        if mixed is not None:
+            residual = residual + multiplier * mixed
+        return self.norm(residual + self.transformer(residual, step), step.kernels), residual
+
+
+class BlockBuilder:
+    """Makes blocks of one model. Those that share a transformer are given the same one: `shared`
+    has them, by the block that uses each first in the whole model."""
+
+    def __init__(
+        self,
+        config: HybridModelConfig,
+        parallel: ParallelContext,
+        dtype: torch.dtype,
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.dtype = dtype
+        self.shared: dict[int, SharedTransformer] = {}
+        self._state_dtypes = conv_states_dtype, ssm_states_dtype
+
+    def norm(self) -> RMSNorm:
+        config = self.config
+        return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
+
+    def block(self, index: int) -> Block:
+        """Block `index` of the whole model. Raises ConfigurationError for a letter that the
+        configuration does not describe."""
+        config = self.config
+        letter = config.pattern[index]
+        context = LayerContext(
+            config.hidden_size,
+            config.norm_eps,
+            index,
+            self.dtype,
+            self.parallel.tensor,
+            self.parallel.experts,
+            *self._state_dtypes,
+        )
+        if letter != SHARED_TRANSFORMER:
+            return Block(self.norm(), self._mixer(letter, context))
+        shared = config.shared_transformer
+        if shared is None:
+            raise self._undescribed(letter)
+        # The blocks take them in turn: 1 2 3 1 2 3 ...
+        uses = [i for i, other in enumerate(config.pattern) if other == SHARED_TRANSFORMER]
+        first = uses[uses.index(index) % shared.num_blocks]
+        if first not in self.shared:
+            self.shared[first] = SharedTransformer(shared, context)
+        use = SharedTransformerUse(shared, self.shared[first], context)
+        return SharedTransformerBlock(self.norm(), self._mixer(MAMBA, context), use)
+
+    def _mixer(self, letter: str, context: LayerContext) -> Mixer:
+        config = self.config
+        if letter == MAMBA and config.mamba is not None:
+            return Mamba2(config.mamba, context)
+        if letter == MAMBA1 and config.mamba1 is not None:
+            return Mamba1(config.mamba1, context)
+        if letter == GATED_DELTA_NET and config.gated_delta_net is not None:
+            return GatedDeltaNet(config.gated_delta_net, context)
+        if letter == SHORT_CONV and config.short_conv is not None:
+            return ShortConv(config.short_conv, context)
+        if letter == SIDE_BY_SIDE and config.attention is not None and config.mamba is not None:
+            return SideBySide(config.attention, config.mamba, context)
+        if letter == ATTENTION and config.attention is not None:
+            return Attention(config.attention, context)
+        if letter == "-" and config.mlp is not None:
+            return MLP(config.mlp, context)
+        if letter == "E" and config.moe is not None:
+            return MoE(config.moe, context)
+        raise self._undescribed(letter)
+
+    def _undescribed(self, letter: str) -> ConfigurationError:
+        return ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")

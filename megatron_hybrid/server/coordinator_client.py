@@ -1,0 +1,102 @@
+"""A front-end worker's connection to the coordinator; it is never waited for long."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from array import array
+
+from megatron_hybrid.server import coordinator_messages as wire
+from megatron_hybrid.server.engine_link import EngineLink
+from megatron_hybrid.server.placement import Wanted
+
+PLACE_SECONDS = 0.05  # beyond that a worker places by itself
+PAUSE_SECONDS = 1.0  # without questions, after one that nobody answered
+
+
+class CoordinatorClient:
+    """Asks the coordinator at `endpoint` for places. Thread-safe."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._link = EngineLink(endpoint, self, wire.encode, wire.decode_replies)
+        self._connected = False
+        self._silent_until = 0.0
+        self._lock = threading.Lock()
+        self._place_ids = itertools.count()
+        self._waiting: dict[int, queue.SimpleQueue[int | None]] = {}
+
+    def start(self) -> None:
+        """Begin to look for the coordinator."""
+        self._link.start()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def place(self, wanted: Wanted, replicas: list[int]) -> int | None:
+        """One of these replicas; None without an answer in PLACE_SECONDS."""
+        if not self._connected or time.monotonic() < self._silent_until:
+            return None
+        answer: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        place_id = next(self._place_ids)
+        with self._lock:
+            self._waiting[place_id] = answer
+        self._link.send(
+            wire.Place(
+                place_id,
+                wanted.request_id,
+                [array("i", prompt).tobytes() for prompt in wanted.prompts],
+                wanted.choices,
+                wanted.max_tokens,
+                wanted.cache_salt,
+                replicas,
+            )
+        )
+        try:
+            return answer.get(timeout=PLACE_SECONDS)
+        except queue.Empty:
+            self._silent_until = time.monotonic() + PAUSE_SECONDS
+            return None
+        finally:
+            with self._lock:
+                self._waiting.pop(place_id, None)
+
+    def moved(self, wanted: Wanted, replica: int) -> None:
+        """The request goes to this replica, which the coordinator has not chosen."""
+        self._link.send(wire.Moved(wanted.request_id, replica, wanted.answers))
+
+    def started(self, request_id: str) -> None:
+        """The first event of an engine request has come: its prompt is computed."""
+        self._link.send(wire.Started(request_id))
+
+    def ended(self, request_id: str, tokens: int) -> None:
+        """An HTTP request is over; its answers together had so many tokens."""
+        self._link.send(wire.Ended(request_id, tokens))
+
+    # What the link says, in its thread.
+
+    def connected(self) -> list[wire.AnyCommand]:
+        """The coordinator is there. What ran before it came, it does not know of."""
+        self._connected = True
+        self._silent_until = 0.0
+        return []
+
+    def received(self, replies: list[wire.AnyReply]) -> None:
+        for reply in replies:
+            if isinstance(reply, wire.Placed):
+                with self._lock:
+                    answer = self._waiting.get(reply.place_id)
+                if answer is not None:
+                    answer.put(reply.replica)
+
+    def lost(self) -> None:
+        """The coordinator is gone, and will be started again."""
+        self._connected = False
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for answer in waiting:
+            answer.put(None)
+
+    def tick(self) -> None:
+        pass

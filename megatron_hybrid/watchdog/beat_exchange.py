@@ -1,0 +1,183 @@
+"""The beat thread: once a second this rank's beat into torchrun's store, everybody's out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megatron_hybrid.rank_layout import RankLayout
+from megatron_hybrid.watchdog.rank_beat import RankBeat
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+ANSWER_SECONDS = 2.0  # for the store to take last words, and to say what the last words were
+START_TIMEOUT = timedelta(minutes=30)  # as torch's process groups have it
+VERDICT, NO_VERDICT = "verdict", "-"
+StoreFactory = Callable[[], "dist.Store"]
+
+
+class BeatExchange:
+    """Hands this rank's beat to the others and theirs to us, while `run` runs in a thread.
+
+    A thread of its own, because a store whose machine is gone may never answer.
+    own: called for this rank's beat, each time it is sent.
+    wake: called when there is a verdict: why the group has to end.
+    """
+
+    def __init__(
+        self,
+        open_store: StoreFactory,
+        size: int,
+        own: Callable[[], RankBeat],
+        wake: Callable[[], None],
+    ) -> None:
+        self._open_store = open_store
+        self._size = size
+        self._own = own
+        self._wake = wake
+        self._store: dist.Store | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # of what follows
+        self._beats: list[RankBeat | None] | None = None  # read, and not taken yet
+        self._verdict: str | None = None
+        self._answered = time.monotonic()
+
+    def run(self) -> None:
+        """Until `leave`."""
+        told = False
+        while not self._ended.is_set():
+            try:
+                if self._store is None:
+                    self._store = self._open_store()
+                    self._store.compare_set(VERDICT, "", NO_VERDICT)
+                self._publish(self._store)
+                self._note(self._read(self._store), self._store.get(VERDICT).decode())
+                told = False
+            except Exception as error:  # the watchdog minds for how long this goes on
+                self._store = None
+                if not told and not self._ended.is_set():
+                    logger.warning("torchrun's store does not answer the watchdog: %s", error)
+                told = True
+            self._ended.wait(BEAT_SECONDS)
+
+    def take(self) -> list[RankBeat | None] | None:
+        """Everybody's beats, in the order of the ranks, None for one who has not sent any; None
+        if there is nothing new since the last call."""
+        with self._lock:
+            beats, self._beats = self._beats, None
+            return beats
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the group has to end, in the words of whoever found out first."""
+        return self._verdict
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the store answered."""
+        with self._lock:
+            return time.monotonic() - self._answered
+
+    def forgive(self) -> None:
+        """Let the silence begin now: this process itself stood still."""
+        with self._lock:
+            self._answered = time.monotonic()
+
+    def read_now(self) -> list[RankBeat | None] | None:
+        """Everybody's latest beats; None if the store does not say."""
+        found: list[list[RankBeat | None]] = []
+        if (store := self._store) is not None:
+            _within(ANSWER_SECONDS, lambda: found.append(self._read(store)))
+        return found[0] if found else None
+
+    def judge(self, message: str) -> str:
+        """Say why the group has to end; the answer is what holds, which may be another rank's
+        reason that came first."""
+        said = [message]
+        if (store := self._store) is not None:
+            _within(
+                ANSWER_SECONDS,
+                lambda: said.append(store.compare_set(VERDICT, NO_VERDICT, message).decode()),
+            )
+        return said[-1]
+
+    def leave(self) -> None:
+        """Send the last beat, and no more."""
+        self._ended.set()
+        if (store := self._store) is not None:
+            _within(ANSWER_SECONDS, lambda: self._publish(store))
+
+    def _publish(self, store: dist.Store) -> None:
+        beat = self._own()
+        store.set(_key(beat.rank), msgspec.json.encode(beat).decode())
+
+    def _read(self, store: dist.Store) -> list[RankBeat | None]:
+        """Everybody's beats. torch's store would wait for those that are not there yet."""
+        keys = [_key(rank) for rank in range(self._size)]
+        if not store.check(keys):
+            keys = [key for key in keys if store.check([key])]
+        found: list[RankBeat | None] = [None] * self._size
+        for value in store.multi_get(keys):
+            beat = msgspec.json.decode(value, type=RankBeat)
+            found[beat.rank] = beat
+        return found
+
+    def _note(self, beats: list[RankBeat | None], verdict: str) -> None:
+        with self._lock:
+            self._beats = beats
+            self._answered = time.monotonic()
+        if verdict != NO_VERDICT:
+            self._verdict = verdict
+            self._wake()
+
+
+def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:
+    """Opens connections of their own to torchrun's store, under a prefix that the ranks of the
+    lockstep group have for this start of theirs. Waits until all of them are here."""
+    import torch.distributed as dist
+
+    from megatron_hybrid.parallel.fresh_store import agree_on_prefix
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    group = f"watchdog_{layout.lockstep_index}"
+    store, _, _ = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
+    prefix = agree_on_prefix(
+        dist.PrefixStore(group, store),
+        layout.lockstep_rank,
+        layout.sizes.lockstep_group,
+        START_TIMEOUT,
+    )
+
+    def open_store() -> dist.Store:
+        own = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(prefix, dist.PrefixStore(group, own))
+
+    return open_store
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Wait for a call to the store, for so long."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)

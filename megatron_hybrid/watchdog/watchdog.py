@@ -1,0 +1,292 @@
+"""A rank that dies or hangs brings its lockstep group down, with a message that names it.
+
+    main thread       turn() once a turn of the engine's loop, nothing else
+    beat thread       this rank's beat to the others and theirs to us, through torchrun's store
+    watch thread      waits for processes that end, judges what the beats say, ends this process
+
+They run while the main thread is stuck in a collective. Whoever finds a fault first writes it into
+the store, so that all ranks give the same reason; each then ends non-zero and at once (a destructor
+may hang where the main thread does), which makes torchrun start the group again. The front end
+stays.
+
+A process on the same machine is watched through a file descriptor, which the kernel signals when
+it ends, and one that hangs there is killed: stopped, it would not see torchrun's SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from megatron_hybrid.rank_layout import RankLayout
+from megatron_hybrid.watchdog.beat_exchange import BEAT_SECONDS, BeatExchange, store_of_group
+from megatron_hybrid.watchdog.fault_finder import FaultFinder
+from megatron_hybrid.watchdog.rank_beat import RankBeat, Stage, describe_thread, own_beat
+
+CAUSE_SECONDS = 3.0  # for the cause of a broken connection to be found before we name ourselves
+EXIT_CODE = 1
+
+
+class Watchdog:
+    """Watches the lockstep group of `layout`; as a context manager it ends with its block.
+
+    limit: seconds after which a silent rank, or a loop that makes no turn, counts as a fault; 0:
+    nobody is watched, nor is a rank that has no others.
+    """
+
+    def __init__(self, layout: RankLayout, limit: float) -> None:
+        self._layout = layout
+        self._limit = limit
+        self.is_on = layout.sizes.lockstep_group > 1 and limit > 0
+        self._beat = own_beat(layout)
+        self._finder = FaultFinder(layout.sizes.lockstep_group, limit)
+        self._exchange: BeatExchange | None = None
+        self._main = threading.get_ident()
+        self._turn = 0
+        self._left = False
+        self._processes: dict[int, int] = {}  # of ranks on this machine; -1: its process has ended
+        self._questions: list[tuple[Callable[[], None], list[int]]] = []
+        self._wake_out, self._wake_in = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._wake_out, select.POLLIN)
+
+    def start(self) -> None:
+        """Begin to watch: in the thread that will run the engine's loop, once torch may be
+        imported. Waits until every rank of the group does."""
+        if not self.is_on:
+            return
+        self._main = threading.get_ident()
+        self._beat.device = _device()
+        timeout = timedelta(seconds=max(1.0, self._limit / 2))
+        exchange = BeatExchange(
+            store_of_group(self._layout, timeout),
+            self._layout.sizes.lockstep_group,
+            self._own,
+            self._wake,
+        )
+        self._exchange = exchange
+        threading.Thread(target=exchange.run, name="beat", daemon=True).start()
+        threading.Thread(target=self._watch, args=(exchange,), name="watch", daemon=True).start()
+
+    def turn(self) -> None:
+        """The engine's loop begins another turn."""
+        self._turn += 1
+
+    def when_all_live(self, action: Callable[[], None]) -> None:
+        """Call `action` as soon as it is certain that every other rank is alive now; never, if one
+        is not, as then this process ends. Safe in a signal handler.
+
+        torchrun's SIGTERM means that the server is to end, or that a rank has died: this tells.
+        """
+        if self._exchange is None:
+            action()
+            return
+        counts = [beat.count for beat in self._remote()]
+        self._questions.append((action, counts))
+        self._wake()
+
+    def leave(self) -> None:
+        """This rank ends in order, or has said itself why it ends: nobody need look for it."""
+        if self._left:
+            return
+        self._left = True
+        self._wake()
+        if self._exchange is not None:
+            self._exchange.leave()
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """This rank can't go on: end the group, and this process at once. Returns only where
+        nobody is watched.
+
+        error: why. A broken connection is most likely the work of another rank that died, and that
+        one is given a moment to be found.
+        """
+        if self._exchange is None:
+            return
+        reason = "its engine failed"
+        if error is not None:
+            traceback.print_exception(error)
+            reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            if _is_of_collective(error):
+                time.sleep(CAUSE_SECONDS)  # in which the watch thread may end us
+        self._end(f"{self._beat.name()} failed: {reason}. Its log has the whole story.", [])
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._turn > 0:
+            self.fail(error)
+        self.leave()
+
+    def _own(self) -> RankBeat:
+        """This rank's next beat."""
+        beat = self._beat
+        doing, waits, loads = describe_thread(self._main)
+        beat.count += 1
+        beat.turn, beat.doing, beat.waits = self._turn, doing, waits
+        if self._left:
+            beat.stage = Stage.LEFT
+        else:
+            beat.stage = Stage.SERVING if beat.turn and not loads else Stage.LOADING
+        return beat
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_in, b"w")
+
+    # ------------------------------------------------------------ watch thread
+
+    def _watch(self, exchange: BeatExchange) -> None:
+        last = time.monotonic()
+        while not self._left:
+            ready = self._wait(BEAT_SECONDS)
+            now = time.monotonic()
+            if now - last > self._limit / 2:  # this process, or the machine, stood still
+                exchange.forgive()
+            last = now
+            if exchange.verdict is not None:
+                self._exit(exchange.verdict)
+            if (beats := exchange.take()) is not None:
+                self._finder.look(beats, now)
+                ready |= self._open_processes()
+            for rank in ready:
+                self._judge_death(exchange, rank)
+            if (fault := self._finder.fault()) is not None:
+                self._end(*fault)
+            if exchange.silence > self._limit and (remote := self._remote()):
+                self._end(self._lost(exchange.silence, remote), [])
+            if self._questions:
+                for rank in self._wait(0):  # who died before the question, as we may not know yet
+                    self._judge_death(exchange, rank)
+                self._answer_questions()
+
+    def _wait(self, seconds: float) -> set[int]:
+        """For so long at most; the ranks whose processes have just ended."""
+        files = {file for file, _ in self._poll.poll(1000 * seconds)}
+        if self._wake_out in files:
+            os.read(self._wake_out, 1 << 16)
+        ended = {rank for rank, file in self._processes.items() if file in files}
+        for rank in ended:
+            self._poll.unregister(self._processes[rank])
+            os.close(self._processes[rank])
+            self._processes[rank] = -1
+        return ended
+
+    def _open_processes(self) -> set[int]:
+        """Watch the processes on this machine that we did not know; those that have ended."""
+        ended = set()
+        for beat in self._finder.beats():
+            if beat.place != self._beat.place or beat.rank in self._processes:
+                continue
+            if beat.rank == self._beat.rank:
+                continue
+            try:
+                self._processes[beat.rank] = os.pidfd_open(beat.pid)
+            except ProcessLookupError:
+                self._processes[beat.rank] = -1
+                ended.add(beat.rank)
+            else:
+                self._poll.register(self._processes[beat.rank], select.POLLIN)
+        return ended
+
+    def _judge_death(self, exchange: BeatExchange, rank: int) -> None:
+        if (beats := exchange.read_now()) is not None:  # its last words
+            self._finder.look(beats, time.monotonic())
+        if (message := self._finder.death(rank)) is not None and not self._left:
+            self._end(message, [])
+
+    def _remote(self) -> list[RankBeat]:
+        """Ranks whose processes we can't see, that have not left."""
+        return [
+            beat
+            for beat in self._finder.beats()
+            if beat.place != self._beat.place and beat.stage is not Stage.LEFT
+        ]
+
+    def _lost(self, silence: float, remote: list[RankBeat]) -> str:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        names = "; ".join(beat.name() for beat in remote)
+        return (
+            f"torchrun's store at {where} has not answered {self._beat.name()} for "
+            f"{silence:.0f} s: its node, or the network, is gone, and with it some or all of "
+            f"{names}."
+        )
+
+    def _answer_questions(self) -> None:
+        """Call what waits for a sign of life from the ranks that we can't see."""
+        questions, self._questions = self._questions, []
+        for action, counts in questions:
+            # The first new count may have been written before the question.
+            now = [beat.count for beat in self._remote()]
+            if len(now) == len(counts) and any(
+                new < old + 2 for new, old in zip(now, counts, strict=True)
+            ):
+                self._questions.append((action, counts))
+            else:
+                action()
+
+    # ---------------------------------------------------------------- the end
+
+    def _end(self, message: str, culprits: list[int]) -> None:
+        """Give the reason to everybody, kill what hangs on this machine, and end."""
+        if self._exchange is not None:
+            message = self._exchange.judge(message)
+        for rank in culprits:
+            if (file := self._processes.get(rank, -1)) >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(file, signal.SIGKILL)
+        self._exit(message)
+
+    def _exit(self, message: str) -> None:
+        """Say why, and end without destructors. Not through `logging`, whose lock the main thread
+        may hold."""
+        beat = self._beat
+        frame = sys._current_frames().get(self._main)
+        text = (
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')} megatron_hybrid.watchdog: {message}\n"
+            f"  So rank {beat.global_rank} (process {beat.pid}) ends, for the whole group to be "
+            f"started again. Last heard:\n{self._finder.table()}\n"
+            f"  Rank {beat.global_rank}'s main thread:\n{''.join(traceback.format_stack(frame))}"
+        )
+        # A pipe that nobody empties may block us.
+        threading.Thread(target=_exit_later, daemon=True).start()
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+        os._exit(EXIT_CODE)
+
+
+def _exit_later() -> None:
+    time.sleep(BEAT_SECONDS)
+    os._exit(EXIT_CODE)
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether it came out of torch.distributed."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return os.path.join("torch", "distributed") + os.sep in file
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"GPU {os.environ.get('LOCAL_RANK', '0')}"
+    return "CPU"

@@ -1,0 +1,369 @@
+"""One of two ranks that save models with megatron-core: its modules, its sharded_state_dict, its
+dist_checkpointing. Writes a checkpoint for each of MODELS, and the logits of its own forward.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.models.megatron_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import zlib
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megatron_hybrid.parallel.megatron as megatron  # hides an unusable transformer-engine
+from tests.models.megatron_models import MODELS, TOKENS
+
+warnings.simplefilter("ignore")
+torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+
+
+class GatedNorm(nn.Module):
+    """mamba_ssm's gated norm in plain torch; the gate is in `x` already."""
+
+    def __init__(self, size: int, eps: float, group_size: int, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        scale = groups.square().mean(-1, keepdim=True).add(self.eps).rsqrt()
+        return (groups * scale).flatten(-2) * self.weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """As ExtendedRMSNorm's, which is one only where mamba_ssm is installed."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=megatron.parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class CenteredNorm(nn.Module):
+    """Transformer Engine's RMS norm with a weight around zero."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(self.eps).rsqrt() * (1 + self.weight)
+
+
+def mamba_scan(
+    zxbcdt: Tensor, conv: Tensor, conv_bias: Tensor, dt_bias: Tensor, a: Tensor, D: Tensor,
+    headdim: int, ngroups: int, **_: Any,
+) -> Tensor:  # fmt: skip
+    """mamba_ssm's mamba_split_conv1d_scan_combined, token by token: [batch, tokens, z x B C dt] ->
+    [batch, tokens, heads * headdim]."""
+    heads = a.shape[0]
+    inner = heads * headdim
+    groups = conv.shape[0] - inner
+    z, xbc, dt = zxbcdt.split([inner, inner + groups, heads], dim=-1)
+    width, tokens = conv.shape[1], zxbcdt.shape[1]
+    padded = F.pad(xbc.transpose(1, 2), (width - 1, 0))
+    xbc = F.silu(F.conv1d(padded, conv[:, None], conv_bias, groups=conv.shape[0])).transpose(1, 2)
+    x, b, c = xbc.split([inner, groups // 2, groups // 2], dim=-1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        v.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, dim=2) for v in (b, c)
+    )
+    dt = F.softplus(dt + dt_bias)
+    state = x.new_zeros(x.shape[0], heads, headdim, b.shape[-1])
+    out = []
+    for t in range(tokens):
+        decay = (dt[:, t] * a).exp()[..., None, None]
+        new = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        state = decay * state + new
+        out.append((state * c[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(out, dim=1).flatten(2) * F.silu(z)
+
+
+def transformer_config(model: dict[str, Any]) -> Any:
+    from megatron.core.activations import squared_relu
+    from megatron.core.transformer import TransformerConfig
+
+    values = dict(model["config"])
+    gated = values.pop("swiglu")
+    return TransformerConfig(
+        **values,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else squared_relu,
+        normalization="RMSNorm",
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=model.get("tp", 1),
+        pipeline_model_parallel_size=model.get("pp", 1),
+        expert_model_parallel_size=model.get("ep", 1),
+        expert_tensor_parallel_size=1,
+        deterministic_mode=True,
+    )
+
+
+def build(model: dict[str, Any]) -> Any:
+    config, state = transformer_config(model), megatron.parallel_state
+    common: dict[str, Any] = {
+        "vocab_size": model["vocab_size"],
+        "max_sequence_length": 64,
+        "pre_process": state.is_pipeline_first_stage(),
+        "post_process": state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": model.get("tied", False),
+        "position_embedding_type": model.get("positions", "rope"),
+    }
+    if model["kind"] == "hybrid":
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel(
+            config, hybrid_spec(), **common, hybrid_override_pattern=model["pattern"]
+        )
+    from megatron.core.models.gpt import GPTModel
+
+    spec = gpt_spec(config)
+    if "G" in model["pattern"]:
+        put_gated_delta_nets(spec, model["pattern"])
+    return GPTModel(
+        config, spec, **common, rotary_percent=model.get("rotary_percent", 1.0), rotary_base=10000
+    )
+
+
+def gpt_spec(config: Any) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if config.num_moe_experts is None:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        layers = config.num_layers // config.pipeline_model_parallel_size
+        return TransformerBlockSubmodules([spec] * layers, layer_norm=WrappedTorchNorm)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm"
+    )
+
+
+def put_gated_delta_nets(spec: Any, pattern: str) -> None:
+    """Make the attention of layers of kind G gated delta nets, and all norms around zero."""
+    import copy
+
+    import megatron.core.ssm.gated_delta_net as delta
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    delta.HAVE_FLA = True
+    delta.l2norm = lambda x: x * x.square().sum(-1, keepdim=True).add(1e-6).rsqrt()
+    for index, letter in enumerate(pattern[::2]):
+        layer = spec.layer_specs[index] = copy.deepcopy(spec.layer_specs[index])
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = CenteredNorm
+        if letter == "G":
+            parts.self_attention = ModuleSpec(
+                module=delta.GatedDeltaNet,
+                submodules=delta.GatedDeltaNetSubmodules(
+                    ColumnParallelLinear, CenteredNorm, RowParallelLinear
+                ),
+            )
+            parts.sharded_state_dict_keys_map = {
+                "input_layernorm.": "self_attention.in_proj.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            }
+        else:
+            parts.self_attention.submodules.q_layernorm = CenteredNorm
+            parts.self_attention.submodules.k_layernorm = CenteredNorm
+    spec.layer_norm = CenteredNorm
+
+
+def hybrid_spec() -> Any:
+    """What mamba_layer_specs has for Transformer Engine, of layers that run on a CPU; norms are
+    stored as Transformer Engine's are, inside the projection."""
+    import megatron.core.ssm.mamba_block as block
+    import megatron.core.ssm.mamba_mixer as mixer
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    block.TENorm = WrappedTorchNorm
+    mixer.HAVE_MAMBA_SSM = True
+    mixer.mamba_split_conv1d_scan_combined = mamba_scan
+    mixer.ExtendedRMSNorm = GatedNorm
+    parts = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    experts = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    return ModuleSpec(
+        module=block.MambaStack,
+        submodules=block.MambaStackSubmodules(
+            mamba_layer=ModuleSpec(
+                module=MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=WrappedTorchNorm,
+                    mixer=ModuleSpec(
+                        module=mixer.MambaMixer,
+                        submodules=mixer.MambaMixerSubmodules(
+                            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                        ),
+                    ),
+                    mamba_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+                ),
+            ),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=WrappedTorchNorm,
+                    self_attention=parts.self_attention,
+                    self_attn_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={
+                        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+                    },
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+        ),
+    )
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Values that differ between the ranks that share a weight, and agree where it is one's."""
+    state = megatron.parallel_state
+    place = f"stage{state.get_pipeline_model_parallel_rank()}"
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]
+    for name, values in (*model.named_parameters(), *buffers):
+        key = name + place
+        if ".local_experts." in name:
+            key += f"ep{state.get_expert_model_parallel_rank()}"
+        elif getattr(values, "tensor_model_parallel", False) or name.endswith("mixer.norm.weight"):
+            key += f"tp{state.get_tensor_model_parallel_rank()}"
+        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        normal = torch.randn(values.shape, generator=generator)
+        if name.endswith("A_log"):
+            normal = (1 + 15 * torch.rand(values.shape, generator=generator)).log()
+        elif name.endswith("dt_bias"):
+            normal -= 2
+        elif "norm" in name or name.endswith(".D"):
+            normal = values.detach().mean().round() + 0.2 * normal  # around zero or one
+        elif "conv1d" in name:
+            normal *= 0.5
+        elif values.ndim == 2 and "embedding" not in name:
+            normal *= 0.5 / values.shape[1] ** 0.5
+        else:
+            normal *= 1.0 if "embedding" in name else 0.1
+        values.data.copy_(normal)
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: list[int]) -> Tensor | None:
+    """[tokens, vocabulary] on the ranks of the last stage."""
+    state = megatron.parallel_state
+    ids = torch.tensor([tokens])
+    count = len(tokens)
+    hidden = torch.empty(count, 1, model.config.hidden_size)
+    if not state.is_pipeline_first_stage():
+        dist.recv(hidden, 0)
+        model.set_input_tensor(hidden)
+    mask = torch.ones(count, count).triu(1).bool()[None, None]
+    out = model(ids, torch.arange(count)[None], mask)
+    if not state.is_pipeline_last_stage():
+        dist.send(out.contiguous(), 1)
+        return None
+    parts = [torch.empty_like(out) for _ in range(state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, out.contiguous(), group=state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=-1)[0]
+
+
+def save(model: Any, description: dict[str, Any], folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    metadata = dict(description.get("metadata", {}))
+    metadata["dp_cp_group"] = megatron.parallel_state.get_data_parallel_group(
+        with_context_parallel=True
+    )
+    state: dict[str, Any] = {
+        "model": model.sharded_state_dict(metadata=metadata),
+        "checkpoint_version": 3.0,
+        "iteration": 100,
+    }
+    if "arguments" in description:
+        state["args"] = Namespace(**description["arguments"])
+    iteration = folder / "iter_0000100"
+    if dist.get_rank() == 0:
+        iteration.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(iteration), content_metadata=description.get("metadata"))
+    if dist.get_rank() == 0:
+        (folder / "latest_checkpointed_iteration.txt").write_text("100")
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    moe_utils.te_general_gemm = None
+    for name, description in MODELS.items():
+        megatron.initialize_model_parallel(
+            tensor_model_parallel_size=description.get("tp", 1),
+            pipeline_model_parallel_size=description.get("pp", 1),
+            expert_model_parallel_size=description.get("ep", 1),
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        model = build(description).eval()
+        draw_weights(model)
+        save(model, description, folder / name)
+        logits = logits_of(model, TOKENS)
+        if logits is not None and megatron.parallel_state.get_tensor_model_parallel_rank() == 0:
+            torch.save(logits, folder / f"{name}.logits")
+        dist.barrier()
+        megatron.parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
