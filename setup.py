@@ -58,6 +58,7 @@ TEST = [
     "openai>=2.0",
     "schemathesis>=4",  # requests made from /openapi.json
     "playwright>=1.50",  # drives the system's Chromium against the page at /
+    'sglang-router>=0.3.2,<0.4; sys_platform == "linux"',  # runs in front of two replicas
     "setuptools>=77",  # test_packaging builds a wheel without reaching for the network
     # Pinned: another version formats and complains differently.
     "ruff>=0.17.5,<0.18",

@@ -30,8 +30,12 @@ class EngineConfig:
 
     load: str | None = _option(
         None,
-        "Hugging Face folder to load, in a file of options relative to that file; left out: the "
-        "reference model that ships with us",
+        "Hugging Face folder or Megatron checkpoint (torch_dist) to load, in a file of options "
+        "relative to that file; left out: the reference model that ships with us",
+    )
+    tokenizer_model: str | None = _option(
+        None,
+        "folder with the tokenizer and the end tokens, where --load has none: what Megatron saves",
     )
     load_format: str = _option(
         "auto", "auto, or dummy: random weights from the config alone", ("auto", "dummy")

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.detokenizer import IncrementalDetokenizer
-from megatron_hybrid.engine.build import build_engine, model_folder
+from megatron_hybrid.engine.build import build_engine, tokenizer_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
@@ -47,7 +47,7 @@ class LLM:
             raise ConfigurationError("LLM takes either config or single options, not both.")
         self.config = config
         self.engine: DynamicInferenceEngine = build_engine(config)
-        self._folder = model_folder(config)
+        self._folder = tokenizer_folder(config)
         self._tokenizer: Tokenizer | ConfigurationError | None = None
         self._ids = itertools.count()
         self._open: dict[tuple[str, int], _Answer] = {}  # by request id and index of the choice

@@ -6,9 +6,10 @@ r"""What two replicas of the reference model skip, against one with the memory o
     python tools/benchmark_replicas.py --kill                   and one replica is killed midway
 
 The same chats (several turns, shared system messages; see --help for sizes) are held with one
-replica that has all of the memory, and then, for each policy, with --replicas that have their share
-of it. A row's last column is what they skip, divided by what the one skips. The exit code is 1 if
-longest_prefix skips less than --least percent of it, or if a request failed that had to succeed.
+replica that has all of the memory, with one that has its share, and then, for each policy, with
+--replicas that have their share each. A row's last column is what they skip, divided by what the
+first one skips. The exit code is 1 if longest_prefix skips less than --least percent of it, or if a
+request failed that had to succeed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid.benchmarks.replicas import JOINT, Memory, Workload, kill_midway, measure
+from megatron_hybrid.benchmarks.replicas import (
+    ALONE,
+    JOINT,
+    Memory,
+    Workload,
+    kill_midway,
+    measure,
+)
 from megatron_hybrid.server.options import POLICIES
 
 POLICY_FLAG = "--inference-dynamic-batching-prefix-caching-coordinator-policy"
@@ -58,6 +66,8 @@ def main() -> int:
     flags = ["--inference-dynamic-batching-max-requests", "16", *args.flags]
     results: dict[str, Any] = {JOINT: measure(1, [*flags, *memory.flags(args.replicas)], workload)}
     _show(JOINT, results, JOINT)
+    results[ALONE] = measure(1, [*flags, *memory.flags(1)], workload)
+    _show(ALONE, results, JOINT)
     for policy in args.policies:
         mine = [*flags, *memory.flags(1), POLICY_FLAG, policy]
         results[policy] = measure(args.replicas, mine, workload)
@@ -89,7 +99,7 @@ def _show(name: str, results: dict[str, Any], joint: str) -> None:
     result = results[name]
     replicas = " + ".join(f"{one['requests_admitted']}" for one in result["by_replica"].values())
     print(
-        f"{name:26} {result['requests']:5} requests ({replicas}) in {result['seconds']:6.1f} s, "
+        f"{name:27} {result['requests']:5} requests ({replicas}) in {result['seconds']:6.1f} s, "
         f"TTFT {result['ttft_mean_ms']:6.0f} ms, p95 {result['ttft_p95_ms']:6.0f} ms, "
         f"skipped {result['skipped_tokens']:7} of {result['prompt_tokens']:7} tokens: "
         f"{_share(result, results[joint]):5.1f} %",

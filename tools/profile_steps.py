@@ -3,6 +3,11 @@
 
     python tools/profile_steps.py --config configs/nemotron-h-8b.yaml decode_1 decode_256 prefill
 
+With several GPUs every replica has the same requests, and the first rank reports:
+
+    torchrun --nproc-per-node 2 tools/profile_steps.py --config configs/nemotron-h-8b.yaml \\
+        --tensor-model-parallel-size 2 decode_32
+
 `decode_N`: N requests of 1,024 tokens that decode. `prefill`: prompts of 4,096 tokens as many as a
 step takes. Besides the profile, the time of a step without the profiler is measured, and the share
 of it that the host spends waiting for the device: what is left of it is the host's own work.
@@ -11,6 +16,7 @@ of it that the host spends waiting for the device: what is left of it is the hos
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import defaultdict
@@ -27,6 +33,7 @@ from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
 
+IS_FIRST = os.environ.get("RANK", "0") == "0"
 PROMPT, LONG_PROMPT = 1024, 4096  # tokens, of decode_N and of prefill
 
 
@@ -88,6 +95,8 @@ def look_at(load: Load, name: str, steps: int, rows: int) -> None:
             engine.step()
         torch.cuda.synchronize()
     load.drain()
+    if not IS_FIRST:
+        return
     kernels, busy, span = summarize(recorded.events())
     print(
         f"\n{name}: {1e3 * wall / steps:.2f} ms a step; CPU time {1e3 * cpu / steps:.2f} ms; "

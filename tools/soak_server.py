@@ -5,6 +5,7 @@ r"""Holds many streams on a server for a long time, and checks every answer and 
     python tools/soak_server.py --streams 500 --minutes 30 -- --load DIR
     python tools/soak_server.py --url http://127.0.0.1:5000 --pid PID
     python tools/soak_server.py --streams 200 --vanish           half of the clients hang up at once
+    python tools/soak_server.py --replicas 2                     two replicas behind one address
 
 What follows `--` goes to tools/run_text_generation_server.py. Every answer must be complete (status
 200, usage, [DONE]) and the same as the first one to its prompt, since all are greedy. Memory is
@@ -29,6 +30,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -64,15 +66,15 @@ class Progress:
 
 
 class Server:
-    """The server's processes: those below the one with this id, and itself."""
+    """The server's processes: those below the ones with these ids, and these."""
 
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, *pids: int) -> None:
         self.url = url
-        self.pid = pid
+        self.pids = pids
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines; a front end that left the group is its child still."""
-        found, left = {}, [self.pid]
+        found, left = {}, list(self.pids)
         while left:
             pid = left.pop()
             with contextlib.suppress(OSError):
@@ -237,19 +239,22 @@ def memory_growth(samples: list[tuple[float, list[int]]], warm: float) -> float:
 
 
 def in_use(server: Server) -> dict[str, int]:
-    """What requests hold now, from /metrics: rows, KV blocks, state slots."""
+    """What requests hold now on all replicas, from /metrics: rows, KV blocks, state slots."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
-        figures = {
-            name.removeprefix("megatron_hybrid:"): float(value)
-            for name, _, value in (
-                line.rpartition(" ") for line in page.read().decode().split("\n")
-            )
-            if name and not name.startswith("#")
-        }
+        figures: dict[str, list[float]] = {}
+        for line in page.read().decode().split("\n"):
+            name, _, value = line.rpartition(" ")
+            if name and not name.startswith("#"):
+                plain = name.removeprefix("megatron_hybrid:").partition("{engine=")[0]
+                figures.setdefault(plain, []).append(float(value))
+
+    def shares_of(share: str, whole: str) -> int:
+        return round(sum(a * b for a, b in zip(figures[share], figures[whole], strict=True)))
+
     return {
-        "rows": round(float(figures["num_requests_running"])),
-        "blocks": round(float(figures["kv_cache_usage_perc"]) * float(figures["kv_blocks"])),
-        "slots": round(float(figures["state_cache_usage_perc"]) * float(figures["state_slots"])),
+        "rows": round(sum(figures["num_requests_running"])),
+        "blocks": shares_of("kv_cache_usage_perc", "kv_blocks"),
+        "slots": shares_of("state_cache_usage_perc", "state_slots"),
     }
 
 
@@ -306,21 +311,41 @@ async def vanish(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def started(flags: list[str]) -> Iterator[Server]:
-    """A server of our own, ended at the end."""
-    command = [sys.executable, str(ROOT / "tools/run_text_generation_server.py"), *flags]
+def started(flags: list[str], replicas: int) -> Iterator[Server]:
+    """A server of our own, ended at the end; its replicas are launched one by one."""
+    command = [sys.executable, str(ROOT / "tools/run_text_generation_server.py")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        try:
+    if replicas > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = ["--port", str(port), "--data-parallel-size", str(replicas), *flags]
+    else:
+        flags = ["--port", "0", *flags]
+    processes = [
+        subprocess.Popen(
+            [*command, *flags, "--data-parallel-rank", str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(replicas)
+    ]
+    urls = []
+    try:
+        for process in processes:
+            assert process.stdout is not None
             for line in process.stdout:
                 if found := re.search(r"serving .* on (http://\S+)", line):
-                    yield Server(found.group(1), process.pid)
+                    urls.append(found.group(1))
                     break
             else:
                 raise SystemExit("The server ended; it has said why.")
-        finally:
+        yield Server(urls[0], *(process.pid for process in processes))
+    finally:
+        for process in processes:
             process.send_signal(signal.SIGTERM)
+        for process in processes:
             process.wait()
 
 
@@ -339,6 +364,7 @@ def main() -> int:
     parser.add_argument("--most-cpu", type=float, default=0.3, help="front end, ms a token")
     parser.add_argument("--vanish", action="store_true", help="half of the clients hang up")
     parser.add_argument("--most-seconds", type=float, default=1.0, help="with --vanish")
+    parser.add_argument("--replicas", type=int, default=1, help="behind one address")
     parser.add_argument("--url", help="of a server that runs; needs --pid")
     parser.add_argument("--pid", type=int, help="of that server's engine process, or torchrun's")
     parser.add_argument("--api-key", default=os.environ.get("MEGATRON_HYBRID_API_KEY"))
@@ -352,7 +378,7 @@ def main() -> int:
     if args.url is not None:
         figures = asyncio.run(run(Server(args.url, args.pid), args))
     else:
-        with started(["--port", "0", *args.flags]) as server:
+        with started(args.flags, args.replicas) as server:
             figures = asyncio.run(run(server, args))
     text = json.dumps({"command": sys.argv, **figures}, indent=1)
     print(text)

@@ -36,6 +36,7 @@ from megatron_hybrid.reference_model import filler
 START_SECONDS = 120.0
 END_SECONDS = 30.0
 JOINT = "one replica, joint memory"
+ALONE = "one replica, its own memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Workload:
     turn_words: int = 50
     answer_tokens: int = 16
     clients: int = 16  # requests at the same time
-    open_chats: int = 64
+    open_chats: int = 128
     seed: int = 0
 
     def conversations(self) -> list[Conversation]:

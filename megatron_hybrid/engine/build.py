@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.megatron_folder import described_in, end_tokens, is_megatron_folder
 from megatron_hybrid.models.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
 
@@ -119,7 +120,9 @@ def build_engine(
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
         or not all(spec.writes_checkpoints for spec in model.stages.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
-        grammars=FolderGrammars(plan.folder, model_config.vocab_size, model_config.eos_token_ids),
+        grammars=FolderGrammars(
+            tokenizer_folder(config), model_config.vocab_size, model_config.eos_token_ids
+        ),
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
     )
@@ -154,7 +157,7 @@ class _Plan:
     @classmethod
     def of(cls, config: EngineConfig) -> _Plan:
         folder = model_folder(config)
-        model_config = HybridModelConfig.from_folder(folder)
+        model_config = _model_config(config, folder)
         max_seq_length = _max_seq_length(config, model_config)
         if config.parallel_sizes.expert > 1 and model_config.moe is None:
             raise ConfigurationError(
@@ -204,12 +207,28 @@ def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
 def model_folder(config: EngineConfig) -> Path:
     """The folder to serve: --load's, or the reference model's."""
     folder = reference_model.path() if config.load is None else Path(config.load)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_megatron_folder(folder):
         raise ConfigurationError(
             f"--load names {folder}, which holds no config.json; "
-            "it must be a Hugging Face model folder."
+            "it must be a Hugging Face model folder or a Megatron checkpoint (torch_dist)."
         )
     return folder
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The folder with the tokenizer: --tokenizer-model's, or where the model is described."""
+    if config.tokenizer_model is not None:
+        return Path(config.tokenizer_model)
+    folder = model_folder(config)
+    return described_in(folder) or folder
+
+
+def _model_config(config: EngineConfig, folder: Path) -> HybridModelConfig:
+    """With the tokenizer's end tokens where the model's folder names none."""
+    found = HybridModelConfig.from_folder(folder)
+    if config.tokenizer_model is None or found.eos_token_ids:
+        return found
+    return replace(found, eos_token_ids=end_tokens(Path(config.tokenizer_model)))
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -52,7 +52,7 @@ def gpu_cache_bytes(
         raise ConfigurationError(
             f"The model's weights take {weights / GIB:.2f} GB; of the {total / GIB:.2f} GB of "
             f"{device}, {free / GIB:.2f} GB are free. Use a larger GPU, or split the model over "
-            "several with --tensor-model-parallel-size."
+            "several with --tensor-model-parallel-size or --pipeline-model-parallel-size."
         )
     activations = measure_activations()
     free = torch.cuda.mem_get_info(device)[0]  # measuring loads libraries, which stay

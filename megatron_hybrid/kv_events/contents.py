@@ -169,7 +169,6 @@ class CacheContents:
             adapter=first.adapter,
             cache_salt=first.cache_salt,
             has_logits=first.has_logits,
-            has_recurrent=self.has_recurrent,
         )
 
 
@@ -183,7 +182,6 @@ def stored_event(
     adapter: str | None,
     cache_salt: str | None,
     has_logits: bool,
-    has_recurrent: bool,
 ) -> BlockStored:
     """The event of consecutive blocks, or of one state, with everything that follows from these."""
     extra_keys: list[list[str] | None] | None = None
@@ -203,8 +201,7 @@ def stored_event(
         lora_name=adapter or None,
         extra_keys=extra_keys,
         group_idx=group,
-        # a model without recurrent layers has no states: only exact ends
-        kv_cache_spec_kind=KINDS[group] if group == BLOCKS or has_recurrent else None,
+        kv_cache_spec_kind=KINDS[group],
         cache_salt=cache_salt or None,
         has_logits=has_logits,
     )

@@ -12,7 +12,8 @@ Groups are told apart by `group_idx`, as vLLM does for hybrid models:
   holds one hash, that of the prefix that the state has seen; where it is a multiple of the block
   size, a block in BLOCKS has the same hash. An exact end inside a block has the hash of its prefix,
   the last full block for a parent, and `block_size` = len(`token_ids`) = the tokens behind it. A
-  model without recurrent layers has exact ends too; they come without a kind.
+  model without recurrent layers has exact ends too. They are called "mamba" as well: routers leave
+  that kind alone, and some take any other one for blocks.
 - LOGITS, in BlockRemoved alone: the state stays, but what `has_logits` said of it is over.
 """
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import zmq
@@ -49,7 +49,6 @@ class KVEventPublisher:
         buffer_steps: int = 10_000,
         hwm: int = 100_000,
         replica: int = 0,
-        first_sequence: Callable[[], int] = _by_clock,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -71,7 +70,7 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._replica = replica
         self._heartbeat_seconds = heartbeat_seconds
-        self._sequence = first_sequence()  # of the next batch
+        self._sequence = _by_clock()  # of the next batch
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         # for snapshots; nobody can ask for one without an endpoint
         self._contents = CacheContents(keeps_tokens=True) if replay_endpoints else None
@@ -137,25 +136,30 @@ class KVEventPublisher:
         return encode_batch(EventBatch(time.time(), events, self._replica))
 
     def _serve_replay(self) -> None:
-        """Answer one request with batches [sequence number, payload]; an empty one ends them."""
+        """Answer one request with batches as they were published; an empty payload ends them.
+
+        vLLM 0.25 and before left the topic out, and so do others: readers take the last two frames.
+        """
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_BYTES:
             logger.warning("A replay request of %d frames is no sequence number.", len(frames))
             return
         client, delimiter, first = frames[0], frames[1], int.from_bytes(frames[2], "big")
         for sequence, payload in self._batches_from(first):
-            self._replay.send_multipart((client, delimiter, _bytes(sequence), payload))
-        self._replay.send_multipart((client, delimiter, END_OF_REPLAY, b""))
+            self._replay.send_multipart((client, delimiter, self._topic, _bytes(sequence), payload))
+        self._replay.send_multipart((client, delimiter, b"", END_OF_REPLAY, b""))
 
     def _batches_from(self, first: int) -> list[tuple[int, bytes]]:
         if self._buffer and self._buffer[0][0] <= first <= self._sequence:
             return [batch for batch in self._buffer if batch[0] >= first]
         assert self._contents is not None, "a request came without an endpoint"
-        portions = [self._encode(events) for events in self._contents.snapshot()]
+        portions = []
+        for events in self._contents.snapshot():
+            portions.append(self._encode(events))
+            time.sleep(0)  # the engine's thread waits for nobody's snapshot
         # They end with the number of the last batch, and each has one of its own: there are
         # subscribers that drop what they think they know.
-        start = max(0, self._sequence - len(portions))
-        return list(enumerate(portions, start))
+        return list(enumerate(portions, self._sequence - len(portions)))
 
     # ---------------------------------------------------------------- details
 

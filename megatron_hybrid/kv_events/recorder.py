@@ -146,5 +146,4 @@ class Changes:
             adapter=change.adapter,
             cache_salt=change.cache_salt,
             has_logits=change.has_logits,
-            has_recurrent=self._geometry.has_recurrent,
         )

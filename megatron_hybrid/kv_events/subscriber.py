@@ -96,11 +96,11 @@ class KVEventSubscriber:
             self._ask(0 if self._next is None else self._next)
 
     def _take_replayed(self, frames: list[bytes]) -> None:
-        """Part of an answer: [b"", sequence number, payload]; an empty payload ends it."""
-        if len(frames) != 3:
+        """Part of an answer: [b"", topic, sequence number, payload]; an empty payload ends it."""
+        if len(frames) < 3:
             return
-        if frames[2]:
-            self._apply(int.from_bytes(frames[1], "big"), frames[2])
+        if frames[-1]:
+            self._apply(int.from_bytes(frames[-2], "big"), frames[-1])
             self._asked_at = self._clock()
             return
         self._stop_asking()

@@ -75,6 +75,7 @@ class Attention(Mixer):
             bias=config.output_bias,
             dtype=dtype,
             parallel=parallel,
+            sums=False,
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:

@@ -2,10 +2,10 @@
 
 A rank holds some experts of a layer (expert parallel), or a slice of each (expert tensor parallel),
 or a slice of some. `Compute` gives what its own part contributes to any tokens; a token's result is
-the sum of what all parts contribute.
+the sum of what all parts contribute. As of every mixer, what comes out of here is a rank's part of
+a sum over the tensor-parallel ranks, which the next block adds up.
 
-- Where one replica's ranks hold all experts between them, every rank has every token already:
-  one all-reduce.
+- Where one replica's ranks hold all experts between them, every rank has every token already.
 - Otherwise tokens travel. All-gather: each rank computes its part of every replica's tokens, padded
   to one number that is known beforehand. Nothing waits for a count, so that a step can be captured.
 - All-to-all: a token goes only to ranks that hold one of its experts. The counts go ahead, and the
@@ -39,6 +39,8 @@ class ExpertDispatch:
         self.num_local = num_experts // ranks.owners.size
         self.first = ranks.owners.rank * self.num_local
         self._travels = ranks.everyone.size > tensor.size
+        # Where fewer ranks hold all experts than have the tokens: how often the sum has each.
+        self._copies = 1 if self._travels else tensor.size // ranks.everyone.size
 
     def run(
         self,
@@ -48,13 +50,13 @@ class ExpertDispatch:
         compute: Compute,
         step: Step,
     ) -> Tensor:
-        """[tokens, width] -> [tokens, width]: the sum over each token's experts.
+        """[tokens, width] -> the same: this rank's part of the sum over each token's experts.
 
         experts [tokens, chosen] integers, weights [tokens, chosen] float32.
         """
-        everyone = self._ranks.everyone
         if not self._travels:
-            return everyone.all_reduce(compute(x, self._local(experts), weights))
+            weights = weights / self._copies if self._copies > 1 else weights
+            return compute(x, self._local(experts), weights)
         if step.all_to_all:
             return self._all_to_all(x, experts, weights, compute)
         return self._all_gather(x, experts, weights, compute, step.most_tokens)
@@ -77,7 +79,7 @@ class ExpertDispatch:
         gathered = replicas.all_gather_rows(_pack(x, experts, weights))
         x, experts, weights = _unpack(gathered, x, experts)
         part = compute(x, self._local(experts), weights)
-        return self._tensor.all_reduce(replicas.reduce_scatter_rows(part)[:count])
+        return replicas.reduce_scatter_rows(part)[:count]
 
     def _all_to_all(self, x: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         everyone, tensor = self._ranks.everyone, self._tensor
@@ -104,11 +106,11 @@ class ExpertDispatch:
         # Summed in the order of the ranks, whatever came first.
         parts = back.new_zeros((everyone.size, packed.shape[0], width))
         parts[destination, token] = back
-        result = parts.sum(0)
         if tensor.size == 1:
-            return result
-        result = F.pad(result, (0, 0, 0, share - result.shape[0]))
-        return tensor.all_gather_rows(result)[:total]
+            return parts.sum(0)
+        result = back.new_zeros((total, width))
+        result[mine] = parts.sum(0)
+        return result
 
     def _localised(self, arrived: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, experts, weights = arrived

@@ -68,7 +68,12 @@ class GatedDeltaNet(RecurrentMixer):
             parallel=parallel,
         )
         self.out_proj = RowParallelLinear(
-            values * ranks, context.hidden_size, bias=False, dtype=dtype, parallel=parallel
+            values * ranks,
+            context.hidden_size,
+            bias=False,
+            dtype=dtype,
+            parallel=parallel,
+            sums=False,
         )
         self.dt_bias = parameter((value_heads,), torch.float32)
         self.A_log = parameter((value_heads,), torch.float32)

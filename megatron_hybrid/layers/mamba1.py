@@ -72,6 +72,7 @@ class Mamba1(RecurrentMixer):
             bias=config.proj_bias,
             dtype=dtype,
             parallel=parallel,
+            sums=False,
         )
         self.dt_norm = self.b_norm = self.c_norm = None
         if config.norms != "none":

@@ -92,6 +92,7 @@ class Mamba2(RecurrentMixer):
             bias=config.out_bias,
             dtype=dtype,
             parallel=parallel,
+            sums=False,
         )
         self.dt_bias = parameter((heads,), torch.float32)
         self.A_log = parameter((heads,), torch.float32)

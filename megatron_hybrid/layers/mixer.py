@@ -32,7 +32,8 @@ class LayerContext:
 
 
 class Mixer(nn.Module):
-    """One block's work between its norm and the residual stream."""
+    """One block's work between its norm and the residual stream. Its result is this rank's part
+    of a sum over the tensor-parallel ranks: the block that follows adds the parts up."""
 
     def weight_parts(self) -> Parts:
         raise NotImplementedError

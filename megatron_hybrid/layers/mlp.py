@@ -42,7 +42,7 @@ class MLP(Mixer):
             hidden_size, columns, bias=config.bias, dtype=dtype, parallel=parallel
         )
         self.down_proj = RowParallelLinear(
-            size, hidden_size, bias=config.bias, dtype=dtype, parallel=parallel
+            size, hidden_size, bias=config.bias, dtype=dtype, parallel=parallel, sums=False
         )
 
     def weight_parts(self) -> Parts:

@@ -116,6 +116,7 @@ class MoE(Mixer):
         self.config = config
         self.dispatch = ExpertDispatch(ranks, context.parallel, config.num_experts)
         self.slices = ranks.tensor
+        self.parallel = context.parallel
         router = SigmoidRouter if config.scoring == "sigmoid" else SoftmaxRouter
         self.router = router(config, hidden_size, dtype)
         width = config.latent_size or hidden_size
@@ -171,7 +172,8 @@ class MoE(Mixer):
 
         routed = self.dispatch.run(inner, experts, weights, mix, step)
         if self.from_latent is not None:
-            routed = self.from_latent(routed)
+            bias = self.from_latent.bias if self.parallel.is_first else None
+            routed = F.linear(routed, self.from_latent.weight, bias)
         if self.shared is None:
             return routed
         shared = self.shared(x, step)

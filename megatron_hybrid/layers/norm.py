@@ -35,9 +35,21 @@ class RMSNorm(nn.Module):
         return kernels.norm.rms_norm(x, self.weight, self.eps, self.dtype)
 
     def after_adding(
-        self, x: Tensor, residual: Tensor, multiplier: float, kernels: KernelSet
+        self,
+        x: Tensor,
+        residual: Tensor,
+        multiplier: float,
+        kernels: KernelSet,
+        ranks: RankGroup,
     ) -> tuple[Tensor, Tensor]:
-        """The norm of residual + multiplier * x, and that sum; `residual` may be overwritten."""
+        """The norm of residual + multiplier * (sum of the ranks' x), and that sum; `residual` may
+        be overwritten."""
+        if ranks.size > 1:
+            fused = kernels.norm.add_rms_norm_over_ranks
+            shared = None if fused is None else ranks.shared_rows(x)
+            if shared is not None:
+                return fused(x, residual, multiplier, self.weight, self.eps, self.dtype, shared)
+            x = ranks.all_reduce(x)
         return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps, self.dtype)
 
 

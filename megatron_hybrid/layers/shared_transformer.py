@@ -95,7 +95,8 @@ class SharedTransformerUse(nn.Module):
             down = torch.matmul(both, self.qkv_down.transpose(1, 2))  # [3, tokens, rank]
             up = torch.matmul(down, self.qkv_up.transpose(1, 2))
             qkv = qkv + up.transpose(0, 1).flatten(1)
-        y = attention.attend(qkv, step, self.layer)
+        y = self.parallel.all_reduce(attention.attend(qkv, step, self.layer))
         y = shared.mlp_norm(y, kernels)
         inner = shared.mlp.up_proj(y) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
-        return F.linear(shared.mlp.activate(inner, step), self.linear)
+        y = self.parallel.all_reduce(shared.mlp.activate(inner, step))
+        return F.linear(y, self.linear)

@@ -40,7 +40,7 @@ class ShortConv(RecurrentMixer):
             hidden, 3 * hidden, bias=config.bias, dtype=context.dtype, parallel=parallel
         )
         self.out_proj = RowParallelLinear(
-            hidden, hidden, bias=config.bias, dtype=context.dtype, parallel=parallel
+            hidden, hidden, bias=config.bias, dtype=context.dtype, parallel=parallel, sums=False
         )
         self.spec = StateSpec(
             conv_shape=(self.channels, config.conv_width - 1),

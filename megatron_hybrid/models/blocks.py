@@ -29,14 +29,16 @@ from megatron_hybrid.models.config import (
     SIDE_BY_SIDE,
     HybridModelConfig,
 )
-from megatron_hybrid.parallel import ParallelContext
+from megatron_hybrid.parallel import ParallelContext, RankGroup
 
 
 class Block(nn.Module):
     """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer) -> None:
+    def __init__(self, norm: RMSNorm, mixer: Mixer, ranks: RankGroup) -> None:
+        """`ranks`: that have a part of the mixer each."""
         super().__init__()
+        self.ranks = ranks
         self.norm = norm
         self.mixer = mixer
 
@@ -56,14 +58,16 @@ class Block(nn.Module):
         not added yet, in it; the sum may take `residual`'s place."""
         if mixed is None:
             return self.norm(residual, step.kernels), residual
-        return self.norm.after_adding(mixed, residual, multiplier, step.kernels)
+        return self.norm.after_adding(mixed, residual, multiplier, step.kernels, self.ranks)
 
 
 class SharedTransformerBlock(Block):
     """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer, transformer: SharedTransformerUse) -> None:
-        super().__init__(norm, mixer)
+    def __init__(
+        self, norm: RMSNorm, mixer: Mixer, ranks: RankGroup, transformer: SharedTransformerUse
+    ) -> None:
+        super().__init__(norm, mixer, ranks)
         self.transformer = transformer
 
     @property
@@ -78,7 +82,7 @@ class SharedTransformerBlock(Block):
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
     ) -> tuple[Tensor, Tensor]:
         if mixed is not None:
-            residual = residual + multiplier * mixed
+            residual = residual + multiplier * self.ranks.all_reduce(mixed)
         return self.norm(residual + self.transformer(residual, step), step.kernels), residual
 
 
@@ -119,7 +123,7 @@ class BlockBuilder:
             *self._state_dtypes,
         )
         if letter != SHARED_TRANSFORMER:
-            return Block(self.norm(), self._mixer(letter, context))
+            return Block(self.norm(), self._mixer(letter, context), self.parallel.tensor)
         shared = config.shared_transformer
         if shared is None:
             raise self._undescribed(letter)
@@ -129,7 +133,8 @@ class BlockBuilder:
         if first not in self.shared:
             self.shared[first] = SharedTransformer(shared, context)
         use = SharedTransformerUse(shared, self.shared[first], context)
-        return SharedTransformerBlock(self.norm(), self._mixer(MAMBA, context), use)
+        mixer = self._mixer(MAMBA, context)
+        return SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
 
     def _mixer(self, letter: str, context: LayerContext) -> Mixer:
         config = self.config

@@ -31,7 +31,9 @@ class Hidden(NamedTuple):
     in which tokens see each other those whose logits are wanted."""
 
     residual: Tensor  # [rows, hidden]
-    mixed: Tensor | None  # [rows, hidden] of the last block, not added yet; None before the first
+    # [rows, hidden] of the last block, not added yet (this rank's part of it: see Mixer); None
+    # before the first one
+    mixed: Tensor | None
     embeddings: Tensor | None  # [rows, hidden], where a later block reads them
 
 
@@ -198,7 +200,11 @@ class HybridModel(nn.Module):
         config, norm = self.config, self.final_norm
         assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
         normed, _ = norm.after_adding(
-            hidden.mixed, hidden.residual, config.residual_multiplier, self.kernels
+            hidden.mixed,
+            hidden.residual,
+            config.residual_multiplier,
+            self.kernels,
+            self.parallel.tensor,
         )
         logits = F.linear(normed, self._head())
         if config.logits_divisor != 1.0:

@@ -1,13 +1,15 @@
 """A checkpoint of megatron-core's dist_checkpointing in its torch_dist format, read by tensors.
 
 Such a folder holds `.metadata` (torch.distributed.checkpoint's: which rectangle of which tensor is
-where), `*.distcp` files, `metadata.json` (the format's name) and `common.pt` (everything that is
-not split, among it the training job's arguments). It does not matter how many ranks wrote it. The
-folder that Megatron's --save names has one of them for each iteration.
+where), `*.distcp` files and `metadata.json` (the format's name). Everything that is not split,
+among it the training job's arguments, is in `common.pt` (megatron-core 0.16) or one more object in
+the `*.distcp` files (0.19). It does not matter how many ranks wrote it. The folder that Megatron's
+--save names has one of them for each iteration.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -48,7 +50,7 @@ class MegatronCheckpoint:
     def __init__(self, folder: Path) -> None:
         """`folder`: of one iteration, or the one with all of them, whose latest is taken.
 
-        Raises WeightsError for a folder that is no such checkpoint.
+        Raises ConfigurationError or WeightsError for a folder that is no such checkpoint.
         """
         self.folder = checkpoint_folder(folder)
         _check_format(self.folder)
@@ -69,6 +71,10 @@ class MegatronCheckpoint:
         self.dtypes: Mapping[str, torch.dtype] = {
             name: stored.properties.dtype for name, stored in self._stored.items()
         }
+        self._common = next(
+            (index for index in metadata.storage_data if index.fqn.startswith("common_state/")),
+            None,
+        )
         self._reader = FileSystemReader(self.folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -78,14 +84,22 @@ class MegatronCheckpoint:
     def common(self) -> Mapping[str, Any]:
         """What is not split: iteration, checkpoint_version, args, ..."""
         path = self.folder / "common.pt"
-        found = read_torch(path) if path.is_file() else {}
+        found: Any = {}
+        if path.is_file():
+            found = read_torch(path, str(path))
+        elif self._common is not None:
+            zeros = torch.Size([])
+            item = ReadItem(LoadItemType.BYTE_IO, self._common, zeros, self._common, zeros, zeros)
+            into = _Into()
+            self._reader.read_data(LoadPlan([item]), into).wait()
+            (found,) = read_torch(into.bytes, f"{self._common.fqn} in {self.folder}")
         return found if isinstance(found, Mapping) else {}
 
     @property
     def arguments(self) -> Mapping[str, Any] | None:
         """The training job's arguments; None where it kept none."""
         arguments = self.common.get("args")
-        return None if arguments is None else dict(vars(arguments))
+        return dict(vars(arguments)) if hasattr(arguments, "__dict__") else None
 
     def read(self, name: str, index: Index) -> Tensor:
         """A rectangle of the tensor `name`: for each dimension a range, or a number to drop it."""
@@ -144,13 +158,18 @@ class MegatronCheckpoint:
 
 
 class _Into(LoadPlanner):
-    """Reads into one tensor what torch's reader was asked for."""
+    """Reads into one tensor, or into `bytes`, what torch's reader was asked for."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor | None = None) -> None:
         self._values = values
+        self.bytes = io.BytesIO()
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert self._values is not None
         return self._values
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.bytes = value
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
@@ -166,9 +185,6 @@ class _Into(LoadPlanner):
         raise NotImplementedError
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise NotImplementedError
 
 

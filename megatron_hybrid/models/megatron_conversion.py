@@ -30,10 +30,9 @@ from megatron_hybrid.models.weight_source import FolderSource, Index, open_folde
 
 # Beside a checkpoint that was converted: the names and types that its tensors had.
 NAMES_FILE = "hugging_face_weights.json"
-# Files that describe a model or are its tokenizer.
-_BESIDE = (
-    "config.json", "generation_config.json", "*tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.py", "LICENSE*",
+_TOKENIZER = (
+    "*tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "generation_config.json",
 )  # fmt: skip
 # Weight - 1 is exact in a type that is twice as wide.
 _WIDER = {torch.float32: torch.float64}
@@ -316,7 +315,18 @@ def _make(target: Path) -> None:
 def copy_description(source: Path, target: Path) -> None:
     """Copy what describes a model, and its tokenizer, from one folder to another."""
     folder = (described_in(source) if is_megatron_folder(source) else None) or source
-    for pattern in _BESIDE:
-        for path in folder.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
+    _copy(folder, target, ("config.json", *_TOKENIZER, "*.py", "LICENSE*"))
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer, and the end tokens. Raises ConfigurationError where there is none."""
+    if not _copy(source, target, _TOKENIZER):
+        raise ConfigurationError(f"{source} has no tokenizer.")
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> int:
+    """How many files were copied."""
+    paths = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    for path in paths:
+        shutil.copyfile(path, target / path.name)
+    return len(paths)

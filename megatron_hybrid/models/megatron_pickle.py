@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -84,9 +84,9 @@ def read_pickle(path: Path) -> Any:
         raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-def read_torch(path: Path) -> Any:
-    """The object in a file that torch.save wrote, on the CPU. Raises WeightsError as above."""
+def read_torch(source: Path | IO[bytes], where: str) -> Any:
+    """The object that torch.save wrote, on the CPU. Raises WeightsError, which names `where`."""
     try:
-        return torch.load(path, map_location="cpu", pickle_module=_Module, weights_only=False)
+        return torch.load(source, map_location="cpu", pickle_module=_Module, weights_only=False)
     except Exception as error:
-        raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
+        raise WeightsError(f"{where} cannot be read: {type(error).__name__}: {error}.") from error

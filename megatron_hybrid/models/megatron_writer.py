@@ -7,6 +7,7 @@ torch.distributed.checkpoint's, whose writer takes tensors as they come.
 from __future__ import annotations
 
 import json
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,11 @@ def write_checkpoint(
     release = folder / "release"
     release.mkdir(parents=True)
     total = sum(len(tensor.pieces) for tensor in tensors)
-    with tqdm(total=total, desc="writing weights", unit="part", disable=not progress) as bar:
+    with (
+        tqdm(total=total, desc="writing weights", unit="part", disable=not progress) as bar,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             {},
             storage_writer=dcp.FileSystemWriter(release),
@@ -110,7 +115,9 @@ class _Planner(SavePlanner):
                 chunks.append(chunk)
             self._metadata[tensor.name] = TensorStorageMetadata(properties, size, chunks)
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """There is no state dict."""
 
     def create_local_plan(self) -> SavePlan:

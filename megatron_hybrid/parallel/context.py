@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.parallel import megatron
+from megatron_hybrid.parallel.fresh_store import agree_on_prefix
 from megatron_hybrid.parallel.ranks import RankGroup
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 
@@ -134,11 +135,13 @@ def _initialize_torch(layout: RankLayout, device: torch.device, timeout_minutes:
     timeout = timedelta(minutes=timeout_minutes)
     if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store)
+        rank, size = layout.lockstep_rank, layout.sizes.lockstep_group
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store),
-            rank=layout.lockstep_rank,
-            world_size=layout.sizes.lockstep_group,
+            store=dist.PrefixStore(agree_on_prefix(store, rank, size, timeout), store),
+            rank=rank,
+            world_size=size,
             timeout=timeout,
         )
         return

@@ -2,9 +2,9 @@
 
 torchrun's agent keeps one store for as long as it lives, and torch's process groups write their
 ranks' addresses under the same keys after each restart: a rank that is a little early finds the
-addresses of processes that are dead, and hangs. The number of restarts is no way out: with several nodes each
-agent counts its own. So the ranks agree on a name: rank 0 calls the roll until everybody who has
-answered is alive.
+addresses of processes that are dead, and hangs. The number of restarts is no way out:
+with several nodes each agent counts its own. So the ranks agree on a name: rank 0 calls the roll
+until everybody who has answered is alive.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
 
 
 class RowParallelLinear(megatron.RowParallelLinear):
-    """y = sum over ranks of x_rank W_rank^T, plus the bias once."""
+    """y = sum over ranks of x_rank W_rank^T, plus the bias once.
+
+    `sums`: False leaves the sum to whoever uses the result, which is this rank's part of it then.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -74,6 +77,7 @@ class RowParallelLinear(megatron.RowParallelLinear):
         bias: bool,
         dtype: torch.dtype,
         parallel: RankGroup,
+        sums: bool = True,
     ) -> None:
         super().__init__(
             input_size,
@@ -86,14 +90,13 @@ class RowParallelLinear(megatron.RowParallelLinear):
             tp_group=parallel.group,
         )
         self.parallel = parallel
+        self.sums = sums
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, input / ranks] -> [tokens, output], the same on every rank."""
-        if self.parallel.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.parallel.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        """[tokens, input / ranks] -> [tokens, output]."""
+        y = F.linear(x, self.weight, self.bias if self.parallel.is_first else None)
+        return self.parallel.all_reduce(y) if self.sums else y
 
 
 class VocabParallelEmbedding(megatron.VocabParallelEmbedding):

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hybrid.parallel.symmetric_memory import SymmetricMemory
+from megatron_hybrid.parallel.symmetric_memory import (
+    MOST_SHARED_ROWS,
+    SharedRows,
+    SymmetricMemory,
+)
 
 T = TypeVar("T")
 
@@ -50,6 +54,13 @@ class RankGroup:
             return self._symmetric.all_reduce(tensor)
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def shared_rows(self, rows: Tensor) -> SharedRows | None:
+        """Memory through which kernels can sum the ranks' [rows, width]; None where there is none,
+        or for too many rows."""
+        if self._symmetric is None or not rows.is_cuda or rows.shape[0] > MOST_SHARED_ROWS:
+            return None
+        return self._symmetric.shared_rows(rows.shape[1], rows.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[..., n] of every rank -> [..., ranks * n], in the order of the ranks."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,41 @@ _MOST_RANKS = 8
 _ALIGNMENT = 16  # bytes, of what the kernel loads at once
 
 
+MOST_SHARED_ROWS = 544  # of the largest captured step; more go through NCCL
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """What kernels.norm.triton's SharedRows asks for."""
+
+    rank: int
+    size: int
+    rows: int
+    data: Tensor
+    flags: Tensor
+    turns: Tensor
+    _memory: tuple[Any, ...]  # which the addresses above point into
+
+    @classmethod
+    def make(
+        cls, group: dist.ProcessGroup, device: torch.device, width: int, dtype: torch.dtype
+    ) -> SharedRows:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        rows, rank, size = MOST_SHARED_ROWS, dist.get_rank(group), dist.get_world_size(group)
+        data = symmetric_memory.empty(2 * rows * width, dtype=dtype, device=device)
+        flags = symmetric_memory.empty(rows * size, dtype=torch.int32, device=device)
+        handles = [symmetric_memory.rendezvous(memory, group) for memory in (data, flags)]
+        flags.zero_()
+        torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1), group=group)  # nobody sets a flag that is zeroed later
+        addresses = [
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device) for handle in handles
+        ]
+        turns = torch.zeros(rows, dtype=torch.int32, device=device)
+        return cls(rank, size, rows, addresses[0], addresses[1], turns, (data, flags, handles))
+
+
 class SymmetricMemory:
     """Of the ranks of one group, which must all make it at the same time."""
 
@@ -31,6 +68,7 @@ class SymmetricMemory:
         self._device = device
         self._group = group
         self._buffers: dict[torch.dtype, Tensor] = {}
+        self._rows: dict[tuple[int, torch.dtype], SharedRows] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:
@@ -70,10 +108,18 @@ class SymmetricMemory:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in a new tensor of the same shape. `tensor` is contiguous."""
+        shared = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
-            self._buffers[tensor.dtype], tensor, "sum", self._group_name
+            shared, tensor, "sum", self._group_name
         )
         return total
+
+    def shared_rows(self, width: int, dtype: torch.dtype) -> SharedRows:
+        """Room for rows of this width. All ranks ask for the same, in the same order."""
+        key = width, dtype
+        if key not in self._rows:
+            self._rows[key] = SharedRows.make(self._group, self._device, width, dtype)
+        return self._rows[key]
 
     def _make_buffer(self, dtype: torch.dtype) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory

@@ -31,6 +31,7 @@ from megatron_hybrid.server.options import (
     add_server_arguments,
 )
 from megatron_hybrid.server.waker import Waker
+from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -62,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _server_options(config, args, layout)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
-        if layout.is_first_of_replica:
-            return _serve_first_rank(config, args, options, layout)
-        return _serve_other_rank(config, args.max_queue)
+        with Watchdog(layout, args.inference_rank_timeout) as watchdog:
+            if layout.is_first_of_replica:
+                exit_code = _serve_first_rank(config, args, options, layout, watchdog)
+            else:
+                exit_code = _serve_other_rank(config, args.max_queue, watchdog)
+            if exit_code != 0:
+                watchdog.fail()  # the other ranks wait for this one
+            return exit_code
     except (ConfigurationError, WeightsError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -73,12 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve_first_rank(
-    config: EngineConfig, args: argparse.Namespace, options: ServerOptions, layout: RankLayout
+    config: EngineConfig,
+    args: argparse.Namespace,
+    options: ServerOptions,
+    layout: RankLayout,
+    watchdog: Watchdog,
 ) -> int:
     with FrontEnd(options, args.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
+        watchdog.start()
         engine, parallel = _build(config)
         publishing = CachePublishing(
             engine,
@@ -97,17 +108,21 @@ def _serve_first_rank(
             publish_cache=publishing.publish,
             lockstep=engine.lockstep,
             waker=Waker.of(front_end.context, parallel),
+            on_turn=watchdog.turn,
         )
         question = _first_question(args, options, loop) if layout.replica == 0 else None
-        exit_code = serve(loop, front_end, options)
+        exit_code = serve(loop, front_end, options, when_all_live=watchdog.when_all_live)
         publishing.close()
         if exit_code != 0:
+            watchdog.failure = loop.failure
             return exit_code
+        watchdog.leave()
     parallel.destroy()
     return int(args.exit_after_answer and question is not None and question.failed)
 
 
-def _serve_other_rank(config: EngineConfig, max_queue: int) -> int:
+def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) -> int:
+    watchdog.start()
     engine, parallel = _build(config)
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -119,9 +134,12 @@ def _serve_other_rank(config: EngineConfig, max_queue: int) -> int:
         broadcast=_broadcast(parallel),
         max_queue=max_queue,
         lockstep=engine.lockstep,
+        on_turn=watchdog.turn,
     )
     exit_code = loop.run()
+    watchdog.failure = loop.failure
     if exit_code == 0:
+        watchdog.leave()
         parallel.destroy()
     return exit_code
 
@@ -166,6 +184,10 @@ def _server_options(
             f"This launch has {layout.num_replicas} replica(s), the first with number "
             f"{args.data_parallel_rank} (--data-parallel-rank), but --data-parallel-size is {size}."
         )
+    if size > 1 and args.exit_after_answer:
+        raise ConfigurationError(
+            f"--exit-after-answer ends one engine process, and there are {size} replicas."
+        )
     if size > 1 and args.port == 0:
         raise ConfigurationError(
             f"--port is 0, but {size} replicas share one address: choose a port."
@@ -173,7 +195,7 @@ def _server_options(
     folder = reference_model.path() if config.load is None else Path(config.load)
     name = REFERENCE_MODEL_NAME if config.load is None else folder.resolve().name
     return ServerOptions(
-        tokenizer_folder=str(folder),
+        tokenizer_folder=str(config.tokenizer_model or folder),
         model_name=args.served_model_name or name,
         host=args.host,
         port=args.port,

@@ -13,7 +13,7 @@ from megatron_hybrid.server.engine_link import EngineLink
 from megatron_hybrid.server.placement import Wanted
 
 PLACE_SECONDS = 0.05  # beyond that a worker places by itself
-PAUSE_SECONDS = 1.0  # without questions, after one that nobody answered
+PAUSE_SECONDS = 1.0  # without questions, after one that nobody has answered yet
 
 
 class CoordinatorClient:
@@ -85,6 +85,7 @@ class CoordinatorClient:
     def received(self, replies: list[wire.AnyReply]) -> None:
         for reply in replies:
             if isinstance(reply, wire.Placed):
+                self._silent_until = 0.0  # late perhaps, but it answers
                 with self._lock:
                     answer = self._waiting.get(reply.place_id)
                 if answer is not None:

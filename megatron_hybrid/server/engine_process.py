@@ -100,6 +100,7 @@ class EngineLoop:
     cache: what the coordinator of several replicas needs to know of this one's.
     publish_cache: called when what the prefix cache holds may have changed; must not wait.
     lockstep, waker: of a replica that steps together with others; only first ranks have wakers.
+    on_turn: called at the beginning of each turn.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class EngineLoop:
         publish_cache: Callable[[], None] = lambda: None,
         lockstep: Lockstep | None = None,
         waker: Waker | None = None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -129,10 +131,12 @@ class EngineLoop:
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
+        self.failure: Exception | None = None  # of the last step that failed
         self._last_heartbeat = 0.0
         self._is_alone = broadcast is None and lockstep is None
         self._lockstep = lockstep
         self._waker = waker
+        self._on_turn = on_turn
         self._stop_requested = False
         self._has_ended = False  # nobody needs this replica any more
         self._drain_until: float | None = None
@@ -158,6 +162,7 @@ class EngineLoop:
         reason = "The server is shutting down."
         exit_code = 0
         while True:
+            self._on_turn()
             commands = self._receive() if self._socket is not None else []
             if self._broadcast is not None:
                 commands = self._broadcast(commands)
@@ -339,6 +344,7 @@ class EngineLoop:
             logger.exception("The engine's step failed.")
             self._fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
             self._failed_steps += 1
+            self.failure = error
             # Other ranks may wait in a collective that this one has left: there is no going on.
             sound = self._is_alone and not isinstance(error, DeviceLostError)
             return sound and self._failed_steps < MAX_FAILED_STEPS

@@ -53,6 +53,7 @@ def make_loop(
     publish_cache: Callable[[], None] = lambda: None,
     lockstep: Lockstep | None = None,
     waker: Waker | None = None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> EngineLoop:
     """The first rank's loop. on_serving: called once, when every worker is served; cache: what the
     coordinator of several replicas needs to know of this one's."""
@@ -78,26 +79,37 @@ def make_loop(
         publish_cache=publish_cache,
         lockstep=lockstep,
         waker=waker,
+        on_turn=on_turn,
     )
 
 
-def serve(loop: EngineLoop, front_end: FrontEnd, options: ServerOptions) -> int:
+def serve(
+    loop: EngineLoop,
+    front_end: FrontEnd,
+    options: ServerOptions,
+    *,
+    when_all_live: Callable[[Callable[[], None]], None] = lambda action: action(),
+) -> int:
     """Run the loop until it ends; the exit code.
 
     The first signal lets requests that are open finish, the second ends them. The front end ends
     with its last replica. When the engine fails, the front end stays, to say so and to wait for a
-    restarted one.
+    restarted one. `when_all_live` calls what it is given if no rank has died: torchrun sends the
+    same signal to those that are left of a group as to one that is to end.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
         loop.request_stop()
         signal.signal(signum, signal.SIG_DFL)  # a third one ends a step that hangs
 
-    def drain(signum: int, frame: FrameType | None) -> None:
+    def begin_to_drain() -> None:
         ends_too = front_end.begin_to_end()
         loop.request_drain(options.shutdown_timeout, apart=not ends_too)
+
+    def drain(signum: int, frame: FrameType | None) -> None:
         for each in ENDING_SIGNALS:
             signal.signal(each, stop)
+        when_all_live(begin_to_drain)
 
     wakeup = signal.set_wakeup_fd(-1)
     if wakeup >= 0:

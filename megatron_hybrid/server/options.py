@@ -110,6 +110,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "engine process has died; then it ends too",
     )
     group.add_argument(
+        "--inference-rank-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="when a rank that says nothing, or that holds up the others, ends all ranks that run "
+        "in step with it, for torchrun to start them again; compiling a kernel for the first time "
+        "must fit in; 0: never",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,

@@ -161,6 +161,7 @@ def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:
     )
 
     def open_store() -> dist.Store:
+        _ = store  # to keep it: rank 0's is the server, where torchrun's agent is not
         own = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(prefix, dist.PrefixStore(group, own))
 

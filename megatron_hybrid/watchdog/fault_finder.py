@@ -50,6 +50,10 @@ class FaultFinder:
             if (beat.turn, beat.stage) != (seen.beat.turn, seen.beat.stage):
                 seen.turn_changed = now
             seen.beat = beat
+        present = self._present()
+        if any(seen.beat.stage is Stage.LOADING for seen in present):
+            for seen in present:  # it holds up the others by right
+                seen.turn_changed = now
 
     def beats(self) -> list[RankBeat]:
         """Everybody's last ones, as far as they are known."""
@@ -65,33 +69,42 @@ class FaultFinder:
 
     def fault(self) -> tuple[str, list[int]] | None:
         """What to say of the ranks that hang, and which they are; None if none does."""
+        if (silent := self.silence(self._limit)) is not None:
+            return silent
+        now, ranks = self._last_look, self._present()
+        if now is None:
+            return None
+        if all(now - seen.turn_changed <= self._limit for seen in ranks):
+            return None
+        return self._hang(ranks, now)
+
+    def silence(self, seconds: float) -> tuple[str, list[int]] | None:
+        """As `fault`, of the ranks that have said nothing for longer than that."""
         now = self._last_look
         if now is None:
             return None
-        ranks = [seen for seen in self._seen if seen and seen.beat.stage is not Stage.LEFT]
-        silent = [seen for seen in ranks if now - seen.count_changed > self._silence(seen)]
-        if silent:
-            names = "; ".join(
-                f"{seen.beat.name()} has said nothing for {now - seen.count_changed:.0f} s, when "
-                f"it was {seen.beat.doing}"
-                for seen in silent
-            )
-            return f"{names}.", [seen.beat.rank for seen in silent]
-        serving = [seen for seen in ranks if seen.beat.stage is Stage.SERVING]
-        # A rank that loads holds up the others by right.
-        if len(serving) < len(ranks) or not serving:
+        loading = max(seconds, LOADING_SILENCE)
+        silent = [
+            seen
+            for seen in self._present()
+            if now - seen.count_changed > (loading if seen.beat.stage is Stage.LOADING else seconds)
+        ]
+        if not silent:
             return None
-        if all(now - seen.turn_changed <= self._limit for seen in serving):
-            return None
-        return self._hang(serving, now)
+        names = "; ".join(
+            f"{seen.beat.name()} has said nothing for {now - seen.count_changed:.0f} s, when it "
+            f"was {seen.beat.doing}"
+            for seen in silent
+        )
+        return f"{names}.", [seen.beat.rank for seen in silent]
 
-    def _hang(self, serving: list[_Seen], now: float) -> tuple[str, list[int]]:
+    def _hang(self, ranks: list[_Seen], now: float) -> tuple[str, list[int]]:
         """The loop stands still: whom do the others wait for?"""
         soon = min(self._limit / 2, STANDSTILL)
-        found = [seen for seen in serving if now - seen.count_changed > soon]
+        found = [seen for seen in ranks if now - seen.count_changed > soon]
         if not found:
-            behind = min(seen.beat.turn for seen in serving)
-            last = [seen for seen in serving if seen.beat.turn == behind]
+            behind = min(seen.beat.turn for seen in ranks)
+            last = [seen for seen in ranks if seen.beat.turn == behind]
             found = [seen for seen in last if not seen.beat.waits] or last
         names = "; ".join(
             f"{seen.beat.name()} has been in turn {seen.beat.turn} for "
@@ -110,7 +123,5 @@ class FaultFinder:
             if seen is not None
         )
 
-    def _silence(self, seen: _Seen) -> float:
-        if seen.beat.stage is Stage.LOADING:
-            return max(self._limit, LOADING_SILENCE)
-        return self._limit
+    def _present(self) -> list[_Seen]:
+        return [seen for seen in self._seen if seen and seen.beat.stage is not Stage.LEFT]

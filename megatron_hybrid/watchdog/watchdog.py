@@ -16,6 +16,7 @@ it ends, and one that hangs there is killed: stopped, it would not see torchrun'
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -28,11 +29,21 @@ from datetime import timedelta
 from types import TracebackType
 
 from megatron_hybrid.rank_layout import RankLayout
-from megatron_hybrid.watchdog.beat_exchange import BEAT_SECONDS, BeatExchange, store_of_group
+from megatron_hybrid.watchdog.beat_exchange import (
+    ANSWER_SECONDS,
+    BEAT_SECONDS,
+    BeatExchange,
+    store_of_group,
+)
 from megatron_hybrid.watchdog.fault_finder import FaultFinder
 from megatron_hybrid.watchdog.rank_beat import RankBeat, Stage, describe_thread, own_beat
 
-CAUSE_SECONDS = 3.0  # for the cause of a broken connection to be found before we name ourselves
+logger = logging.getLogger(__name__)
+
+# How long the cause of a broken connection is looked for. With several nodes at least as long as
+# torchrun needs to see that a node is gone (3 x 5 s if not told otherwise): a group that it forms
+# before counts the dead node in, and fails.
+CAUSE_SECONDS, CAUSE_SECONDS_OF_NODES = 3.0, 20.0
 EXIT_CODE = 1
 
 
@@ -50,9 +61,11 @@ class Watchdog:
         self._beat = own_beat(layout)
         self._finder = FaultFinder(layout.sizes.lockstep_group, limit)
         self._exchange: BeatExchange | None = None
+        self._threads: list[threading.Thread] = []
         self._main = threading.get_ident()
         self._turn = 0
         self._left = False
+        self.failure: BaseException | None = None  # why this rank can't go on, if it can't
         self._processes: dict[int, int] = {}  # of ranks on this machine; -1: its process has ended
         self._questions: list[tuple[Callable[[], None], list[int]]] = []
         self._wake_out, self._wake_in = os.pipe()
@@ -74,8 +87,12 @@ class Watchdog:
             self._wake,
         )
         self._exchange = exchange
-        threading.Thread(target=exchange.run, name="beat", daemon=True).start()
-        threading.Thread(target=self._watch, args=(exchange,), name="watch", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=exchange.run, name="beat", daemon=True),
+            threading.Thread(target=self._watch, args=(exchange,), name="watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def turn(self) -> None:
         """The engine's loop begins another turn."""
@@ -102,23 +119,24 @@ class Watchdog:
         self._wake()
         if self._exchange is not None:
             self._exchange.leave()
+        # A thread that is inside the store's code when the interpreter ends would abort us.
+        for thread in self._threads:
+            thread.join(ANSWER_SECONDS)
 
-    def fail(self, error: BaseException | None = None) -> None:
-        """This rank can't go on: end the group, and this process at once. Returns only where
-        nobody is watched.
+    def fail(self) -> None:
+        """This rank can't go on, because of `failure`: end the group, and this process at once.
+        Returns only where nobody is watched.
 
-        error: why. A broken connection is most likely the work of another rank that died, and that
-        one is given a moment to be found.
+        A broken connection is most likely the work of another rank that died, which is given the
+        time to be found.
         """
-        if self._exchange is None:
+        if self._exchange is None or self._left:
             return
-        reason = "its engine failed"
-        if error is not None:
-            traceback.print_exception(error)
-            reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-            if _is_of_collective(error):
-                time.sleep(CAUSE_SECONDS)  # in which the watch thread may end us
-        self._end(f"{self._beat.name()} failed: {reason}. Its log has the whole story.", [])
+        error = self.failure
+        if error is None or _is_of_collective(error):
+            self._wait_for_cause()
+        reason = "" if error is None else f": {type(error).__name__}: {error}".split("\n")[0]
+        self._end(f"{self._beat.name()} failed{reason}. Its log has the whole story.", [])
 
     def __enter__(self) -> Watchdog:
         return self
@@ -130,7 +148,9 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and self._turn > 0:
-            self.fail(error)
+            traceback.print_exception(error)
+            self.failure = error
+            self.fail()
         self.leave()
 
     def _own(self) -> RankBeat:
@@ -148,6 +168,14 @@ class Watchdog:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
+
+    def _wait_for_cause(self) -> None:
+        """Of a connection that broke. If it is found, this process ends."""
+        seconds = CAUSE_SECONDS_OF_NODES if self._remote() else CAUSE_SECONDS
+        seconds = min(seconds, self._limit)
+        time.sleep(seconds)
+        if (fault := self._finder.silence(seconds / 2)) is not None:
+            self._end(*fault)
 
     # ------------------------------------------------------------ watch thread
 
@@ -168,8 +196,8 @@ class Watchdog:
                 self._judge_death(exchange, rank)
             if (fault := self._finder.fault()) is not None:
                 self._end(*fault)
-            if exchange.silence > self._limit and (remote := self._remote()):
-                self._end(self._lost(exchange.silence, remote), [])
+            if exchange.silence > self._limit:
+                self._judge_silence(exchange.silence)
             if self._questions:
                 for rank in self._wait(0):  # who died before the question, as we may not know yet
                     self._judge_death(exchange, rank)
@@ -207,7 +235,12 @@ class Watchdog:
     def _judge_death(self, exchange: BeatExchange, rank: int) -> None:
         if (beats := exchange.read_now()) is not None:  # its last words
             self._finder.look(beats, time.monotonic())
-        if (message := self._finder.death(rank)) is not None and not self._left:
+        message = self._finder.death(rank)
+        if message is None or self._left:
+            return
+        if self._turn == 0:  # torchrun's signal ends us at any time, and in order
+            logger.error("%s", message)
+        else:
             self._end(message, [])
 
     def _remote(self) -> list[RankBeat]:
@@ -218,14 +251,20 @@ class Watchdog:
             if beat.place != self._beat.place and beat.stage is not Stage.LEFT
         ]
 
-    def _lost(self, silence: float, remote: list[RankBeat]) -> str:
+    def _judge_silence(self, seconds: float) -> None:
+        """The store does not answer. If torchrun's agent has it and all ranks are here, only that
+        one hangs; else those that we can't see are lost, or rank 0 is, whose process has it."""
+        lost = self._remote()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+            lost = [beat for beat in self._finder.beats() if beat.rank == 0] or lost
+        if not lost or lost[0].rank == self._beat.rank:
+            return
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        names = "; ".join(beat.name() for beat in remote)
-        return (
-            f"torchrun's store at {where} has not answered {self._beat.name()} for "
-            f"{silence:.0f} s: its node, or the network, is gone, and with it some or all of "
-            f"{names}."
+        message = (
+            f"The store at {where}, through which the ranks meet, has not answered for "
+            f"{seconds:.0f} s: lost are {'; '.join(beat.name() for beat in lost)}, or the network."
         )
+        self._end(message, [beat.rank for beat in lost])
 
     def _answer_questions(self) -> None:
         """Call what waits for a sign of life from the ranks that we can't see."""

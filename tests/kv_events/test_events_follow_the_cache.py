@@ -103,7 +103,7 @@ class ObservedMachine(EngineMachine):
 
 TestObservedMachine = ObservedMachine.TestCase
 TestObservedMachine.settings = settings(
-    max_examples=100,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -194,7 +194,7 @@ def test_a_publisher_that_is_gone_is_noticed(engine: Engine):
 
 
 def test_a_replay_from_the_buffer_is_the_very_same_batches(tmp_path: Path):
-    engine = Engine(tmp_path, first_sequence=lambda: 100, heartbeat_seconds=60)
+    engine = Engine(tmp_path, heartbeat_seconds=60, topic="kv@pod@model")
     sub = zmq.Context.instance().socket(zmq.SUB)
     sub.connect(engine.endpoints[0])
     sub.subscribe(b"")
@@ -205,7 +205,7 @@ def test_a_replay_from_the_buffer_is_the_very_same_batches(tmp_path: Path):
             engine.store(len(seen) + int(time.monotonic() * 1000) % 10_000)
         while sub.poll(10):
             topic, sequence, payload = sub.recv_multipart()
-            assert topic == b"" and len(sequence) == 8
+            assert topic == b"kv@pod@model" and len(sequence) == 8
             seen.append((int.from_bytes(sequence, "big"), payload))
         return len(seen) > 0
 
@@ -219,8 +219,8 @@ def test_a_replay_from_the_buffer_is_the_very_same_batches(tmp_path: Path):
     replayed = []
     while True:
         assert dealer.poll(20_000)
-        empty, sequence, payload = dealer.recv_multipart()
-        assert empty == b""
+        empty, topic, sequence, payload = dealer.recv_multipart()
+        assert empty == b"" and topic == (b"" if sequence == END_OF_REPLAY else b"kv@pod@model")
         if sequence == END_OF_REPLAY:
             break
         replayed.append((int.from_bytes(sequence, "big"), payload))
@@ -246,7 +246,7 @@ def test_a_snapshot_ends_with_the_number_of_the_last_batch(tmp_path: Path):
         dealer.send_multipart((b"", (0).to_bytes(8, "big")))
         while True:
             assert dealer.poll(20_000)
-            _, sequence, payload = dealer.recv_multipart()
+            _, _, sequence, payload = dealer.recv_multipart()
             if not payload:
                 return contents.blocks.keys() == stored
             sequences.append(int.from_bytes(sequence, "big"))

@@ -18,6 +18,9 @@ from megatron_hybrid.kv_events import (
     encode_batch,
     wire_hash,
 )
+from megatron_hybrid.server import cli
+from megatron_hybrid.server import messages as wire
+from megatron_hybrid.server.engine_process import EngineLoop
 
 B = 4
 HYBRID = CacheGeometry(B, B, 100, 4, 4, bytes_per_block=1, bytes_per_state=1)
@@ -104,7 +107,9 @@ def test_blocks_and_states_of_a_hybrid_model_as_vllm_decodes_them():
         BlockStored(
             [c], b, [18, 19, 20, 21], 4, None, "GPU", None, group_idx=1, kv_cache_spec_kind="mamba"
         ),
-        BlockStored([end], c, [22, 23], 2, None, "GPU", None, group_idx=1, kv_cache_spec_kind="mamba"),
+        BlockStored(
+            [end], c, [22, 23], 2, None, "GPU", None, group_idx=1, kv_cache_spec_kind="mamba"
+        ),
     ]  # fmt: skip
 
 
@@ -176,13 +181,13 @@ def test_the_bytes_are_an_array_of_maps():
     ]
 
 
-def test_an_exact_end_without_recurrent_layers_claims_to_be_no_attention_block():
-    """A router that sees the group for the first time, without a kind, leaves it alone."""
+def test_an_exact_end_without_recurrent_layers_is_no_attention_block():
+    """Routers leave the kind alone, and a group that they have not seen may be one of theirs."""
     recorder = KVEventRecorder(ATTENTION)
     recorder.take()
     recorder.state_stored(keys_of(), 14, False)
     (event,) = theirs(recorder)
-    assert (event.group_idx, event.kv_cache_spec_kind, event.block_size) == (1, None, 2)
+    assert (event.group_idx, event.kv_cache_spec_kind, event.block_size) == (1, "mamba", 2)
 
 
 def test_nothing_changed_is_nothing_to_send():
@@ -222,6 +227,38 @@ def test_another_configuration_is_refused_with_a_reason(text: str, said: str):
     with pytest.raises(ConfigurationError, match="--kv-events-config") as refused:
         KVEventsConfig.from_json(text)
     assert said in str(refused.value)
+
+
+def test_the_server_refuses_it_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--kv-events-config", '{"endpoint": 7}']) == 2
+    assert "--kv-events-config" in capsys.readouterr().err
+
+
+class OneStep:
+    """An engine that has one step to do."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def has_work(self) -> bool:
+        return not self.order
+
+    def step(self) -> list[Any]:
+        self.order.append("step")
+        return []
+
+
+def test_a_turn_of_the_engines_loop_publishes_what_its_step_and_commands_changed():
+    order: list[str] = []
+    turns = iter([[], [wire.Stop()]])
+    loop = EngineLoop(
+        OneStep(order),  # type: ignore[arg-type]
+        None,
+        broadcast=lambda commands: next(turns),
+        publish_cache=lambda: order.append("publish"),
+    )
+    assert loop.run() == 0
+    assert order == ["step", "publish", "publish"]
 
 
 def test_replicas_need_ports_to_count_on():

@@ -1,4 +1,4 @@
-"""Tiny models that megatron-core makes and saves: each a part of what its checkpoints may look like."""
+"""Tiny models that megatron-core makes and saves: each one way that its checkpoints may look."""
 
 from __future__ import annotations
 
@@ -104,8 +104,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "ep": 2,
         "pattern": "*-*E",
         "vocab_size": 160,
+        "tied": True,
         "config": _GPT | _EXPERTS | {"moe_layer_freq": [0, 1]},
-        "arguments": _arguments(_GPT | _EXPERTS, moe_layer_freq=[0, 1]),
+        "arguments": _arguments(
+            _GPT | _EXPERTS, moe_layer_freq=[0, 1], untie_embeddings_and_output_weights=False
+        ),
         "family": "megatron",
     },
     # Experts and the halves of gated projections as tensors of their own.
@@ -159,14 +162,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "pattern": "ME*EM",
         "vocab_size": 160,
         "positions": "none",
-        "tied": True,
         "config": _HYBRID_MOE,
         "arguments": _arguments(
             _HYBRID_MOE,
             position_embedding_type="none",
             hybrid_layer_pattern="ME*EM",
-            untie_embeddings_and_output_weights=False,
         ),
         "family": "nemotron_h",
     },
 }
+# Written by us, megatron-core reads these.
+READ_BACK = ("hybrid_tp2", "hybrid_ep2")

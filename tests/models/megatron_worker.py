@@ -1,18 +1,26 @@
 """One of two ranks that save models with megatron-core: its modules, its sharded_state_dict, its
-dist_checkpointing. Writes a checkpoint for each of MODELS, and the logits of its own forward.
+dist_checkpointing. Writes a checkpoint for each of MODELS, and the logits of its own forward; then
+loads them all as two ranks of ours.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.models.megatron_worker FOLDER
+        HUGGING_FACE_FOLDER...  (beside each: FOLDER-megatron, the same model)
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import queue
 import sys
 import warnings
 import zlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling a gate takes longer than everything else
 
 import torch
 import torch.distributed as dist
@@ -20,7 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_hybrid.parallel.megatron as megatron  # hides an unusable transformer-engine
-from tests.models.megatron_models import MODELS, TOKENS
+from megatron_hybrid.models import HybridModel, HybridModelConfig, load_model
+from megatron_hybrid.models.megatron_conversion import to_hugging_face, to_megatron
+from megatron_hybrid.parallel import ParallelContext, initialize
+from megatron_hybrid.rank_layout import ParallelSizes
+from tests.models.driver import run_in_segments
+from tests.models.megatron_models import MODELS, READ_BACK, TOKENS
 
 warnings.simplefilter("ignore")
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
@@ -138,9 +151,7 @@ def build(model: dict[str, Any]) -> Any:
     if model["kind"] == "hybrid":
         from megatron.core.models.mamba import MambaModel
 
-        return MambaModel(
-            config, hybrid_spec(), **common, hybrid_override_pattern=model["pattern"]
-        )
+        return MambaModel(config, hybrid_spec(), **common, hybrid_override_pattern=model["pattern"])
     from megatron.core.models.gpt import GPTModel
 
     spec = gpt_spec(config)
@@ -158,9 +169,8 @@ def gpt_spec(config: Any) -> Any:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
             qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
         )
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
         layers = config.num_layers // config.pipeline_model_parallel_size
         return TransformerBlockSubmodules([spec] * layers, layer_norm=WrappedTorchNorm)
@@ -218,6 +228,9 @@ def hybrid_spec() -> Any:
         TransformerLayerSubmodules,
     )
 
+    with contextlib.suppress(ImportError):  # its place since megatron-core 0.17
+        import megatron.core.models.hybrid.hybrid_block as block
+
     block.TENorm = WrappedTorchNorm
     mixer.HAVE_MAMBA_SSM = True
     mixer.mamba_split_conv1d_scan_combined = mamba_scan
@@ -255,7 +268,12 @@ def hybrid_spec() -> Any:
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add
+                    pre_mlp_layernorm=WrappedTorchNorm,
+                    mlp=parts.mlp,
+                    mlp_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map={
+                        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
+                    },
                 ),
             ),
             moe_layer=ModuleSpec(
@@ -339,31 +357,119 @@ def save(model: Any, description: dict[str, Any], folder: Path) -> None:
         (folder / "latest_checkpointed_iteration.txt").write_text("100")
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+@contextlib.contextmanager
+def built(description: dict[str, Any]) -> Iterator[Any]:
+    """A model of MODELS, split as it says."""
+    megatron.initialize_model_parallel(
+        tensor_model_parallel_size=description.get("tp", 1),
+        pipeline_model_parallel_size=description.get("pp", 1),
+        expert_model_parallel_size=description.get("ep", 1),
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    yield build(description).eval()
+    dist.barrier()
+    megatron.parallel_state.destroy_model_parallel()
+
+
+def save_logits(model: Any, path: Path) -> None:
+    logits = logits_of(model, TOKENS)
+    if logits is not None and megatron.parallel_state.get_tensor_model_parallel_rank() == 0:
+        torch.save(logits, path)
+
+
+def save_all(folder: Path) -> None:
+    """Make every model of MODELS; write its checkpoint, and its logits."""
+    for name, description in MODELS.items():
+        with built(description) as model:
+            draw_weights(model)
+            save(model, description, folder / name)
+            save_logits(model, folder / f"{name}.logits")
+
+
+def read_ours(folder: Path) -> None:
+    """megatron-core reads what we convert to its format; write its logits."""
+    from megatron.core import dist_checkpointing
+
+    for name in READ_BACK:
+        saved = folder / f"{name}-again"
+        if dist.get_rank() == 0:
+            to_megatron(folder / f"{name}-hf", saved, progress=False)
+        dist.barrier()
+        path = str(saved / "release")
+        metadata = dist_checkpointing.load_content_metadata(path)
+        with built(MODELS[name]) as model:
+            metadata["dp_cp_group"] = megatron.parallel_state.get_data_parallel_group(
+                with_context_parallel=True
+            )
+            state = dist_checkpointing.load(
+                {"model": model.sharded_state_dict(metadata=metadata)}, path, strict="log_all"
+            )
+            missing, unknown = model.load_state_dict(state["model"], strict=False)
+            assert all(key.endswith("_extra_state") for key in missing) and not unknown
+            save_logits(model, folder / f"{name}.again")
+
+
+def load_all(folder: Path, converted: list[Path]) -> dict[str, bool]:
+    """Load what was saved, and Megatron twins of Hugging Face folders, on two ranks in all ways;
+    write logits, and say whether each has the weights of its Hugging Face twin, bit for bit."""
+    twins = {path: Path(f"{path}-megatron") for path in converted}
+    for name, description in MODELS.items():
+        if description["family"] != "megatron":
+            twins[folder / f"{name}-hf"] = folder / name
+    if dist.get_rank() == 0:
+        for hugging_face, saved in twins.items():
+            if not hugging_face.exists():
+                to_hugging_face(saved, hugging_face, progress=False)
+    dist.barrier()
+    same: dict[str, bool] = {}
+    for sizes in (
+        ParallelSizes(tensor=2),
+        ParallelSizes(pipeline=2),
+        ParallelSizes(expert=2, expert_tensor=1),
+        ParallelSizes(tensor=2, expert=2, expert_tensor=1),
+    ):
+        parallel = initialize(sizes)
+        for hugging_face, saved in twins.items():
+            config = HybridModelConfig.from_folder(hugging_face)
+            if sizes.expert > 1 and config.moe is None:
+                continue
+            theirs, ours = (_load(path, parallel) for path in (hugging_face, saved))
+            same[f"{saved.name} {sizes.tensor} {sizes.pipeline} {sizes.expert}"] = all(
+                one.role == other.role and torch.equal(one.target, other.target)
+                for (_, one), (_, other) in zip(
+                    theirs.weight_parts(), ours.weight_parts(), strict=True
+                )
+            )
+        if sizes.numbers == ParallelSizes(tensor=2).numbers:
+            for name in MODELS:
+                logits = run_in_segments(_load(folder / name, parallel), TOKENS, [10])
+                torch.save(logits, folder / f"{name}.ours.{dist.get_rank()}")
+        megatron.parallel_state.destroy_model_parallel()
+    return same
+
+
+def _load(folder: Path, parallel: ParallelContext) -> HybridModel:
+    cpu = torch.device("cpu")
+    return load_model(folder, device=cpu, dtype=None, parallel=parallel, progress=False)
+
+
+def main(folder: Path, converted: list[Path]) -> None:
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
-    for name, description in MODELS.items():
-        megatron.initialize_model_parallel(
-            tensor_model_parallel_size=description.get("tp", 1),
-            pipeline_model_parallel_size=description.get("pp", 1),
-            expert_model_parallel_size=description.get("ep", 1),
-            expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,
-        )
-        model = build(description).eval()
-        draw_weights(model)
-        save(model, description, folder / name)
-        logits = logits_of(model, TOKENS)
-        if logits is not None and megatron.parallel_state.get_tensor_model_parallel_rank() == 0:
-            torch.save(logits, folder / f"{name}.logits")
-        dist.barrier()
-        megatron.parallel_state.destroy_model_parallel()
+    # Results are handed over within this process; a manager's process takes seconds to start.
+    filesystem._get_write_results_queue = queue.Queue
+    dist.init_process_group("gloo")
+    save_all(folder)
+    same = load_all(folder, converted)
+    read_ours(folder)
+    (folder / f"same.{dist.get_rank()}.json").write_text(json.dumps(same))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])

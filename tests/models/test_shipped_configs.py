@@ -36,6 +36,7 @@ PARAMETERS = {
     "llama-3.1-8b": (8.03, "Hub"),
     "mamba-2.8b": (2.77, "Hub"),
     "mamba-codestral-7b": (7.285, "model card: 7,285,403,648"),
+    "nemotron-3-nano-30b-a3b": (31.58, "Hub: 31.6 B"),
     "nemotron-h-8b": (8.10, "Hub"),
     "qwen3-8b": (8.19, "Hub; 8.2 B in the model card"),
     "qwen3-next-80b-a3b": (79.7, "80 B in the model card; 79.67 in transformers' class"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 500
 
 
 def run_on_two_ranks(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -22,15 +23,21 @@ def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict
 
     The module gets `folder` and the arguments.
     """
+    torchrun(count, module, folder, *arguments)
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    assert all(found == ranks[0] for found in ranks)
+    return dict(ranks[0])
+
+
+def torchrun(count: int, module: str, folder: Path, *arguments: str) -> None:
+    """Run the module on so many ranks; it gets `folder` and the arguments."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(count), "-m", module, str(folder), *arguments,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
-    assert all(found == ranks[0] for found in ranks)
-    return dict(ranks[0])

@@ -155,8 +155,11 @@ def test_bad_requests_leave_the_connection_usable(server: ServerProcess) -> None
     connection.close()
 
 
-def test_the_front_end_does_not_import_torch() -> None:
-    code = "import sys, megatron_hybrid.server.front_end; sys.exit('torch' in sys.modules)"
+def test_the_front_end_and_the_coordinator_do_not_import_torch() -> None:
+    code = (
+        "import sys, megatron_hybrid.server.front_end, megatron_hybrid.server.coordinator; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

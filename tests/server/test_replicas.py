@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_hybrid.server import cli
 from tests.server.processes import ServerProcess, free_port, is_alive, wait_until
 from tests.server.test_processes import FAKE, open_stream, send
 
@@ -75,13 +75,17 @@ class Replicas:
         engines = self.figures()["engines"]
         return [engines[str(rank)]["requests_running"] for rank in range(2)]
 
+    def prompt_tokens(self) -> list[int]:
+        engines = self.figures()["engines"]
+        return [engines[str(rank)]["prompt_tokens"] for rank in range(2)]
+
     def streams(self, wanted: list[int], **options: int) -> list[tuple[Any, Any]]:
         """Open as many streams on each replica; those of the first one come first."""
         opened: list[list[tuple[Any, Any]]] = [[], []]
         for _ in range(sum(wanted)):
-            before = self.running()
+            before = self.prompt_tokens()
             stream = open_stream(self.servers[0], **options)
-            after = self.running()
+            after = self.prompt_tokens()
             opened[after[1] > before[1]].append(stream)
         assert [len(one) for one in opened] == wanted
         return opened[0] + opened[1]
@@ -288,3 +292,21 @@ def test_a_group_that_is_restarted_whole_finds_its_front_end(own: Replicas) -> N
         own.servers[rank] = own.start(rank)
     wait_until(lambda: own.states() == ["ok", "ok"])
     assert own.front_end() == front_end
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--data-parallel-rank", "2", "--data-parallel-size", "2"), "--data-parallel-size is 2"),
+        (("--data-parallel-size", "2", "--port", "0"), "choose a port"),
+        (
+            ("--data-parallel-size", "2", "--ask", "a", "--exit-after-answer"),
+            "there are 2 replicas",
+        ),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_anything_starts(
+    flags: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(list(flags)) == 2
+    assert sentence in capsys.readouterr().err

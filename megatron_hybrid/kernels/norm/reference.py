@@ -41,6 +41,10 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, dtype), total
 
 
+# add_rms_norm of the sum over ranks, where a kernel can do both; see triton.py.
+add_rms_norm_over_ranks = None
+
+
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
 ) -> Tensor:

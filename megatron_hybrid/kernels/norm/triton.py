@@ -8,6 +8,8 @@ Each program normalises a few whole rows, so a row's bits do not depend on what 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,48 @@ def add_rms_norm(
     """
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     return _launch_add_rms_norm(x, residual, multiplier, weight, eps, out), residual
+
+
+class SharedRows(Protocol):
+    """Memory of this rank that the other ranks' GPUs read and write, and theirs.
+
+    Kernels take turns between two halves of `data`: what a row's program writes in its turn is read
+    by the others until they begin their next turn, which is before this one begins its next but
+    one.
+    """
+
+    rank: int
+    size: int
+    rows: int  # that each half of `data` has room for
+    data: Tensor  # [ranks] int64: addresses of the ranks' [2, rows, width]
+    flags: Tensor  # [ranks] int64: addresses of the ranks' [rows, ranks] int32: turns begun
+    turns: Tensor  # [rows] int32, of this rank
+
+
+def add_rms_norm_over_ranks(
+    x: Tensor,
+    residual: Tensor,
+    multiplier: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None,
+    shared: SharedRows,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum of all ranks' x, in one kernel.
+
+    Each row's program puts the row where the others see it, tells them, waits for theirs, and adds
+    them up in the order of the ranks, so that all have the same bits.
+    """
+    tokens, size = x.shape
+    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    if tokens:
+        _add_rms_norm_over_ranks_kernel[(tokens,)](
+            x, residual, weight, out, shared.data, shared.flags, shared.turns,
+            size, x.stride(0), residual.stride(0), multiplier, eps, shared.rows,
+            RANK=shared.rank, RANKS=shared.size, BLOCK=block, num_warps=_warps(block, per_thread=8),
+        )  # fmt: skip
+    return out, residual
 
 
 def gated_rms_norm(
@@ -141,6 +185,56 @@ def _add_rms_norm_kernel(
     weights = tl.load(weight + column, mask=mask, other=0)
     # Rounded before the norm is taken: the norm is that of the residual as it is kept.
     total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
+    tl.store(residual + row * residual_row + column, total, mask=mask)
+    normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
+    tl.store(out + row * size + column, normed, mask=mask)
+
+
+@triton.jit
+def _address(where, like):
+    """The pointer that is kept there, to elements `like` another one's. Said to be aligned: values
+    would travel from GPU to GPU one by one otherwise."""
+    return tl.multiple_of(tl.load(where).to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _add_rms_norm_over_ranks_kernel(
+    x, residual, weight, out, data, flags, turns,
+    size, x_row, residual_row, multiplier, eps, rows,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < size
+    turn = tl.load(turns + row) + 1
+    place = ((turn & 1) * rows + row) * size
+    inputs = tl.load(x + row * x_row + column, mask=mask, other=0)
+    mine = _address(data + RANK, x)
+    tl.store(mine + place + column, inputs, mask=mask)
+    tl.debug_barrier()  # the whole row is written before anybody is told
+    tl.store(turns + row, turn)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_add(theirs + row * RANKS + RANK, 1, sem="release", scope="sys")
+    # Meanwhile: what needs no other rank.
+    carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
+    weights = tl.load(weight + column, mask=mask, other=0)
+    told = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * RANKS
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:  # turns may wrap around: their difference does not
+            while tl.atomic_add(told + peer, 0, sem="acquire", scope="sys") - turn < 0:
+                pass
+    tl.debug_barrier()
+    summed = tl.zeros((1, BLOCK), tl.float32)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            summed += inputs.to(tl.float32)
+        else:  # past the first cache, which knows nothing of other GPUs' writes
+            source = _address(data + peer, x)
+            part = tl.load(source + place + column, mask=mask, other=0, cache_modifier=".cg")
+            summed += part.to(tl.float32)
+    total = (carried.to(tl.float32) + multiplier * summed).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
     normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
     tl.store(out + row * size + column, normed, mask=mask)

@@ -1,0 +1,171 @@
+"""Runs the scripts of examples/launch as a user does, on CPUs with gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.server.processes import ROOT, is_alive
+from tests.server.processes import _children as children
+
+SCRIPTS = ROOT / "examples" / "launch"
+REFERENCE = ROOT / "configs" / "reference_model.yaml"
+SECONDS = 240.0  # at most, for a machine with a lot to do
+PROMPT = "The quick brown fox"
+LENGTH = 24
+
+
+def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+class Node:
+    """One run of a script: on a machine, as it were."""
+
+    def __init__(self, script: str, log: Path, *flags: str, **environment: str) -> None:
+        self._log = log
+        values = {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CONFIG": str(REFERENCE),
+        }
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                [str(SCRIPTS / script), "--device", "cpu", "--http-workers", "1", *flags],
+                cwd=log.parent,  # not the checkout: the scripts find their files themselves
+                env={**os.environ, **values, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def ranks(self) -> list[int]:
+        """torchrun's processes, in the order of their numbers."""
+        return sorted(children(self.process.pid))
+
+    def lose(self) -> None:
+        """End the agent and its ranks, as if the machine had lost its power."""
+        ranks = self.ranks()
+        self.process.kill()
+        self.process.wait(SECONDS)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            print(self.log)
+        if self.process.poll() is not None:
+            return
+        self.process.terminate()  # it ends its ranks then, but not when it is killed
+        try:
+            self.process.wait(45)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+class Client:
+    """Asks the server on this port."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._port = port
+
+    def engine(self) -> int | None:
+        """Its process, once requests are taken."""
+        status, body = self.get("/health")
+        return int(body["engine_pid"]) if status == 200 and "engine_pid" in body else None
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status (0: nobody listens) and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            body = json.load(error)
+            body["Retry-After"] = error.headers.get("Retry-After")
+            return error.code, body
+        except OSError:
+            return 0, {}
+
+    def wait_for_service(self, *nodes: Node, after: int | None = None) -> int:
+        """The engine's process; `after`: another one than this."""
+
+        def serves() -> bool:
+            assert all(node.process.poll() is None for node in nodes), "torchrun has ended"
+            return self.engine() not in (None, after)
+
+        wait_until(serves, lambda: "no service")
+        engine = self.engine()
+        assert engine is not None
+        return engine
+
+    def complete(self, prompt: str = PROMPT) -> str:
+        """The greedy answer."""
+        body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+        return str(self._post("/v1/completions", body)["choices"][0]["text"])
+
+    def chat(self) -> str:
+        """The greedy answer to a chat."""
+        messages = [{"role": "user", "content": "What is a cache?"}]
+        body = {"messages": messages, "max_tokens": LENGTH, "temperature": 0}
+        return str(self._post("/v1/chat/completions", body)["choices"][0]["message"]["content"])
+
+    def open_stream(self) -> http.client.HTTPResponse:
+        """An answer that goes on for long, of which the first piece has come."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=SECONDS)
+        body = {"prompt": PROMPT, "max_tokens": 6000, "stream": True, "ignore_eos": True}
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.readline().startswith(b"data: ")
+        return answer
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return dict(json.load(answer))
+
+
+def front_end_of(pid: int) -> list[int]:
+    """The processes of the front end that this engine process has started."""
+    found = children(pid)
+    for child in found:  # which grows meanwhile
+        found += children(child)
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(is_alive(pid) for pid in pids)
