@@ -70,7 +70,7 @@ class EngineConfig:
         "auto",
         "how tokens reach experts of other replicas' ranks. allgather: everybody gets all tokens, "
         "and nobody waits for counts; alltoall: only who needs them, in steps without a CUDA "
-        "graph; auto: alltoall for long prompts",
+        "graph; auto: alltoall for long prompts where it moves at most half as much",
         ("auto", "allgather", "alltoall"),
     )
 

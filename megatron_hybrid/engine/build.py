@@ -41,8 +41,7 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a step, by --moe-token-dispatcher-type; see ModelRunner.
-ALL_TO_ALL_FROM = {"auto": 1024, "allgather": None, "alltoall": 1}
+LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
 
 
 def build_engine(
@@ -106,7 +105,7 @@ def build_engine(
         device,
         parallel,
         max_tokens=config.inference_dynamic_batching_max_tokens,
-        all_to_all_from=ALL_TO_ALL_FROM[config.moe_token_dispatcher_type],
+        all_to_all_from=_all_to_all_from(config, parallel, model_config),
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)
@@ -126,6 +125,24 @@ def build_engine(
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
     )
+
+
+def _all_to_all_from(
+    config: EngineConfig, parallel: ParallelContext, model: HybridModelConfig
+) -> int | None:
+    """ModelRunner's `all_to_all_from`.
+
+    By all-gather each rank gets every token of every other replica; by all-to-all the tensor ranks
+    share them out, and a rank gets the share that has chosen one of its experts,
+    1 - (1 - 1/owners)^chosen. With few owners that is nearly all, and the rest is overhead.
+    """
+    if config.moe_token_dispatcher_type == "alltoall":
+        return 1
+    if config.moe_token_dispatcher_type == "allgather" or model.moe is None:
+        return None
+    owners = parallel.experts.owners.size
+    share = (1 - (1 - 1 / owners) ** model.moe.experts_per_token) / parallel.tensor.size
+    return LONG_STEP if share <= 0.5 else None
 
 
 def _lockstep(parallel: ParallelContext) -> Lockstep | None:

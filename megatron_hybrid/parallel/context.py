@@ -75,11 +75,11 @@ def initialize(
     global _context
     if isinstance(sizes, int):
         sizes = ParallelSizes(tensor=sizes)
-    if _context is not None and _context.device == (device or torch.device("cpu")):
-        if _context.layout.sizes.numbers == sizes.numbers:
-            return _context
-    layout = RankLayout.from_environment(sizes)
     device = torch.device("cpu") if device is None else device
+    wanted = device, sizes.numbers
+    if _context is not None and (_context.device, _context.layout.sizes.numbers) == wanted:
+        return _context
+    layout = RankLayout.from_environment(sizes)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

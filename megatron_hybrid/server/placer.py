@@ -1,18 +1,21 @@
 """Decides which replica takes a request. Pure Python: no clock, no socket.
 
-longest_prefix estimates for each replica when the request would be done there, in the time that one
-token takes to compute, and takes the earliest:
+longest_prefix estimates for each replica how much later all answers together would be done with
+the request there than without it, in the time that one token takes to compute, and takes the least:
 
     cost = tokens of prompts that wait to be computed there, less what they skip
-         + this request's own, less what it skips there
-         + tokens that other answers compute in the steps of its own answer
+         + (1 + answers that run there) * this request's own tokens, less what it skips there
+         + 2 * answers that run there * the steps that they share with its own answer
+
+The request waits for the first part, and for the second once; every answer that runs waits for the
+second, too, since its next token comes with or behind this prompt. In a step that two answers share
+each one waits for the other's token. So cached tokens count the more, the busier a replica is.
 
 A token is a token, whoever it belongs to: its matrix products cost the same in a prompt and in an
-answer, and what a step costs besides (reading the weights) is the same on every replica. So nothing
-needs a weight: a request waits behind others for a prefix of N tokens exactly as long as computing
-N tokens takes, and goes elsewhere if that is faster. NVIDIA Dynamo's router adds up the same two
-parts, blocks to prefill and blocks that decode; SGLang's takes the longest prefix unless the
-numbers of requests differ by more than a threshold.
+answer, and what a step costs besides (reading the weights) is the same on every replica. So there
+is no weight to set. NVIDIA Dynamo's router adds up blocks to prefill and blocks that decode, with
+weights; SGLang's takes the longest prefix unless the numbers of requests differ by more than a
+threshold.
 
 How long an answer becomes is not known: lengths are taken to be exponentially distributed, with the
 mean of those that have ended. Two answers with means a and b that begin together run side by side
@@ -144,7 +147,7 @@ class Placer:
         cost = {one: self._work(one, max_tokens) for one in replicas}
         for prompt in prompts:
             for replica, tokens in self.prefixes.reusable(prompt, replicas).items():
-                cost[replica] += prompt.length - tokens
+                cost[replica] += (1 + self.answers(replica)) * (prompt.length - tokens)
         return min(replicas, key=lambda one: (cost[one], *self._filling(one)))
 
     def _load_balanced(
@@ -165,11 +168,11 @@ class Placer:
         )
 
     def _work(self, replica: int, max_tokens: int | None) -> float:
-        """Tokens that others compute there before this request is done, its own not counted."""
+        """By how much a request without a prompt would delay others, and they it, in tokens."""
         mean = self._mean_answer
         own = mean if max_tokens is None else min(mean, max_tokens)
         together = mean * own / (mean + own) if own else 0.0
-        return self.prefill(replica) + self.answers(replica) * together
+        return self.prefill(replica) + 2 * self.answers(replica) * together
 
     def _filling(self, replica: int) -> tuple[int, int, int]:
         """Orders replicas that would be as fast: whose cache has more room."""

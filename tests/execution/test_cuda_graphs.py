@@ -12,8 +12,7 @@ from megatron_hybrid.execution.cuda_graphs import (
     mixed_sizes,
     smallest_fit,
 )
-from megatron_hybrid.execution.plan import StepDemand
-from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
+from megatron_hybrid.execution.plan import PrefillChunk, StepDemand, StepPlan
 from tests.execution.steps import chunk
 
 

@@ -68,5 +68,6 @@ def test_its_log_probabilities_are_ours(folder: Path) -> None:
 
 
 def test_megatron_reads_what_we_write(folder: Path) -> None:
+    """The same weights in two processes, each of which tunes its TF32 kernels for itself."""
     expected, found = torch.load(folder / "logits"), torch.load(folder / "logits2")
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)

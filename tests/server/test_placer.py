@@ -195,7 +195,8 @@ def test_a_request_goes_where_it_is_computed_first(seed: int) -> None:
         salt, tokens = prefix = driver.sequence()
         own = [len(tokens) - one.skips(salt, tokens) for one in driver.replicas]
         costs = [
-            own[replica] + sum(work for where, _, work in waiting.values() if where == replica)
+            own[replica] * (1 + placer.answers(replica))
+            + sum(work for where, _, work in waiting.values() if where == replica)
             for replica in range(3)
         ]
         chosen = placer.place(f"r{number}", [prompt(tokens, salt)], 1, 0, [0, 1, 2])
@@ -218,12 +219,14 @@ def test_a_prefix_is_waited_for_as_long_as_computing_it_takes() -> None:
     home = place(placer, "first", shared)
     busy = place(placer, "other", list(range(1000, 1000 + 5 * BLOCK)))
     assert busy == 1 - home
-    # 40 tokens and then 1 are to be computed there, 20 and then 41 elsewhere.
+    # 40 tokens and then 1 are to be computed there, 20 and then 41 elsewhere, and one answer runs
+    # on either.
     assert place(placer, "second", [*shared, 1]) == home
     for name in ("first", "second", "other"):
         placer.end(name)
     placer.prefixes.of(home).apply(hybrid_prefix(shared))
-    for number in range(9):  # nine times 4 tokens: less than the 40 that it has
+    # Seven times 4 tokens, and 1 token that eight wait for: less than the 41 that it has not.
+    for number in range(7):
         placer.place(f"load-{number}", [prompt([2000 + number] * BLOCK)], 1, 0, [home])
     assert place(placer, "third", [*shared, 1], max_tokens=0) == home
     placer.place("load-9", [prompt([2009] * 2 * BLOCK)], 1, 0, [home])
@@ -260,13 +263,13 @@ def test_answers_that_run_count_by_the_steps_that_they_share() -> None:
     for number in range(4):
         placer.place(f"r{number}", [prompt([number + 2])], 1, None, [0])
         placer.start(f"r{number}-0")
-    # Each of the four delays a new answer by 100 * 100 / 200 = 50 tokens: 200 in all.
-    shared = list(range(100, 100 + 48 * BLOCK))
+    # A new answer and each of the four delay one another by 100 * 100 / 200 = 50 tokens: 400.
+    shared = list(range(1000, 1000 + 100 * BLOCK))
     placer.prefixes.of(0).apply(hybrid_prefix(shared))
     assert place(placer, "a", [*shared, 1]) == 1
     placer.end("a")
     placer.end("r0", tokens=100)
-    assert place(placer, "b", [*shared, 1]) == 0  # 150 against the 192 that it has
+    assert place(placer, "b", [*shared, 1]) == 0  # 300 against the 400 that it has
     placer.end("b")
     # An answer of one token does not wait long for others.
     placer.place("r4", [prompt([6])], 1, None, [0])
