@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from megatron_hybrid.execution.cuda_graphs import GraphSize, smallest_fit  # noqa: E402
 from megatron_hybrid.execution.plan import (
     StepDemand,  # noqa: E402
-    )
+)
 from megatron_hybrid.execution.runner import ModelRunner  # noqa: E402
 from megatron_hybrid.kernels import kernel_set  # noqa: E402
 from megatron_hybrid.parallel import ParallelContext  # noqa: E402
