@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 tools/benchmark_all_reduce.py --width 4096
 
 Microseconds a call in a captured CUDA graph, for rows of so many bfloat16 values: the sum, the
-residual and the norm in one kernel, as the model does it; torch's one-shot all-reduce over symmetric
-memory, then the norm; NCCL's all-reduce, then the norm; NCCL's all-reduce alone.
+residual and the norm in one kernel, as the model does it; torch's one-shot all-reduce over
+symmetric memory, then the norm; NCCL's all-reduce, then the norm; NCCL's all-reduce alone.
 """
 
 from __future__ import annotations

@@ -50,12 +50,28 @@ class SharedRows(Protocol):
     one.
     """
 
-    rank: int
-    size: int
-    rows: int  # that each half of `data` has room for
-    data: Tensor  # [ranks] int64: addresses of the ranks' [2, rows, width]
-    flags: Tensor  # [ranks] int64: addresses of the ranks' [rows, ranks] int32: turns begun
-    turns: Tensor  # [rows] int32, of this rank
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+
+    @property
+    def rows(self) -> int:
+        """That each half of `data` has room for."""
+
+    @property
+    def data(self) -> Tensor:
+        """[ranks] int64: addresses of the ranks' [2, rows, width]."""
+
+    @property
+    def flags(self) -> Tensor:
+        """[ranks] int64: addresses of the ranks' [rows, ranks] int32: turns begun."""
+
+    @property
+    def turns(self) -> Tensor:
+        """[rows] int32: this rank's turns begun."""
 
 
 def add_rms_norm_over_ranks(
