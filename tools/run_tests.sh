@@ -4,7 +4,8 @@
 #   tools/run_tests.sh                      all of it
 #   tools/run_tests.sh tests/unit -k hash   only pytest, with these arguments
 #
-# TEST_WORKERS: processes for pytest (default: one a core, at most 4; 0 runs in this process).
+# TEST_WORKERS: processes for pytest (default: one more than cores, at most 4, since tests of several
+# processes mostly wait; 0 runs in this process).
 set -euo pipefail
 
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -29,7 +30,7 @@ step() {
 step ruff check .
 step ruff format --check .
 step mypy
-workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, os.cpu_count() or 1))')}
+workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')}
 # A file's tests stay in one process: they share servers and loaded models.
 step python -m pytest -n "$workers" --dist loadfile --durations 10
 [ "$status" = 0 ] || echo "== at least one of the checks above failed" >&2

@@ -28,7 +28,7 @@ from megatron_hybrid.models.weight_source import (
     WeightSource,
     open_folder,
 )
-from megatron_hybrid.parallel import ParallelContext
+from megatron_hybrid.parallel import ParallelContext, RankGroup
 
 
 def load_model(
@@ -96,9 +96,12 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
             placed = _place(model, opened, names, partial=not isinstance(source, str | Path))
         except (WeightsError, ConfigurationError, OSError) as error:
             refused = error if isinstance(error, WeightsError) else WeightsError(str(error))
-        if not parallel.lockstep.minimum(int(refused is None)):  # of all ranks
-            raise refused or WeightsError("Another rank refuses the weights; its log says why.")
-        _check_all_used(model, placed, opened, names)
+        _refuse_together(parallel.lockstep, refused)
+        try:
+            _check_all_used(model, placed, opened, names)
+        except WeightsError as error:  # of tensors in memory each rank has its own
+            refused = error
+        _refuse_together(parallel.lockstep, refused)
         lost: Exception | None = None
         try:
             _put(placed, opened)
@@ -111,6 +114,12 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
                 f"The new weights were copied only in part ({reason}): the model is a mixture of "
                 "old and new ones. The engine must be restarted."
             ) from lost
+
+
+def _refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
+    """Raise on every rank if one refuses."""
+    if not ranks.minimum(int(refused is None)):
+        raise refused or WeightsError("Another rank refuses the weights; its log says why.")
 
 
 @contextmanager

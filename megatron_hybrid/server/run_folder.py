@@ -50,7 +50,9 @@ class Lock:
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock; False if somebody else holds it."""
+        """Take the lock, or have it already; False if somebody else holds it."""
+        if self._file is not None:
+            return True
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

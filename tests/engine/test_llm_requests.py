@@ -27,7 +27,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     tokenizer = Tokenizer.load(folder)
     engine = FakeEngine(tokenizer.vocab_size, tokenizer.eos_token_ids)
     monkeypatch.setattr("megatron_hybrid.llm.build_engine", lambda config: engine)
-    monkeypatch.setattr("megatron_hybrid.llm.model_folder", lambda config: folder)
+    monkeypatch.setattr("megatron_hybrid.llm.tokenizer_folder", lambda config: folder)
     return engine
 
 

@@ -116,6 +116,8 @@ def exactly(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     schema = {key: exactly(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        schema["properties"].pop("engines", None)  # only with several replicas
     if schema.get("type") == "object" and "properties" in schema:
         schema |= {"required": list(schema["properties"]), "additionalProperties": False}
     return schema
