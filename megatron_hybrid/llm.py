@@ -81,6 +81,9 @@ class LLM:
         `priority`: a smaller number runs first. `cache_checkpoints`: positions in each prompt at
         whose exact end a state is to be kept. A progress bar shows on long batches. Raises
         InvalidRequestError, and generates nothing, if a request can't be served.
+
+        Where replicas share experts, each calls it, with no prompts if it has none, and it returns
+        when no replica has work left.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
@@ -142,9 +145,7 @@ class LLM:
                     self._step()
         finally:
             self._abort([answer])
-            if self.engine.lockstep is not None:
-                for _ in self._steps(lambda: True):
-                    pass
+            self._join_others()
 
     def pause(self, mode: str = "finish") -> None:
         """Begin no more answers. Those of open streams that have begun: "finish" computes them to
@@ -185,7 +186,11 @@ class LLM:
     def _run(
         self, prompts: list[EncodedPrompt], params: AllParams, options: _Options, progress: bool
     ) -> list[RequestOutput]:
-        requests = self._submit(prompts, params, options)
+        try:
+            requests = self._submit(prompts, params, options)
+        except InvalidRequestError:
+            self._join_others()
+            raise
         running = {answer for answers in requests for answer in answers}
         show = progress and len(running) > 1
         try:
@@ -241,6 +246,12 @@ class LLM:
             lockstep.has_work = True  # one turn finds out
         while not done() or (lockstep is not None and lockstep.has_work):
             yield self._step()
+
+    def _join_others(self) -> None:
+        """Take part in the steps of the other replicas of a lockstep group."""
+        if self.engine.lockstep is not None:
+            for _ in self._steps(lambda: True):
+                pass
 
     def _step(self) -> list[_Answer]:
         """One step of the engine, given to all answers that run; those that ended with it."""

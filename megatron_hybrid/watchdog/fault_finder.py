@@ -78,12 +78,15 @@ class FaultFinder:
             return None
         return self._hang(ranks, now)
 
-    def silence(self, seconds: float) -> tuple[str, list[int]] | None:
-        """As `fault`, of the ranks that have said nothing for longer than that."""
+    def silence(
+        self, seconds: float, *, even_loading: bool = False
+    ) -> tuple[str, list[int]] | None:
+        """As `fault`, of the ranks that have said nothing for longer than that. One that loads, as
+        far as is known, may be silent for long, unless `even_loading`: a connection broke."""
         now = self._last_look
         if now is None:
             return None
-        loading = max(seconds, LOADING_SILENCE)
+        loading = seconds if even_loading else max(seconds, LOADING_SILENCE)
         silent = [
             seen
             for seen in self._present()

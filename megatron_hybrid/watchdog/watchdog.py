@@ -174,7 +174,7 @@ class Watchdog:
         seconds = CAUSE_SECONDS_OF_NODES if self._remote() else CAUSE_SECONDS
         seconds = min(seconds, self._limit)
         time.sleep(seconds)
-        if (fault := self._finder.silence(seconds / 2)) is not None:
+        if (fault := self._finder.silence(seconds / 2, even_loading=True)) is not None:
             self._end(*fault)
 
     # ------------------------------------------------------------ watch thread

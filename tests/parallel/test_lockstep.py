@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.parallel.lockstep_worker import Answers, answers_of
 from tests.parallel.ranks import torchrun
+from tests.tiny_models import FAMILIES as ALL_FAMILIES
 from tests.tiny_models import make_tiny_model
 
 # Every family with experts: latent experts and groups, softmax routers, a gate of the shared one.
@@ -33,8 +35,8 @@ class Layout(NamedTuple):
 
 # In one launch each: starting processes takes longer than what they do.
 ON_TWO_RANKS = {
-    "expert 2": Layout(EXPERT_2, FAMILIES),
-    "expert 2, all-to-all": Layout(EXPERT_2 | ALL_TO_ALL, ("nemotron_h_moe", "jamba")),
+    "expert 2": Layout(EXPERT_2, ("nemotron_h_moe", "granite_moe_hybrid", "jamba", "qwen3_next")),
+    "expert 2, all-to-all": Layout(EXPERT_2 | ALL_TO_ALL, ("nemotron_h_moe",)),
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("qwen3_next",)),
     "expert 2 among tensor 2": Layout(
         TENSOR_2 | EXPERT_2 | {"expert_tensor_parallel_size": 1}, ("nemotron_h_moe",)
@@ -50,6 +52,24 @@ ON_FOUR_RANKS = {
     ),
     "expert 4": Layout({"expert_model_parallel_size": 4}, ("lfm2_moe",)),
     "two groups": Layout(EXPERT_2, ("lfm2_moe",)),
+}
+# Every family, in minutes: PARALLEL_FAMILIES=all python -m pytest tests/parallel/test_lockstep.py
+PIPELINE_2 = {"pipeline_model_parallel_size": 2}
+EVERYTHING = {
+    2: {
+        "tensor 2": Layout(TENSOR_2, ALL_FAMILIES),
+        "pipeline 2": Layout(PIPELINE_2, ALL_FAMILIES),
+        "two replicas": Layout({}, ALL_FAMILIES),
+        "expert 2": Layout(EXPERT_2, FAMILIES),
+        "expert 2, all-to-all": Layout(EXPERT_2 | ALL_TO_ALL, FAMILIES),
+        "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, FAMILIES),
+    },
+    4: {
+        "tensor 2 x expert 2": Layout(TENSOR_2 | EXPERT_2, FAMILIES),
+        "tensor 2 x expert 2, all-to-all": Layout(TENSOR_2 | EXPERT_2 | ALL_TO_ALL, FAMILIES),
+        "tensor 2 x pipeline 2": Layout(TENSOR_2 | PIPELINE_2, ALL_FAMILIES),
+        "pipeline 2 x expert 2": Layout(PIPELINE_2 | EXPERT_2, FAMILIES),
+    },
 }
 
 
@@ -82,6 +102,18 @@ def test_replicas_in_lockstep_answer_like_one_process(
     ranks: int, layouts: dict[str, Layout], models: Models, tmp_path: Path
 ) -> None:
     check_layouts(ranks, layouts, models, tmp_path)
+
+
+@pytest.mark.skipif(
+    os.environ.get("PARALLEL_FAMILIES") != "all", reason="takes minutes: PARALLEL_FAMILIES=all"
+)
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(ranks, name) for ranks, layouts in EVERYTHING.items() for name in layouts]
+)
+def test_every_family_in_every_layout(
+    ranks: int, name: str, models: Models, tmp_path: Path
+) -> None:
+    check_layouts(ranks, {name: EVERYTHING[ranks][name]}, models, tmp_path)
 
 
 def check_layouts(ranks: int, layouts: dict[str, Layout], models: Models, output: Path) -> None:

@@ -60,6 +60,7 @@ class FakeEngine:
     """
 
     max_seq_length = 128
+    lockstep = None
     num_waiting = 0  # a test may say that some are
 
     def __init__(

@@ -190,3 +190,13 @@ def test_functions_that_have_words_exist() -> None:
 
     for file, function in WORDS:
         assert f"def {function}(" in Path(PACKAGE, file).read_text(), (file, function)
+
+
+def test_where_a_connection_broke_a_silent_rank_is_named_though_it_was_last_heard_loading(
+    group: Group,
+) -> None:
+    group.beats[1].stage = Stage.LOADING
+    group.run(4, silent=(1,))
+    assert group.finder.silence(2.0) is None
+    found = group.finder.silence(2.0, even_loading=True)
+    assert found is not None and found[1] == [1]
