@@ -80,13 +80,23 @@ class Replicas:
         return [engines[str(rank)]["prompt_tokens"] for rank in range(2)]
 
     def streams(self, wanted: list[int], **options: int) -> list[tuple[Any, Any]]:
-        """Open as many streams on each replica; those of the first one come first."""
+        """Open as many streams on each replica; those of the first one come first.
+
+        On a busy machine one may have ended before the next is opened, which then finds both
+        replicas as idle: so more are opened than that, if need be.
+        """
         opened: list[list[tuple[Any, Any]]] = [[], []]
-        for _ in range(sum(wanted)):
+        for _ in range(5 * sum(wanted)):
             before = self.prompt_tokens()
             stream = open_stream(self.servers[0], **options)
             after = self.prompt_tokens()
-            opened[after[1] > before[1]].append(stream)
+            where = int(after[1] > before[1])
+            if len(opened[where]) < wanted[where]:
+                opened[where].append(stream)
+            else:
+                finish([stream])
+            if [len(one) for one in opened] == wanted:
+                break
         assert [len(one) for one in opened] == wanted
         return opened[0] + opened[1]
 
