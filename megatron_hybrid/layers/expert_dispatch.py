@@ -101,7 +101,8 @@ class ExpertDispatch:
             (counts, everyone.exchange_counts(counts))
         ).tolist()  # waits for the device
         arrived = everyone.exchange_rows(packed.index_select(0, token), sent, received)
-        part = compute(*self._localised(_unpack(arrived, x, experts)))
+        x_here, experts_here, weights_here = _unpack(arrived, x, experts)
+        part = compute(x_here, self._local(experts_here), weights_here)
         back = everyone.exchange_rows(part, received, sent)
         # Summed in the order of the ranks, whatever came first.
         parts = back.new_zeros((everyone.size, packed.shape[0], width))
@@ -111,10 +112,6 @@ class ExpertDispatch:
         result = back.new_zeros((total, width))
         result[mine] = parts.sum(0)
         return result
-
-    def _localised(self, arrived: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x, experts, weights = arrived
-        return x, self._local(experts), weights
 
 
 def _pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class RankGroup:
     def use_symmetric_memory(self) -> None:
         """For all-reduces of small tensors, where the ranks' GPUs can. All ranks call it."""
         if self._symmetric is None:
-            self._symmetric = SymmetricMemory.of(self.group, self.device)
+            self._symmetric = SymmetricMemory.of(self)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, which may be in place."""

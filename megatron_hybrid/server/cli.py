@@ -20,7 +20,7 @@ from megatron_hybrid.kv_events import KVEventsConfig
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.cache_publishing import CachePublishing
-from megatron_hybrid.server.engine_process import Broadcast, Engine, EngineLoop
+from megatron_hybrid.server.engine_process import Broadcast, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.messages import CacheSizes
@@ -34,6 +34,7 @@ from megatron_hybrid.server.waker import Waker
 from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from megatron_hybrid.cache.geometry import CacheGeometry
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
     from megatron_hybrid.parallel import ParallelContext
 
@@ -58,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config = engine_config_from_args(args)
-        KVEventsConfig.from_json(args.kv_events_config)  # a mistake is found before anything starts
+        kv_events = KVEventsConfig.from_json(args.kv_events_config)
         layout = RankLayout.from_environment(config.parallel_sizes)
         options = _server_options(config, args, layout)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         with Watchdog(layout, args.inference_rank_timeout) as watchdog:
             if layout.is_first_of_replica:
-                exit_code = _serve_first_rank(config, args, options, layout, watchdog)
+                exit_code = _serve_first_rank(config, args, options, kv_events, layout, watchdog)
             else:
                 exit_code = _serve_other_rank(config, args.max_queue, watchdog)
             if exit_code != 0:
@@ -82,6 +83,7 @@ def _serve_first_rank(
     config: EngineConfig,
     args: argparse.Namespace,
     options: ServerOptions,
+    kv_events: KVEventsConfig,
     layout: RankLayout,
     watchdog: Watchdog,
 ) -> int:
@@ -93,7 +95,7 @@ def _serve_first_rank(
         engine, parallel = _build(config)
         publishing = CachePublishing(
             engine,
-            KVEventsConfig.from_json(args.kv_events_config),
+            kv_events,
             front_end.folder,
             replica=front_end.replica,
             num_replicas=options.data_parallel_size,
@@ -104,7 +106,7 @@ def _serve_first_rank(
             options,
             broadcast=_broadcast(parallel),
             on_serving=lambda url: _start(question, url),
-            cache=_cache_sizes(engine),
+            cache=_cache_sizes(engine.cache_geometry),
             publish_cache=publishing.publish,
             lockstep=engine.lockstep,
             waker=Waker.of(front_end.context, parallel),
@@ -158,12 +160,8 @@ def _broadcast(parallel: ParallelContext) -> Broadcast | None:
     return parallel.replica.broadcast_object if parallel.replica.size > 1 else None
 
 
-def _cache_sizes(engine: Engine) -> CacheSizes:
+def _cache_sizes(geometry: CacheGeometry) -> CacheSizes:
     """What the coordinator of several replicas needs to know."""
-    from megatron_hybrid.engine.engine import DynamicInferenceEngine
-
-    assert isinstance(engine, DynamicInferenceEngine)
-    geometry = engine.context.geometry
     return CacheSizes(
         geometry.block_size,
         geometry.grid,
