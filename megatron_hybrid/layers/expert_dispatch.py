@@ -38,6 +38,8 @@ class ExpertDispatch:
         self._num_experts = num_experts
         self.num_local = num_experts // ranks.owners.size
         self.first = ranks.owners.rank * self.num_local
+        # Rows of padding go to no expert; where every rank has all of them, to one, with weight 0.
+        self._of_padding = num_experts if ranks.owners.size > 1 else 0
         self._travels = ranks.everyone.size > tensor.size
         # Where fewer ranks hold all experts than have the tokens: how often the sum has each.
         self._copies = 1 if self._travels else tensor.size // ranks.everyone.size
@@ -75,7 +77,7 @@ class ExpertDispatch:
         if count < tokens:
             below = (0, 0, 0, tokens - count)
             x, weights = F.pad(x, below), F.pad(weights, below)
-            experts = F.pad(experts, below, value=self._num_experts)  # which nobody has
+            experts = F.pad(experts, below, value=self._of_padding)
         gathered = replicas.all_gather_rows(_pack(x, experts, weights))
         x, experts, weights = _unpack(gathered, x, experts)
         part = compute(x, self._local(experts), weights)

@@ -39,6 +39,7 @@ ON_TWO_GPUS = {
     "expert 2": Layout(EXPERT_2, WITH_EXPERTS),
     "expert 2, 1,000 idle steps": Layout(EXPERT_2 | IDLE, ("nemotron_h_moe",)),
     "expert 2, all-to-all": Layout(EXPERT_2 | NO_GRAPHS | ALL_TO_ALL, WITH_EXPERTS),
+    "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("nemotron_h_moe", "qwen3_next")),
     "pipeline 2": Layout(PIPELINE_2, ("nemotron_h", "zamba2", "qwen3_next")),
 }
 ON_FOUR_GPUS = {

@@ -160,6 +160,37 @@ def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
 
 
 @needs_browser
+def test_a_key_given_while_figures_are_awaited_is_tried(
+    site: Site, visit: Callable[..., Visit]
+) -> None:
+    refused = {"status": 401, "json": {"error": {"message": "A key is needed."}}}
+    awaited: list[Any] = []
+
+    def figures(route: Any) -> None:
+        if "sesame" in route.request.headers.get("authorization", ""):
+            route.fulfill(json=STATS)
+        elif route.request.headers.get("authorization"):
+            awaited.append(route)
+        else:
+            route.fulfill(**refused)
+
+    page = visit().page
+    page.route("**/stats", figures)
+    page.goto(site.url)
+    dialog = page.get_by_role("dialog", name="API key")
+    expect(dialog).to_be_visible()
+    with page.expect_request("**/stats"):
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+    page.get_by_role("button", name="API key").click()
+    page.keyboard.type("sesame")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    awaited[0].fulfill(**refused)
+    expect(page.locator("#connection")).to_have_text("live")
+
+
+@needs_browser
 def test_stop_ends_the_answer_in_the_engine(at_home: Visit, engine: FakeEngine) -> None:
     engine.step_seconds = 0.05
     page = at_home.page

@@ -33,6 +33,7 @@ class Figures {
   constructor() {
     this.timer = null;
     this.isAsking = false;
+    this.isWantedAgain = false; // somebody asked for a poll during one
     this.earlier = null; // the figures before these, for rates
     this.isKeyWanted = false;
     this.failed = false; // the last time
@@ -54,8 +55,11 @@ class Figures {
   /** Ask now, and from then on every second while somebody can see it. */
   async poll() {
     clearTimeout(this.timer);
+    // What is on its way may carry the key before the one just given: one more after it.
+    if (this.isAsking) this.isWantedAgain = true;
     if (document.hidden || this.isAsking) return;
     this.isAsking = true;
+    this.isWantedAgain = false;
     this.isKeyWanted = false;
     try {
       const response = await call("stats", { signal: AbortSignal.timeout(PATIENCE_MS) });
@@ -65,7 +69,8 @@ class Figures {
     } finally {
       this.isAsking = false;
     }
-    if (!this.isKeyWanted) this.timer = setTimeout(() => this.poll(), EVERY_MS);
+    if (this.isWantedAgain) this.poll();
+    else if (!this.isKeyWanted) this.timer = setTimeout(() => this.poll(), EVERY_MS);
   }
 
   show(answer) {
