@@ -208,6 +208,8 @@ class FrontEnd:
             return
         others = [one for one in self.folder.living_engines() if one != self.replica]
         if others:
+            self._holder.ended = True  # nobody shall wait for it
+            self._lock.write(self._holder)
             self._lock.release()
             self.folder.start_lock.release()
             raise ConfigurationError(

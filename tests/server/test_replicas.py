@@ -124,7 +124,10 @@ def shared(tokenizer_folder: Path, folder: str) -> Iterator[Replicas]:
     """For tests that leave both replicas alive."""
     replicas = Replicas(tokenizer_folder, folder)
     yield replicas
+    front_end = replicas.front_end()
     replicas.close()
+    # Long before it would give up waiting for replicas that died.
+    wait_until(lambda: not is_alive(front_end))
 
 
 @pytest.fixture
