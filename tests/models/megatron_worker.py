@@ -34,6 +34,7 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.rank_layout import ParallelSizes
 from tests.models.driver import run_in_segments
 from tests.models.megatron_models import MODELS, READ_BACK, TOKENS
+from tests.models.megatron_spec import hybrid_spec
 
 warnings.simplefilter("ignore")
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
@@ -151,6 +152,7 @@ def build(model: dict[str, Any]) -> Any:
     if model["kind"] == "hybrid":
         from megatron.core.models.mamba import MambaModel
 
+        put_mamba_scan()
         return MambaModel(config, hybrid_spec(), **common, hybrid_override_pattern=model["pattern"])
     from megatron.core.models.gpt import GPTModel
 
@@ -210,80 +212,13 @@ def put_gated_delta_nets(spec: Any, pattern: str) -> None:
     spec.layer_norm = CenteredNorm
 
 
-def hybrid_spec() -> Any:
-    """What mamba_layer_specs has for Transformer Engine, of layers that run on a CPU; norms are
-    stored as Transformer Engine's are, inside the projection."""
-    import megatron.core.ssm.mamba_block as block
+def put_mamba_scan() -> None:
+    """In the place of mamba_ssm's kernels, which need a GPU."""
     import megatron.core.ssm.mamba_mixer as mixer
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
 
-    with contextlib.suppress(ImportError):  # its place since megatron-core 0.17
-        import megatron.core.models.hybrid.hybrid_block as block
-
-    block.TENorm = WrappedTorchNorm
     mixer.HAVE_MAMBA_SSM = True
     mixer.mamba_split_conv1d_scan_combined = mamba_scan
     mixer.ExtendedRMSNorm = GatedNorm
-    parts = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
-    experts = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
-    return ModuleSpec(
-        module=block.MambaStack,
-        submodules=block.MambaStackSubmodules(
-            mamba_layer=ModuleSpec(
-                module=MambaLayer,
-                submodules=MambaLayerSubmodules(
-                    norm=WrappedTorchNorm,
-                    mixer=ModuleSpec(
-                        module=mixer.MambaMixer,
-                        submodules=mixer.MambaMixerSubmodules(
-                            in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
-                        ),
-                    ),
-                    mamba_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-                ),
-            ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm,
-                    self_attention=parts.self_attention,
-                    self_attn_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={
-                        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-                    },
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=parts.mlp,
-                    mlp_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={
-                        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"
-                    },
-                ),
-            ),
-            moe_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-        ),
-    )
 
 
 def draw_weights(model: nn.Module) -> None:
