@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         be overwritten."""
         if ranks.size > 1:
             fused = kernels.norm.add_rms_norm_over_ranks
-            shared = None if fused is None else ranks.shared_rows(x)
+            shared = None if fused is None else ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)
             if shared is not None:
                 return fused(x, residual, multiplier, self.weight, self.eps, self.dtype, shared)
             x = ranks.all_reduce(x)

@@ -206,11 +206,11 @@ class HybridModel(nn.Module):
             self.kernels,
             self.parallel.tensor,
         )
-        logits = F.linear(normed, self._head())
+        logits = self.parallel.tensor.all_gather(F.linear(normed, self._head()))
+        logits = logits[:, : config.vocab_size]
         if config.logits_divisor != 1.0:
             logits = logits.float() / config.logits_divisor
-        logits = self.parallel.tensor.all_gather(logits)
-        return logits[:, : config.vocab_size]
+        return logits
 
     def _head(self) -> Tensor:
         if self.lm_head is not None:

@@ -55,19 +55,23 @@ class RankGroup:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def shared_rows(self, rows: Tensor) -> SharedRows | None:
-        """Memory through which kernels can sum the ranks' [rows, width]; None where there is none,
+    def shared_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
+        """Memory through which kernels exchange the ranks' [rows, width]; None where there is none,
         or for too many rows."""
-        if self._symmetric is None or not rows.is_cuda or rows.shape[0] > MOST_SHARED_ROWS:
+        if self._symmetric is None or rows > MOST_SHARED_ROWS:
             return None
-        return self._symmetric.shared_rows(rows.shape[1], rows.dtype)
+        return self._symmetric.shared_rows(width, dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[..., n] of every rank -> [..., ranks * n], in the order of the ranks."""
+        """[rows, n] of every rank -> [rows, ranks * n], in the order of the ranks."""
         if self.size == 1:
             return tensor
-        gathered = self.all_gather_rows(tensor)
-        return gathered.view(self.size, *tensor.shape).movedim(0, -2).flatten(-2)
+        if self._symmetric is not None:
+            gathered = self._symmetric.all_gather(tensor)
+            if gathered is not None:
+                return gathered
+        gathered = self.all_gather_rows(tensor).view(self.size, *tensor.shape)
+        return gathered.movedim(0, 1).flatten(1)
 
     def all_gather_rows(self, tensor: Tensor) -> Tensor:
         """[n, ...] of every rank -> [ranks * n, ...], in the order of the ranks."""

@@ -1,7 +1,7 @@
-"""All-reduce in one kernel over memory that the GPUs of a host read from one another.
+"""Sums and gathers in one kernel over memory that the GPUs of a host read from one another.
 
 NCCL takes some 20 us to sum the few hundred kilobytes of a decode step; here each rank puts its
-values where the others see them, waits for theirs, and adds them up. Multicast (NVLS) is not used.
+values where the others see them, waits for theirs, and reads them. Multicast (NVLS) is not used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SHARED_ROWS = 544  # of the largest captured step; more go through NCCL
 
 @dataclass(frozen=True)
 class SharedRows:
-    """What kernels.norm.triton's SharedRows asks for."""
+    """What kernels.over_ranks.SharedRows asks for."""
 
     rank: int
     size: int
@@ -104,6 +104,14 @@ class SymmetricMemory:
             shared, tensor, "sum", self._ranks.group.group_name
         )
         return total
+
+    def all_gather(self, tensor: Tensor) -> Tensor | None:
+        """[rows, n] of every rank -> [rows, ranks * n]; None if there are too many rows."""
+        from megatron_hybrid.kernels.over_ranks import PIECE, gather_columns, num_pieces
+
+        if num_pieces(tensor) > MOST_SHARED_ROWS:
+            return None
+        return gather_columns(tensor, self.shared_rows(PIECE, tensor.dtype))
 
     def shared_rows(self, width: int, dtype: torch.dtype) -> SharedRows:
         """Room for rows of this width. All ranks ask for the same, in the same order."""

@@ -8,12 +8,18 @@ Each program normalises a few whole rows, so a row's bits do not depend on what 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_hybrid.kernels.over_ranks import (
+    SharedRows,
+    address,
+    begin_turn,
+    load_theirs,
+    wait_for_turns,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,38 +46,6 @@ def add_rms_norm(
     """
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     return _launch_add_rms_norm(x, residual, multiplier, weight, eps, out), residual
-
-
-class SharedRows(Protocol):
-    """Memory of this rank that the other ranks' GPUs read and write, and theirs.
-
-    Kernels take turns between two halves of `data`: what a row's program writes in its turn is read
-    by the others until they begin their next turn, which is before this one begins its next but
-    one.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int:
-        """Ranks."""
-
-    @property
-    def rows(self) -> int:
-        """That each half of `data` has room for."""
-
-    @property
-    def data(self) -> Tensor:
-        """[ranks] int64: addresses of the ranks' [2, rows, width]."""
-
-    @property
-    def flags(self) -> Tensor:
-        """[ranks] int64: addresses of the ranks' [rows, ranks] int32: turns begun."""
-
-    @property
-    def turns(self) -> Tensor:
-        """[rows] int32: this rank's turns begun."""
 
 
 def add_rms_norm_over_ranks(
@@ -207,13 +181,6 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _address(where, like):
-    """The pointer that is kept there, to elements `like` another one's. Said to be aligned: values
-    would travel from GPU to GPU one by one otherwise."""
-    return tl.multiple_of(tl.load(where).to(tl.pointer_type(like.dtype.element_ty)), 16)
-
-
-@triton.jit
 def _add_rms_norm_over_ranks_kernel(
     x, residual, weight, out, data, flags, turns,
     size, x_row, residual_row, multiplier, eps, rows,
@@ -225,30 +192,18 @@ def _add_rms_norm_over_ranks_kernel(
     turn = tl.load(turns + row) + 1
     place = ((turn & 1) * rows + row) * size
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0)
-    mine = _address(data + RANK, x)
-    tl.store(mine + place + column, inputs, mask=mask)
-    tl.debug_barrier()  # the whole row is written before anybody is told
-    tl.store(turns + row, turn)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_add(theirs + row * RANKS + RANK, 1, sem="release", scope="sys")
+    tl.store(address(data + RANK, x) + place + column, inputs, mask=mask)
+    begin_turn(flags, turns, row, turn, RANK, RANKS)
     # Meanwhile: what needs no other rank.
     carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
     weights = tl.load(weight + column, mask=mask, other=0)
-    told = tl.load(flags + RANK).to(tl.pointer_type(tl.int32)) + row * RANKS
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:  # turns may wrap around: their difference does not
-            while tl.atomic_add(told + peer, 0, sem="acquire", scope="sys") - turn < 0:
-                pass
-    tl.debug_barrier()
+    wait_for_turns(flags, row, turn, RANK, RANKS)
     summed = tl.zeros((1, BLOCK), tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
             summed += inputs.to(tl.float32)
-        else:  # past the first cache, which knows nothing of other GPUs' writes
-            source = _address(data + peer, x)
-            part = tl.load(source + place + column, mask=mask, other=0, cache_modifier=".cg")
+        else:
+            part = load_theirs(address(data + peer, x) + place + column, mask)
             summed += part.to(tl.float32)
     total = (carried.to(tl.float32) + multiplier * summed).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
