@@ -160,7 +160,7 @@ def test_a_coordinator_that_hangs_is_not_waited_for_long(
     assert len(placements) == 3
     kinds = [type(one).__name__ for one in asked]
     assert kinds == ["Place", "Moved", "Moved", "Moved"]  # asked once, and not again at once
-    assert coordinator_client.PLACE_SECONDS <= 0.05
+    assert coordinator_client.PLACE_SECONDS <= 0.25
 
 
 def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
