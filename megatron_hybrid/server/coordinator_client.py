@@ -12,7 +12,7 @@ from megatron_hybrid.server import coordinator_messages as wire
 from megatron_hybrid.server.engine_link import EngineLink
 from megatron_hybrid.server.placement import Wanted
 
-# Beyond that a worker places by itself. With a machine that is busy with other work, one in 15 answers
+# Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
 # takes longer than 0.05 s, and a prompt in the wrong place costs more than the wait.
 PLACE_SECONDS = 0.25
 PAUSE_SECONDS = 1.0  # without questions, after one that nobody has answered yet
