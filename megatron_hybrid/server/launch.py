@@ -136,7 +136,7 @@ class FrontEnd:
         if self._answers is not None:
             self._answers.close()
         self.socket.close()  # it sends the last message first, for half a second at most
-        self.context.term()
+        self.context.destroy()  # with what others have made of it: term() would wait for that
         if not self._abandoned or self.failure() is not None:
             self.leave()
         self._lock.release()

@@ -84,6 +84,15 @@ def test_two_nodes_answer_like_one_process_and_one_that_is_lost_is_named_and_may
         with start("third", 0) as third:
             client.wait_for_service(first, third, after=engine)
             assert client.complete() == alone[0]
+            first.process.terminate()  # its rank lets the other one end, too
+            wait_until(lambda: not third.ranks(), lambda: first.log)
+    assert_ended_in_order(first, client)
+
+
+def assert_ended_in_order(node: Node, client: Client) -> None:
+    """No rank had to be killed, and the front end did not stay to wait for other ones."""
+    assert "forcefully exiting" not in node.log, node.log
+    wait_until(lambda: client.get("/health")[0] == 0, lambda: node.log)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +126,7 @@ def test_replicas_that_share_experts_answer_like_one_process(experts: Path, tmp_
         client.wait_for_service(node)
         wait_until(lambda: "(replica 1 of 2)" in node.log, lambda: node.log)
         assert [client.complete(prompt) for prompt in prompts] == [each.text for each in found]
+    assert_ended_in_order(node, client)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
