@@ -192,7 +192,7 @@ def test_a_key_given_while_figures_are_awaited_is_tried(
 
 @needs_browser
 def test_stop_ends_the_answer_in_the_engine(at_home: Visit, engine: FakeEngine) -> None:
-    engine.step_seconds = 0.05
+    engine.step_seconds = 0.5  # it has eight tokens to say: time for a slow machine to stop it
     page = at_home.page
     for stop in (
         lambda: page.keyboard.press("Escape"),
