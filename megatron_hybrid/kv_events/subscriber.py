@@ -92,7 +92,6 @@ class KVEventSubscriber:
         elif sequence == self._next:
             self._apply(sequence, payload)
         else:
-            self._waiting = [(sequence, payload)]
             self._ask(0 if self._next is None else self._next)
 
     def _take_replayed(self, frames: list[bytes]) -> None:
@@ -121,6 +120,7 @@ class KVEventSubscriber:
         """For what was sent from that number on. Over a new connection, so that an answer that
         comes late after all is not taken for this one's."""
         self._stop_asking()
+        self._waiting.clear()  # the answer has these, too
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.set_hwm(0)
         self._dealer.connect(self._replay_endpoint)

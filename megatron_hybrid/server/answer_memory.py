@@ -183,6 +183,8 @@ class AnswerMemoryClient:
         if not keys or time.monotonic() < self._silent_until:
             return nothing
         with self._lock:
+            if time.monotonic() < self._silent_until:  # who had the lock has found out
+                return nothing
             lookup_id = next(self._lookup_ids)
             deadline = time.monotonic() + LOOKUP_SECONDS
             if not self._send(Lookup(lookup_id, list(keys))):

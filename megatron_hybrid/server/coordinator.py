@@ -43,7 +43,7 @@ NOWHERE = -1  # says: place it yourself
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s coordinator: %(message)s")
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
-    end_with_parent()
+    end_with_parent(int(sys.argv[1]))
     Coordinator(settings.options, RunFolder(Path(settings.folder))).run(lambda: False)
     return 0
 

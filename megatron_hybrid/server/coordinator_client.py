@@ -72,8 +72,9 @@ class CoordinatorClient:
         """The first event of an engine request has come: its prompt is computed."""
         self._link.send(wire.Started(request_id))
 
-    def ended(self, request_id: str, tokens: int) -> None:
-        """An HTTP request is over; its answers together had so many tokens."""
+    def ended(self, request_id: str, tokens: int | None) -> None:
+        """An HTTP request is over; its answers together had so many tokens, None if they did not
+        come to their end."""
         self._link.send(wire.Ended(request_id, tokens))
 
     # What the link says, in its thread.

@@ -43,10 +43,11 @@ class Started(Command, frozen=True):
 
 
 class Ended(Command, frozen=True):
-    """The HTTP request is over; its answers together had `tokens` tokens."""
+    """The HTTP request is over; its answers together had `tokens` tokens, None if they did not come
+    to their end."""
 
     request_id: str
-    tokens: int
+    tokens: int | None
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -41,7 +42,8 @@ class CoordinatorProcess:
                 self._process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, *COMMAND], stdin=subprocess.PIPE)
+        command = [sys.executable, *COMMAND, str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         try:
             process.stdin.write(self._settings)

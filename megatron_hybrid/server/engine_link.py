@@ -125,6 +125,8 @@ class EngineLink(Generic[Sent, Received]):
                 if is_connected:
                     self._send(socket, self._take_outgoing())
                     self._receive(socket)
+                else:
+                    self._take_outgoing()  # nobody will want it
                 if monitor in ready:
                     event = parse_monitor_message(monitor.recv_multipart())["event"]
                     if event == _HANDSHAKE:

@@ -51,12 +51,14 @@ def run(settings: FrontEndSettings) -> None:
     folder = RunFolder(Path(settings.folder))
     if not folder.front_end_lock.acquire():
         raise ConfigurationError(f"Another front end holds {folder.path}.")
+    process = os.getpid()
+    folder.front_end_lock.write(Holder(process))  # no digest: it is not up yet
     options = settings.options
     listener = listen(options.host, options.port)
     _raise_file_limit()
     # Once, for all workers: it is shared memory after the fork, and says now what is wrong with it.
     tokenizer = Tokenizer.load(options.tokenizer_folder)
-    folder.front_end_lock.write(Holder(os.getpid(), settings.digest))
+    folder.front_end_lock.write(Holder(process, settings.digest))
     threading.Thread(
         target=_end_without_engine,
         args=(folder, options.engine_restart_timeout if options.port else NO_RESTART_SECONDS),
@@ -70,9 +72,11 @@ def run(settings: FrontEndSettings) -> None:
     try:
         master.run()
     finally:
-        if coordinator is not None:
+        # A worker that ends comes by here, too.
+        is_master = os.getpid() == process
+        if coordinator is not None and is_master:
             coordinator.end()
-        if not folder.living_engines():  # else the last engine process removes it
+        if is_master and not folder.living_engines():  # else the last engine process removes it
             folder.remove()
 
 

@@ -283,7 +283,10 @@ class Generation:
         if self._subscription is not None:
             self._subscription.close()
         if self._placement is not None:
-            self._placement.ended(sum(one.completion_tokens for one in self._choices.values()))
+            choices = self._choices.values()
+            whole = all(one.finished for one in choices)
+            tokens = sum(one.completion_tokens for one in choices)
+            self._placement.ended(tokens if whole else None)
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written. A prompt with several choices was given once, so counts once,

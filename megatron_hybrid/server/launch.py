@@ -103,8 +103,9 @@ class FrontEnd:
         replicas need it, or a replica that died may come back to it: then it goes on."""
         if self._is_needed():
             return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid(), signal.SIGTERM)
+        if pid := self._pid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         return True
 
     def abandon(self) -> None:
@@ -136,7 +137,7 @@ class FrontEnd:
         if self._answers is not None:
             self._answers.close()
         self.socket.close()  # it sends the last message first, for half a second at most
-        self.context.destroy()  # with what others have made of it: term() would wait for that
+        self.context.destroy()  # with a lockstep group's waker, too: term would wait for it
         if not self._abandoned or self.failure() is not None:
             self.leave()
         self._lock.release()
@@ -202,12 +203,14 @@ class FrontEnd:
         self._found = None
         found = self.folder.front_end_lock.holder()
         if found is None:
+            self._forget_the_dead()
             return
         if found.digest == self._digest:
             self._found = found.pid
             return
         others = [one for one in self.folder.living_engines() if one != self.replica]
-        if others:
+        # Without a digest it is not up yet, and who started it is gone: it serves nobody.
+        if others and found.digest:
             self._holder.ended = True  # nobody shall wait for it
             self._lock.write(self._holder)
             self._lock.release()
@@ -218,6 +221,14 @@ class FrontEnd:
                 "same flags of the text server, and with the same files."
             )
         self._end_process(found.pid)
+        self._forget_the_dead()
+
+    def _forget_the_dead(self) -> None:
+        """With the front end gone nobody waits for replicas that died, or that an earlier server
+        had."""
+        for replica, lock in self.folder.engine_locks().items():
+            if replica != self.replica and lock.acquire():
+                lock.remove()
 
     def _start(self) -> None:
         # In a session of its own: what ends our group (Ctrl-C, torchrun) shall not end its answers.
@@ -236,8 +247,9 @@ class FrontEnd:
     def _pid(self) -> int:
         if self._process is not None:
             return self._process.pid
-        assert self._found is not None
-        return self._found
+        # Not who was found: a replica that was restarted may have started another one since.
+        holder = self.folder.front_end_lock.holder()
+        return 0 if holder is None else holder.pid
 
     def _end_process(self, pid: int) -> None:
         """SIGTERM, and SIGKILL for it and its workers if that does not help."""
@@ -276,10 +288,11 @@ def _digest(options: ServerOptions) -> str:
     return found.hexdigest()
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """End this rank when torchrun is gone: killed, it can't tell the ranks, which would wait for
-    one another for ever."""
-    parent = os.getppid()
+    one another for ever. `parent`: its process, where it may be gone already."""
+    if parent is None:
+        parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -42,5 +42,6 @@ class Placement:
         is none."""
         return None
 
-    def ended(self, tokens: int) -> None:
-        """The request gives up its place; all its answers together had so many tokens."""
+    def ended(self, tokens: int | None) -> None:
+        """The request gives up its place; all its answers together had so many tokens, None if
+        they did not come to their end."""

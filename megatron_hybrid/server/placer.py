@@ -40,6 +40,7 @@ class _Placed:
 
     replica: int
     answers: int
+    choices: int = 0  # of each prompt
     waiting: dict[str, tuple[int, PromptKeys]] = field(default_factory=dict)
     # ^ prompts without their first token, by engine request: tokens to compute
 
@@ -61,6 +62,7 @@ class Placer:
         self._placed: dict[str, _Placed] = {}
         self._prefill: dict[int, int] = {}  # tokens that wait to be computed, by replica
         self._answers: dict[int, int] = {}  # that have not ended, by replica
+        self._waiting: dict[int, int] = {}  # of these, those whose prompts are not computed
         self._total: dict[int, int] = {}  # tokens of all prompts that were ever placed, by replica
         self._ended = 0
         self._mean_answer = 1.0
@@ -72,6 +74,10 @@ class Placer:
     def answers(self, replica: int) -> int:
         """Answers that have a place there and have not ended."""
         return self._answers.get(replica, 0)
+
+    def waiting(self, replica: int) -> int:
+        """Answers that have a place there and have not begun."""
+        return self._waiting.get(replica, 0)
 
     def place(
         self,
@@ -86,9 +92,15 @@ class Placer:
         self.end(request_id)
         answers = len(prompts) * choices
         # One that would refuse it is no place while another one has room.
-        room = [one for one in replicas if self.answers(one) + answers <= self._max_queue]
+        room = [
+            one
+            for one in replicas
+            if not self.waiting(one) or self.waiting(one) + answers <= self._max_queue
+        ]
         replica = self._choose(prompts, max_tokens, room or replicas)
         placed = self._put(request_id, replica, answers)
+        placed.choices = choices
+        self._waiting[replica] = self.waiting(replica) + answers
         for number, prompt in enumerate(prompts):
             tokens = prompt.length - self.prefixes.reusable(prompt, [replica])[replica]
             self.prefixes.expect(replica, prompt)
@@ -139,6 +151,7 @@ class Placer:
         if waiting is not None:
             tokens, prompt = waiting
             self._prefill[placed.replica] -= tokens
+            self._waiting[placed.replica] -= placed.choices
             self.prefixes.expect_no_more(placed.replica, prompt)
 
     def _longest_prefix(

@@ -85,11 +85,14 @@ class ReplicaSet:
         the others did.
         """
         self.check()
-        results, refusals, reason = self._ask_each(kind, *arguments, timeout=timeout)
+        results, refusals, silent = self._ask_each(kind, *arguments, timeout=timeout)
         if refusals:
             raise _as_one(refusals, sorted(results))
         if not results:
-            raise EngineUnavailable(reason or "Every replica has just ended.")
+            raise EngineUnavailable(next(iter(silent.values()), "Every replica has just ended."))
+        for replica, reason in silent.items():
+            if self.clients[replica].ready is not None:  # it lives, and has not done it yet
+                raise EngineUnavailable(f"Replica {replica}: {reason}{_done_on(sorted(results))}")
         return _combined(list(results.values()))
 
     def abort(self, request_id: str) -> int:
@@ -147,25 +150,25 @@ class ReplicaSet:
 
     def _ask_each(
         self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None
-    ) -> tuple[dict[int, dict[str, Any]], dict[int, QueryFailed], str | None]:
-        """By replica, what those that are there answered and refused; why the last one of those
-        that did not answer did not."""
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, QueryFailed], dict[int, str]]:
+        """By replica, what those that are there answered and refused, and why others did not
+        answer."""
         pending = {
             replica: client.begin(kind, *arguments)
             for replica, client in enumerate(self.clients)
             if client.ready is not None
         }
         deadline = None if timeout is None else time.monotonic() + timeout
-        results, refusals, reason = {}, {}, None
+        results, refusals, silent = {}, {}, {}
         for replica, answer in pending.items():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 results[replica] = answer.result(left)
             except EngineUnavailable as error:
-                reason = str(error)
+                silent[replica] = str(error)
             except QueryFailed as error:
                 refusals[replica] = error
-        return results, refusals, reason
+        return results, refusals, silent
 
 
 class _ReplicaPlacement(Placement):
@@ -183,7 +186,7 @@ class _ReplicaPlacement(Placement):
     def elsewhere(self) -> Placement | None:
         return self._replicas._place(self._wanted, self._tried)
 
-    def ended(self, tokens: int) -> None:
+    def ended(self, tokens: int | None) -> None:
         self._replicas._coordinator.ended(self._wanted.request_id, tokens)
 
 
@@ -211,5 +214,8 @@ def _as_one(refusals: dict[int, QueryFailed], succeeded: list[int]) -> QueryFail
     replica, first = next(iter(refusals.items()))
     if not succeeded and len({str(refusal) for refusal in refusals.values()}) == 1:
         return first
-    others = f" It is done on replica {', '.join(map(str, succeeded))}." if succeeded else ""
-    return QueryFailed(f"Replica {replica}: {first}{others}", first.status)
+    return QueryFailed(f"Replica {replica}: {first}{_done_on(succeeded)}", first.status)
+
+
+def _done_on(replicas: list[int]) -> str:
+    return f" It is done on replica {', '.join(map(str, replicas))}." if replicas else ""

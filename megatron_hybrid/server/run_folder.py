@@ -79,6 +79,11 @@ class Lock:
             os.close(self._file)
             self._file = None
 
+    def remove(self) -> None:
+        """Give the lock up, and its file. Only while it is held."""
+        self._path.unlink(missing_ok=True)
+        self.release()
+
     def holder(self) -> Holder | None:
         """Who holds it now; None if nobody does."""
         try:

@@ -228,6 +228,9 @@ class Watchdog:
             except ProcessLookupError:
                 self._processes[beat.rank] = -1
                 ended.add(beat.rank)
+            except OSError as error:  # no such call here, or no file is left: its beats remain
+                self._processes[beat.rank] = -1
+                logger.warning("%s is watched by its beats only: %s", beat.name(), error)
             else:
                 self._poll.register(self._processes[beat.rank], select.POLLIN)
         return ended

@@ -279,3 +279,15 @@ def test_an_endpoint_that_is_taken_is_refused_with_its_name(engine: Engine):
     with pytest.raises(ConfigurationError, match=rf"tcp://0\.0\.0\.0:{port}.*--kv-events-config"):
         KVEventPublisher([f"tcp://0.0.0.0:{port}"])
     taken.close(0)
+
+
+def test_what_a_new_question_will_be_answered_with_is_not_kept(tmp_path: Path):
+    now = 0.0
+    replay = f"ipc://{tmp_path}/nobody"
+    subscriber = KVEventSubscriber(f"ipc://{tmp_path}/events", replay, clock=lambda: now)
+    for sequence in range(100):
+        subscriber._take(sequence, b"")
+    now = 10.0
+    subscriber.receive()
+    assert subscriber._waiting == []
+    subscriber.close()

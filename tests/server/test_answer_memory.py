@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -368,3 +370,19 @@ def test_an_aborted_answer_is_not_remembered(
     answer = http.post(CHAT, json={"messages": [HELLO], **RANDOM}).get_json()
     assert answer["choices"][0]["finish_reason"] == "abort"
     assert len(remembered) == 1
+
+
+def test_chats_that_come_together_do_not_wait_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a memory that does not answer: the first of them has found out for all."""
+    client = AnswerMemoryClient(f"ipc://{tmp_path}/nobody")
+    sent = []
+    monkeypatch.setattr(client, "_send", lambda lookup: sent.append(lookup) or True)
+    asking = [threading.Thread(target=client.find, args=([b"key"],)) for _ in range(20)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(sent) == 1
+    client.close()

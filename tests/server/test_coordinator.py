@@ -228,6 +228,37 @@ def test_a_replica_with_a_full_queue_is_passed_over(server: Server, http: FlaskC
     assert [client.running() for client in server.worker.clients] == [0, 0]
 
 
+def test_requests_that_are_refused_say_nothing_of_how_long_answers_are(
+    server: Server, http: FlaskClient
+) -> None:
+    coordinator = server.start_coordinator()
+    assert ask(http, max_tokens=20, ignore_eos=True).status_code == 200
+    wait_until(lambda: coordinator.placer._mean_answer == 20.0)
+    for replica in server.replicas:
+        replica.engine.num_waiting = 4
+    for _ in range(5):
+        assert ask(http, max_tokens=20).status_code == 429
+    wait_until(lambda: sum(map(coordinator.placer.answers, (0, 1))) == 0)
+    assert coordinator.placer._mean_answer == 20.0
+
+
+def test_what_a_busy_replica_has_not_done_yet_is_said(server: Server) -> None:
+    server.replicas[1].engine.step_seconds = 1.0
+    busy = server.worker.clients[1].subscribe(whole=True)
+    busy.add(wire.AddRequest("a-0", [5], SamplingParams(max_tokens=2, ignore_eos=True)))
+    wait_until(lambda: server.replicas[1].engine.added != [])
+    with pytest.raises(EngineUnavailable, match=r"Replica 1: .* busy .* done on replica 0"):
+        server.worker.ask(wire.ResetPrefixCache, timeout=0.1)
+    busy.close()
+
+
+def test_without_a_coordinator_nothing_is_kept_for_it(server: Server) -> None:
+    link = server.worker._coordinator
+    for number in range(100):
+        link.ended(f"r{number}", 1)
+    wait_until(lambda: link._link._outgoing.empty())
+
+
 def test_without_a_coordinator_requests_go_where_this_worker_has_fewest(server: Server) -> None:
     first, second = server.worker.clients
     submitted = first.subscribe(whole=True)

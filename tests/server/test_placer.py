@@ -299,14 +299,26 @@ def test_prompts_of_one_request_share_their_prefix() -> None:
 def test_a_full_queue_is_no_place_while_another_one_has_room() -> None:
     placer = Placer("longest_prefix", HYBRID, max_queue=4)
     shared = [7] * 4 * BLOCK
-    home = place(placer, "a", shared, choices=3)
+    home = place(placer, "a", shared)
     placer.start("a-0")
     placer.prefixes.of(home).apply(hybrid_prefix(shared))
-    assert place(placer, "b", [*shared, 1]) == home
-    placer.start("b-0")
-    assert place(placer, "c", [*shared, 1]) == 1 - home
+    assert place(placer, "b", [*shared, 1], choices=3) == home
+    assert place(placer, "c", [*shared, 1]) == home
+    assert place(placer, "d", [*shared, 1]) == 1 - home
     # Nobody has room for so many: it goes where it would be done first, which says why not.
-    assert place(placer, "d", [*shared, 1], choices=5) == home
+    assert place(placer, "e", [*shared, 1], choices=5) == home
+
+
+def test_answers_that_run_take_no_place_in_the_queue() -> None:
+    placer = Placer("first_prefix_block", HYBRID, max_queue=2)
+    shared = [7] * 4 * BLOCK
+    places = []
+    for number in range(8):
+        places.append(place(placer, f"a{number}", [*shared, number]))
+        placer.start(f"a{number}-0")
+    assert len(set(places)) == 1
+    assert placer.waiting(places[0]) == 0
+    assert placer.answers(places[0]) == 8
 
 
 def test_the_first_block_decides_and_a_lost_replica_moves_only_its_own_prompts() -> None:

@@ -323,3 +323,42 @@ def test_flags_that_cannot_work_are_refused_before_anything_starts(
 ) -> None:
     assert cli.main(list(flags)) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_replicas_of_a_server_that_was_killed_whole_are_not_waited_for(
+    tokenizer_folder: Path,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        before = Replicas(tokenizer_folder, folder)
+        front_end = before.front_end()
+        processes = [front_end, *coordinator_pids(before)]
+        for pid in (*processes, *(server.process.pid for server in before.servers)):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, processes)))
+        server = before.start(0, "--data-parallel-size", "1")
+        front_end = before.front_end()
+        assert server.stop() == 0
+        wait_until(lambda: not is_alive(front_end), 10.0)  # it would wait for a minute
+        before.close()
+
+
+def test_a_worker_that_ends_leaves_the_servers_folder(own: Replicas) -> None:
+    front_end = own.front_end()
+    coordinators = coordinator_pids(own)
+    workers = [
+        pid
+        for server in own.servers
+        for pid in server.descendants()
+        if pid not in (front_end, *coordinators)
+    ]
+    for server in own.servers:
+        server.process.kill()
+    wait_until(lambda: own.states() == ["down"])
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    wait_until(lambda: not any(map(is_alive, workers)))
+    for rank in range(2):
+        own.servers[rank] = own.start(rank)
+    wait_until(lambda: own.states() == ["ok", "ok"])
+    assert own.front_end() == front_end
+    assert coordinator_pids(own) == coordinators
