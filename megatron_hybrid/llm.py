@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -85,9 +86,12 @@ class LLM:
         Where replicas share experts, each calls it, with no prompts if it has none, and it returns
         when no replica has work left.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        several = cast(Sequence[Prompt], [prompts] if single else prompts)
-        encoded = [self._encode(prompt) for prompt in several]
+        with self._joining_if_refused():
+            single = isinstance(prompts, str) or (
+                len(prompts) > 0 and isinstance(prompts[0], Integral)
+            )
+            several = cast(Sequence[Prompt], [prompts] if single else prompts)
+            encoded = [self._encode(prompt) for prompt in several]
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -104,9 +108,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the model's chat template; everything
         else as in `generate`."""
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        chats = cast(Sequence[Messages], [messages] if single else messages)
-        encoded = [self.tokenizer.encode_chat_with_ends(chat) for chat in chats]
+        with self._joining_if_refused():
+            single = len(messages) > 0 and isinstance(messages[0], Mapping)
+            chats = cast(Sequence[Messages], [messages] if single else messages)
+            encoded = [self.tokenizer.encode_chat_with_ends(chat) for chat in chats]
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -122,17 +127,18 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """The output so far, again after every step that adds to it. Ending the loop early
         aborts the request. Raises InvalidRequestError for n > 1."""
-        if params is not None and params.n != 1:
-            raise InvalidRequestError(
-                "n", f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several."
-            )
-        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            encoded = self.tokenizer.encode_chat_with_ends(cast(Messages, prompt))
-        else:
-            encoded = self._encode(cast(Prompt, prompt))
-        ((answer,),) = self._submit(
-            [encoded], params, _Options(cache_salt, priority, cache_checkpoints)
-        )
+        options = _Options(cache_salt, priority, cache_checkpoints)
+        with self._joining_if_refused():
+            if params is not None and params.n != 1:
+                raise InvalidRequestError(
+                    "n",
+                    f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several.",
+                )
+            if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+                encoded = self.tokenizer.encode_chat_with_ends(cast(Messages, prompt))
+            else:
+                encoded = self._encode(cast(Prompt, prompt))
+            ((answer,),) = self._submit([encoded], params, options)
         shown, complete = 0, False
         try:
             while not complete:
@@ -186,11 +192,8 @@ class LLM:
     def _run(
         self, prompts: list[EncodedPrompt], params: AllParams, options: _Options, progress: bool
     ) -> list[RequestOutput]:
-        try:
+        with self._joining_if_refused():
             requests = self._submit(prompts, params, options)
-        except InvalidRequestError:
-            self._join_others()
-            raise
         running = {answer for answers in requests for answer in answers}
         show = progress and len(running) > 1
         try:
@@ -233,7 +236,7 @@ class LLM:
                 )
                 self._open.update((answer.key, answer) for answer in answers)
                 submitted += answers
-        except InvalidRequestError:
+        except Exception:
             self._abort(submitted)
             raise
         return requests
@@ -246,6 +249,16 @@ class LLM:
             lockstep.has_work = True  # one turn finds out
         while not done() or (lockstep is not None and lockstep.has_work):
             yield self._step()
+
+    @contextmanager
+    def _joining_if_refused(self) -> Iterator[None]:
+        """What is refused here alone must not put the other replicas of a lockstep group out of
+        step: they make this call too, and wait for us in it."""
+        try:
+            yield
+        except Exception:
+            self._join_others()
+            raise
 
     def _join_others(self) -> None:
         """Take part in the steps of the other replicas of a lockstep group."""

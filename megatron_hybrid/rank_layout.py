@@ -86,6 +86,7 @@ class RankLayout:
                 flags.append(f"--pipeline-model-parallel-size {sizes.pipeline}")
             if sizes.expert > 1:
                 flags.append(f"--expert-model-parallel-size {sizes.expert}")
+            if sizes.expert > 1 or sizes.tensor_of_experts != sizes.tensor:
                 flags.append(f"--expert-tensor-parallel-size {sizes.tensor_of_experts}")
             raise ConfigurationError(
                 f"{self.world_size} process(es) were started, but {', '.join(flags)} "
@@ -97,7 +98,7 @@ class RankLayout:
         cls, sizes: ParallelSizes, environment: Mapping[str, str] = os.environ
     ) -> RankLayout:
         """As torchrun says, or of a process that was started alone."""
-        if "MASTER_ADDR" not in environment:
+        if not {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= environment.keys():
             return cls(sizes)
         return cls(sizes, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 

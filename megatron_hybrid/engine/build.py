@@ -255,7 +255,14 @@ def resolve_device(config: EngineConfig) -> torch.device:
         raise ConfigurationError("--device is cuda, but torch finds no GPU.")
     if config.device == "cpu" or not found:
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigurationError(
+            f"torch finds {count} GPU(s) on this machine, and rank {index} of it (LOCAL_RANK) "
+            f"needs one of its own: start at most {count} process(es) there (torchrun's "
+            "--nproc-per-node), or look at CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", index)
 
 
 def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:

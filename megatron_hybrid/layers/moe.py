@@ -56,9 +56,12 @@ class SoftmaxRouter(nn.Module):
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         logits, config = F.linear(x, self.weight), self.config
-        return step.kernels.experts.route(
+        experts, weights = step.kernels.experts.route(
             logits, config.experts_per_token, config.normalize_weights
         )
+        if config.scaling_factor != 1.0:
+            weights = weights * config.scaling_factor
+        return experts, weights
 
 
 class SigmoidRouter(nn.Module):

@@ -68,8 +68,13 @@ class MegatronArguments:
         """Raises ConfigurationError for a model that we have not."""
         for name in ("multi_latent_attention", "heterogeneous_layers_config_path", "use_mup"):
             self.refuse_unless(name, False, "")
-        for name in ("window_size", "softmax_scale", "moe_apply_probs_on_input"):
+        for name in (
+            "window_size", "softmax_scale", "moe_apply_probs_on_input", "qk_l2_norm",
+            "no_rope_freq", "glu_linear_offset", "activation_func_clamp_value",
+            "moe_router_topk_limited_devices",
+        ):  # fmt: skip
             self.refuse_unless(name, False)
+        self.refuse_unless("softmax_type", "vanilla")
         self.refuse_unless("rotary_interleaved", False)
         self.refuse_unless("normalization", "RMSNorm")
         self.refuse_unless("position_embedding_type", "rope", "none")
@@ -225,6 +230,10 @@ class MegatronArguments:
             )
         score = self.get("moe_router_score_function", default="softmax")
         self.refuse_unless("moe_router_score_function", "softmax", "sigmoid")
+        if score == "softmax":
+            self.refuse_unless("moe_router_group_topk", False)
+        chosen_groups = self.get("moe_router_group_topk")  # Megatron has no groups without it
+        groups = self.get("moe_router_num_groups") if chosen_groups else None
         top = int(self.get("moe_router_topk", default=2))
         pre_softmax = bool(self.get("moe_router_pre_softmax", default=False))
         latent = self.get("moe_latent_size")
@@ -234,14 +243,14 @@ class MegatronArguments:
             expert=expert,
             shared=self._mlp("moe_shared_expert_intermediate_size") if shared else None,
             scoring=str(score),
-            num_groups=int(self.get("moe_router_num_groups", default=1)),
-            chosen_groups=int(self.get("moe_router_group_topk", default=1)),
+            num_groups=int(groups or 1),
+            chosen_groups=int(chosen_groups or 1),
             normalize_weights=top > 1 if score == "sigmoid" else not pre_softmax,
             router_bias=bool(self.get("moe_router_enable_expert_bias", default=False))
             if score == "sigmoid"
             else True,
             shared_gate=bool(self.get("moe_shared_expert_gate", default=False)),
-            scaling_factor=float(self.get("moe_router_topk_scaling_factor", default=1.0)),
+            scaling_factor=float(self.get("moe_router_topk_scaling_factor") or 1.0),
             latent_size=None if latent is None else int(latent),
         )
 

@@ -34,6 +34,16 @@ def dtype_of_name(name: str) -> torch.dtype:
 MAMBA2_LAYERS = {"mamba": "M", "linear_attention": "M"}
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(), object_hook=_special_float)
+    except ValueError as error:  # JSON's, or UTF-8's
+        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} holds no JSON object.")
+    return values
+
+
 class RawConfig:
     """The values of config.json, looked up by any of the names that they have had."""
 
@@ -47,13 +57,8 @@ class RawConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder} is not a model folder: it has no config.json.")
-        try:
-            values = json.loads(path.read_text(), object_hook=_special_float)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
-        generation_path = folder / "generation_config.json"
-        generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
-        raw = cls(values, generation, str(path))
+        generation = folder / "generation_config.json"
+        raw = cls(_read(path), _read(generation) if generation.is_file() else {}, str(path))
         raw.refuse_unless("quantization_config", None)
         return raw
 

@@ -96,6 +96,9 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
             placed = _place(model, opened, names, partial=not isinstance(source, str | Path))
         except (WeightsError, ConfigurationError, OSError) as error:
             refused = error if isinstance(error, WeightsError) else WeightsError(str(error))
+        except Exception as error:  # of whatever gives the tensors: nothing has been changed yet
+            refused = WeightsError(f"{type(error).__name__}: {error}")
+            refused.__cause__ = error
         _refuse_together(parallel.lockstep, refused)
         try:
             _check_all_used(model, placed, opened, names)
@@ -180,7 +183,8 @@ def _check_all_used(
 @torch.no_grad()
 def _put(placed: list[_Placed], source: WeightSource, progress: bool = False) -> None:
     for part, place in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
-        part.put(source.read(place.name, _slices(part, place)))
+        if part.target.numel():  # the last ranks may have nothing of a small vocabulary
+            part.put(source.read(place.name, _slices(part, place)))
 
 
 def _slices(part: WeightPart, place: Location) -> tuple[slice | int, ...]:

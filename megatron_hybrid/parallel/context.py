@@ -133,7 +133,7 @@ def _initialize_torch(layout: RankLayout, device: torch.device, timeout_minutes:
     that dies, say) does not reach it."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun
+    if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store)
         rank, size = layout.lockstep_rank, layout.sizes.lockstep_group

@@ -205,6 +205,9 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(folders: Folders, 
     broken = changed(b, tmp_path / "broken", lambda tensors: None)
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
+    unreadable = tmp_path / "unreadable"
+    shutil.copytree(b, unreadable)
+    (unreadable / "generation_config.json").write_text("{")
     cases: list[tuple[object, str]] = [
         (changed(b, tmp_path / "cut", cut), rf"'{name}' has shape \[\d+, 64\]; .* makes it"),
         (changed(b, tmp_path / "gone", lambda t: t.__delitem__(name)), f"'{name}' is missing"),
@@ -217,6 +220,10 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(folders: Folders, 
         ({name: torch.zeros(2, 2)}, rf"'{name}' has shape \[2, 2\]"),
         ({"x": torch.zeros(2)}, "'x' in the tensors given has no place"),
         ([(name, [1.0])], "pairs of a name and a torch tensor, not of str and list"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
+        ([name], "ValueError: too many values to unpack"),
+        ((1 / 0 for _ in "x"), "ZeroDivisionError"),
+        (unreadable, "generation_config.json is not valid JSON"),
     ]
     for source, message in cases:
         with pytest.raises(WeightsError, match=message):

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -395,6 +396,35 @@ def test_a_checkpoint_that_does_not_say_what_it_is_asks_for_a_config(
         HybridModelConfig.from_folder(tmp_path / "release")
 
 
+EXPERTS = {"num_experts": 8, "moe_layer_freq": 1, "moe_ffn_hidden_size": 32, "moe_router_topk": 4}
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_experts_are_weighed_as_megatrons_arguments_say(
+    score: str, llama: tuple[Path, Path]
+) -> None:
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    from megatron_hybrid.kernels.kernel_set import REFERENCE
+    from megatron_hybrid.layers.moe import SigmoidRouter, SoftmaxRouter
+    from megatron_hybrid.models.megatron_arguments import MegatronArguments
+
+    arguments = dict(MegatronCheckpoint(llama[1]).arguments or {}) | EXPERTS
+    arguments |= {"moe_router_score_function": score, "moe_router_topk_scaling_factor": 2.5}
+    arguments["moe_router_num_groups"] = 4  # without --moe-router-group-topk it means nothing
+    moe = MegatronArguments(arguments, "here").config().moe
+    assert moe is not None
+    router = (SoftmaxRouter if score == "softmax" else SigmoidRouter)(moe, 64, torch.float32)
+    router.weight.data = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    experts, weights = router(x, SimpleNamespace(kernels=REFERENCE))
+    found = torch.zeros(5, 8).scatter_(1, experts.long(), weights)
+    expected, _ = topk_routing_with_score_function(
+        x @ router.weight.t(), 4, num_groups=4, scaling_factor=2.5, score_function=score
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -404,6 +434,12 @@ def test_a_checkpoint_that_does_not_say_what_it_is_asks_for_a_config(
         ({"swiglu": False}, "neither --swiglu nor --squared-relu"),
         ({"hybrid_layer_pattern": "M*D-"}, "kind 'D'"),
         ({"hidden_size": None}, "no 'hidden_size'; put a config.json"),
+        ({"qk_l2_norm": True}, "--qk-l2-norm"),
+        ({"no_rope_freq": 4}, "--no-rope-freq is 4"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type is 'off-by-one'"),
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset"),
+        ({"activation_func_clamp_value": 7.0}, "--activation-func-clamp-value"),
+        ({**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, "--moe-router-group"),
     ],
 )
 def test_arguments_of_models_that_we_have_not_are_refused_by_their_flags(

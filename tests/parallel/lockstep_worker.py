@@ -12,12 +12,15 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_hybrid import LLM, EngineConfig, SamplingParams
+from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.parallel import initialize
 from megatron_hybrid.rank_layout import RankLayout
 
@@ -123,6 +126,26 @@ class Replica:
             self.llm.generate([], progress=False)
         return {"stream": [found[:1]] if found else []}
 
+    def refused(self) -> Answers:
+        """What one replica's call refuses leaves the others in step."""
+        calls: list[Callable[[], object]] = [
+            lambda: self.llm.generate("a text, without a tokenizer"),
+            lambda: self.llm.chat([{"role": "user", "content": "the same"}]),
+            lambda: list(self.llm.stream([1, 2], replace(GREEDY, n=2))),
+            lambda: list(self.llm.stream([10**6], GREEDY)),
+        ]
+        for call in calls:
+            if self.number:
+                self.llm.generate([], progress=False)
+                continue
+            try:
+                call()
+            except (ConfigurationError, InvalidRequestError):
+                continue
+            raise AssertionError("it was not refused")
+        assert self.llm.engine.lockstep is None or not self.llm.engine.lockstep.has_work
+        return {"refused": self.generate(prompts()[:1])}
+
 
 def answers_of(folder: str, options: dict[str, Any], idle_tokens: int = 20) -> Answers:
     replica = Replica(folder, options, idle_tokens)
@@ -133,6 +156,7 @@ def answers_of(folder: str, options: dict[str, Any], idle_tokens: int = 20) -> A
         replica.idle,
         replica.chunked,
         replica.stream,
+        replica.refused,
     ):
         found |= scene()
     found["replica"] = [[replica.number, replica.count]]

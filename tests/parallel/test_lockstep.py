@@ -140,6 +140,7 @@ def check(found: list[Answers], expected: Answers, what: str) -> None:
         ((number, count),) = answers["replica"]
         for scene in ("cold", "warm", "chunked", "idle"):
             assert answers[scene] == expected[scene], (what, scene)
+        assert answers["refused"][0][0] == expected["refused"][0][0], what
         shared_out[number] = answers["shared out"]
         if number == 0:
             assert answers["stream"] == expected["stream"], what
