@@ -23,7 +23,7 @@ import msgspec
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.coordinator_process import COORDINATOR, CoordinatorProcess
 from megatron_hybrid.server.options import FrontEndSettings
-from megatron_hybrid.server.run_folder import Holder, RunFolder
+from megatron_hybrid.server.run_folder import LOCK_SECONDS, Holder, RunFolder
 from megatron_hybrid.tokenizer import Tokenizer
 
 NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
@@ -49,7 +49,7 @@ def main() -> int:
 def run(settings: FrontEndSettings) -> None:
     """Serve until SIGTERM comes, or the engine is gone and none follows."""
     folder = RunFolder(Path(settings.folder))
-    if not folder.front_end_lock.acquire():
+    if not folder.front_end_lock.acquire(LOCK_SECONDS):
         raise ConfigurationError(f"Another front end holds {folder.path}.")
     process = os.getpid()
     folder.front_end_lock.write(Holder(process))  # no digest: it is not up yet

@@ -21,12 +21,11 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
 from megatron_hybrid.server.engine_process import bind_socket
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
-from megatron_hybrid.server.run_folder import Holder, RunFolder
+from megatron_hybrid.server.run_folder import LOCK_SECONDS, Holder, RunFolder
 
 FRONT_END = ("-m", "megatron_hybrid.server.front_end")  # for the Python interpreter
 START_SECONDS = 120.0
 END_SECONDS = 5.0
-LOCK_SECONDS = 1.0  # a front end that looks who holds the lock holds it for an instant itself
 
 
 class FrontEnd:
@@ -167,11 +166,8 @@ class FrontEnd:
                 return
 
     def _take_engine_lock(self) -> None:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while not self._lock.acquire():
-            if time.monotonic() > deadline:
-                raise ConfigurationError(self._taken())
-            time.sleep(0.02)
+        if not self._lock.acquire(LOCK_SECONDS):
+            raise ConfigurationError(self._taken())
         self._lock.write(self._holder)
 
     def _taken(self) -> str:
@@ -189,14 +185,11 @@ class FrontEnd:
         )
 
     def _take_start_lock(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not self.folder.start_lock.acquire():
-            if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    "Another replica has been starting or ending the front end process for "
-                    f"{START_SECONDS:.0f} seconds."
-                )
-            time.sleep(0.02)
+        if not self.folder.start_lock.acquire(START_SECONDS):
+            raise ConfigurationError(
+                "Another replica has been starting or ending the front end process for "
+                f"{START_SECONDS:.0f} seconds."
+            )
 
     def _find(self) -> None:
         """Look for a living process that can be taken over. Under the start lock."""

@@ -21,12 +21,14 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
 
 from megatron_hybrid.errors import ConfigurationError
 
+LOCK_SECONDS = 1.0  # whoever looks who holds a lock holds it for an instant
 LONGEST_TEMP_FOLDER = 45  # the path of a Unix socket has about 100 characters
 _PLAIN_HOST = set("abcdefghijklmnopqrstuvwxyz0123456789.-")
 _LONGEST_HOST = 15
@@ -49,8 +51,14 @@ class Lock:
         self._path = path
         self._file: int | None = None
 
-    def acquire(self) -> bool:
-        """Take the lock, or have it already; False if somebody else holds it."""
+    def acquire(self, seconds: float = 0.0) -> bool:
+        """Take the lock, or have it already; False if somebody else holds it for so long."""
+        deadline = time.monotonic() + seconds
+        while not (taken := self._try()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return taken
+
+    def _try(self) -> bool:
         if self._file is not None:
             return True
         while True:

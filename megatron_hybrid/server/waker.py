@@ -70,10 +70,19 @@ class Waker:
 
 def _own_address() -> str:
     """Of this host, as the other nodes of torchrun's job reach it."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 1))  # sends nothing: it only looks for the way there
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    targets = [os.environ.get("MASTER_ADDR", "127.0.0.1")]
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        # For a host whose own name stands for a loopback address: the way out of it. That address
+        # is reserved for documentation, and nothing is sent to it.
+        targets.append("192.0.2.1")
+    address = "127.0.0.1"
+    for target in targets:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+            contextlib.suppress(OSError),
+        ):
+            probe.connect((target, 1))  # sends nothing: it only looks for the way there
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
+            break
+    return address

@@ -134,7 +134,9 @@ def shared(tokenizer_folder: Path, folder: str) -> Iterator[Replicas]:
 def own(tokenizer_folder: Path) -> Iterator[Replicas]:
     """For tests that end some."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        replicas = Replicas(tokenizer_folder, folder, "--engine-restart-timeout", "20")
+        # Answers of ten seconds: none has ended before a test ends its replica.
+        flags = ("--engine-restart-timeout", "20", "--step-seconds", "0.1")
+        replicas = Replicas(tokenizer_folder, folder, *flags)
         yield replicas
         replicas.close()
         wait_until(lambda: os.listdir(folder) == [])
@@ -292,7 +294,7 @@ def test_a_replica_that_ends_in_order_answers_its_requests_and_the_last_one_ends
 
 def test_a_group_that_is_restarted_whole_finds_its_front_end(own: Replicas) -> None:
     """As torchrun does it: one rank dies, the agent sends SIGTERM to the others, and starts all."""
-    streams = own.streams([1, 1], max_tokens=40)
+    streams = own.streams([1, 1], max_tokens=80)
     front_end = own.front_end()
     own.servers[0].process.kill()
     own.servers[1].process.send_signal(signal.SIGTERM)
