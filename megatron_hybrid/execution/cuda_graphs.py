@@ -64,6 +64,12 @@ class CudaGraphs:
             for size in tqdm(largest_first, desc="capturing CUDA graphs", disable=not progress):
                 self._graphs[size] = self._capture(size, pool, max(s.rows for s in sizes))
 
+    def clear(self) -> None:
+        """Let go of all graphs, when the last replay is done."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        self._graphs.clear()
+
     def _capture(self, size: GraphSize, pool: Any, most_rows: int) -> torch.cuda.CUDAGraph:
         compute = self._prepare(size)
         logits = compute()  # compiles kernels, which can't happen while capturing

@@ -69,6 +69,7 @@ class ModelRunner:
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
         self._graphs = CudaGraphs(self._prepare_dummy)
+        parallel.clear_first(self._graphs)
         self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
         self._all_to_all_from = all_to_all_from
 

@@ -6,8 +6,10 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,13 @@ class ExpertRanks:
     replicas: RankGroup  # one rank of each replica whose tokens `everyone` computes
 
 
+class Captures(Protocol):
+    """CUDA graphs, which may hold collectives."""
+
+    def clear(self) -> None:
+        """Let go of them, once the device is done with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
     """This process's place in each kind of group."""
@@ -40,16 +49,25 @@ class ParallelContext:
     replica: RankGroup  # tensor x pipeline: share one scheduler and its caches
     lockstep: RankGroup  # run every forward together
     experts: ExpertRanks
+    _captures: WeakSet[Captures] = field(default_factory=WeakSet, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for its replica: takes its requests, writes its log."""
         return self.layout.is_first_of_replica
 
+    def clear_first(self, captures: Captures) -> None:
+        """To be cleared before the groups are left, if they still exist: NCCL waits, for ever, for
+        the graphs that its groups are used in."""
+        self._captures.add(captures)
+
     def destroy(self) -> None:
-        """Leave all groups; `initialize` may be called again afterwards."""
+        """Leave all groups; `initialize` may be called again afterwards. Engines that were made
+        before are of no more use."""
         global _context
         _context = None
+        for captures in list(self._captures):
+            captures.clear()
         if megatron.parallel_state.model_parallel_is_initialized():
             megatron.parallel_state.destroy_model_parallel()
         _leave()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.parallel.launches import check_expert_parallel, make_chat_model
 from tests.parallel.test_lockstep import (
     ALL_TO_ALL,
     EXPERT_2,
@@ -41,7 +42,7 @@ ON_TWO_GPUS = {
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("nemotron_h_moe", "qwen3_next")),
     "pipeline 2": Layout(PIPELINE_2, ("nemotron_h", "zamba2", "qwen3_next")),
 }
-ON_FOUR_GPUS = {
+ON_FOUR_RANKS = {
     "expert 4": Layout(
         {"expert_model_parallel_size": 4}, ("nemotron_h_moe", "qwen3_next", "lfm2_moe")
     ),
@@ -66,7 +67,15 @@ def test_two_gpus_answer_like_one(name: str, models: Models, tmp_path: Path) -> 
     check_layouts(2, {name: ON_TWO_GPUS[name]}, models, tmp_path)
 
 
-@pytest.mark.skipif(GPUS < 4, reason="needs four CUDA devices")
-@pytest.mark.parametrize("name", ON_FOUR_GPUS)
-def test_four_gpus_answer_like_one(name: str, models: Models, tmp_path: Path) -> None:
-    check_layouts(4, {name: ON_FOUR_GPUS[name]}, models, tmp_path)
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_four_ranks_answer_like_one(name: str, models: Models, tmp_path: Path) -> None:
+    """With a GPU each, or two of them on each of two."""
+    check_layouts(4, {name: ON_FOUR_RANKS[name]}, models, tmp_path)
+
+
+def test_a_server_with_experts_on_two_gpus_answers_like_one_and_ends_in_order(
+    tmp_path: Path,
+) -> None:
+    """Its groups are left although its CUDA graphs use them."""
+    model = make_chat_model("nemotron_h_moe", tmp_path / "tiny")
+    check_expert_parallel(model, tmp_path, tensor=1, device="cuda")

@@ -1,4 +1,4 @@
-"""Runs the scripts of examples/launch as a user does, on CPUs with gloo."""
+"""Runs the scripts of examples/launch as a user does: on CPUs with gloo, if not told otherwise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.server.processes import ROOT, is_alive
+import yaml
+
+from megatron_hybrid import LLM, SamplingParams
+from tests.server.make_tokenizers import byte_level, save
+from tests.server.processes import ROOT, free_port, is_alive
 from tests.server.processes import _children as children
+from tests.tiny_models import make_tiny_model
 
 SCRIPTS = ROOT / "examples" / "launch"
 REFERENCE = ROOT / "configs" / "reference_model.yaml"
@@ -37,17 +42,19 @@ def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
 class Node:
     """One run of a script: on a machine, as it were."""
 
-    def __init__(self, script: str, log: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, script: str, log: Path, *flags: str, device: str = "cpu", **environment: str
+    ) -> None:
         self._log = log
         values = {
             "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "CONFIG": str(REFERENCE),
         }
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                [str(SCRIPTS / script), "--device", "cpu", "--http-workers", "1", *flags],
+                [str(SCRIPTS / script), "--device", device, "--http-workers", "1", *flags],
                 cwd=log.parent,  # not the checkout: the scripts find their files themselves
                 env={**os.environ, **values, **environment},
                 stdin=subprocess.DEVNULL,
@@ -169,3 +176,45 @@ def front_end_of(pid: int) -> list[int]:
 
 def gone(pids: list[int]) -> bool:
     return not any(is_alive(pid) for pid in pids)
+
+
+def assert_ended_in_order(node: Node, client: Client) -> None:
+    """No rank had to be killed, and the front end did not stay to wait for other ones."""
+    assert "forcefully exiting" not in node.log, node.log
+    wait_until(lambda: client.get("/health")[0] == 0, lambda: node.log)
+
+
+def make_chat_model(family: str, folder: Path) -> Path:
+    """A tiny model with a tokenizer and a chat template."""
+    tokenizer = byte_level()
+    make_tiny_model(family, folder, vocab_size=len(tokenizer))
+    save(tokenizer, folder)
+    return folder
+
+
+def check_expert_parallel(model: Path, folder: Path, *, tensor: int, device: str) -> None:
+    """Two replicas of so many ranks that share the model's experts answer like one process, and end
+    in order."""
+    config = folder / "options.yaml"
+    options = {
+        "load": str(model),
+        "dtype": "float32",
+        "inference_dynamic_batching_buffer_size_gb": 0.05,
+        "inference_dynamic_batching_max_requests": 4,
+    }
+    config.write_text(yaml.safe_dump(options))
+    greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    prompts = [f"{PROMPT} {number}" for number in range(4)]
+    found = LLM(**options, device=device).generate(prompts, greedy, progress=False)
+    port = free_port()
+    flags = (
+        "--tensor-model-parallel-size", str(tensor), "--expert-model-parallel-size", "2",
+        "--port", str(port),
+    )  # fmt: skip
+    environment = {"CONFIG": str(config), "GPUS_PER_NODE": str(2 * tensor)}
+    with Node("expert_parallel.sh", folder / "log", *flags, device=device, **environment) as node:
+        client = Client(port)
+        client.wait_for_service(node)
+        wait_until(lambda: "(replica 1 of 2)" in node.log, lambda: node.log)
+        assert [client.complete(prompt) for prompt in prompts] == [each.text for each in found]
+    assert_ended_in_order(node, client)

@@ -8,6 +8,7 @@ one replica decodes while others idle) and the models' "folders".
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -35,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "inference_dynamic_batching_prefix_caching_mamba_gb": 0.002,
     "dtype": "float32",
 }
+SECONDS = 280  # before pytest's own limit: where the ranks hang is seen then
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -164,6 +166,7 @@ def answers_of(folder: str, options: dict[str, Any], idle_tokens: int = 20) -> A
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     output, text = sys.argv[1:]
     found: dict[str, dict[str, Answers]] = {}
     for name, job in json.loads(text).items():

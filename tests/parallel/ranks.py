@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 500
 
@@ -31,9 +33,10 @@ def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict
 
 def torchrun(count: int, module: str, folder: Path, *arguments: str) -> None:
     """Run the module on so many ranks; it gets `folder` and the arguments."""
+    share = ["tests.parallel.shared_gpus"] if 0 < torch.cuda.device_count() < count else []
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(count), "-m", module, str(folder), *arguments,
+        str(count), "-m", *share, module, str(folder), *arguments,
     ]  # fmt: skip
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

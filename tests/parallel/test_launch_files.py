@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
@@ -25,11 +23,12 @@ from tests.parallel.launches import (
     SCRIPTS,
     Client,
     Node,
+    assert_ended_in_order,
+    check_expert_parallel,
+    make_chat_model,
     wait_until,
 )
-from tests.server.make_tokenizers import byte_level, save
 from tests.server.processes import free_port
-from tests.tiny_models import make_tiny_model
 
 CONFIGS = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
 KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=2"  # torchrun's, of a lost machine
@@ -89,44 +88,13 @@ def test_two_nodes_answer_like_one_process_and_one_that_is_lost_is_named_and_may
     assert_ended_in_order(first, client)
 
 
-def assert_ended_in_order(node: Node, client: Client) -> None:
-    """No rank had to be killed, and the front end did not stay to wait for other ones."""
-    assert "forcefully exiting" not in node.log, node.log
-    wait_until(lambda: client.get("/health")[0] == 0, lambda: node.log)
-
-
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("experts") / "tiny"
-    tokenizer = byte_level()
-    make_tiny_model("nemotron_h_moe", folder, vocab_size=len(tokenizer))
-    save(tokenizer, folder)
-    yield folder
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model("nemotron_h_moe", tmp_path_factory.mktemp("experts") / "tiny")
 
 
 def test_replicas_that_share_experts_answer_like_one_process(experts: Path, tmp_path: Path) -> None:
-    config = tmp_path / "options.yaml"
-    options = {
-        "load": str(experts),
-        "inference_dynamic_batching_buffer_size_gb": 0.05,
-        "inference_dynamic_batching_max_requests": 4,
-    }
-    config.write_text(yaml.safe_dump(options))
-    greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    prompts = [f"{PROMPT} {number}" for number in range(4)]
-    found = LLM(**options, device="cpu").generate(prompts, greedy, progress=False)
-    port = free_port()
-    flags = (
-        "--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2",
-        "--port", str(port),
-    )  # fmt: skip
-    environment = {"CONFIG": str(config), "GPUS_PER_NODE": "4"}
-    with Node("expert_parallel.sh", tmp_path / "log", *flags, **environment) as node:
-        client = Client(port)
-        client.wait_for_service(node)
-        wait_until(lambda: "(replica 1 of 2)" in node.log, lambda: node.log)
-        assert [client.complete(prompt) for prompt in prompts] == [each.text for each in found]
-    assert_ended_in_order(node, client)
+    check_expert_parallel(experts, tmp_path, tensor=2, device="cpu")
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)

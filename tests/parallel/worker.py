@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models import HybridModel, load_model
-from megatron_hybrid.parallel import RankGroup, initialize
+from megatron_hybrid.parallel import ParallelContext, RankGroup, initialize
 from tests.models.driver import Driver, Segment
 
 
@@ -48,6 +48,18 @@ def check_collectives(parallel: RankGroup) -> None:
     parallel.barrier()
 
 
+class Captures:
+    """CUDA graphs, as it were."""
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self._parallel = parallel
+        self.cleared = False
+
+    def clear(self) -> None:
+        self._parallel.tensor.barrier()  # the groups still exist
+        self.cleared = True
+
+
 def main(ranks: int, output: Path, folders: list[str]) -> None:
     torch.set_num_threads(1)
     parallel = initialize(ranks)
@@ -63,7 +75,10 @@ def main(ranks: int, output: Path, folders: list[str]) -> None:
         }
         result = {"logits": mixed_steps(model), **shapes}
         torch.save(result, output / f"{Path(folder).name}.{parallel.tensor.rank}")
+    captures = Captures(parallel)
+    parallel.clear_first(captures)
     parallel.destroy()
+    assert captures.cleared
     # After leaving the groups a process can make others, here one of its own.
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
