@@ -119,7 +119,7 @@ class EngineClient:
             raise EngineUnavailable("The engine process is shutting down.")
         if self.ready is None:
             raise EngineUnavailable("The engine is still loading the model.")
-        if (silence := self._silence()) > STALLED_SECONDS:
+        if (silence := self.silence()) > STALLED_SECONDS:
             raise EngineUnavailable(f"The engine has not answered for {silence:.0f} seconds.")
         return self.ready
 
@@ -227,12 +227,12 @@ class EngineClient:
         self._end("The engine process has ended; its log says why.")
 
     def tick(self) -> None:
-        silence = self._silence()
+        silence = self.silence()
         if self.ready is not None and silence > STALLED_SECONDS:
             for request_id in self._fail(f"The engine has not answered for {silence:.0f} seconds."):
                 self.send(wire.AbortRequest(request_id))
 
-    def _silence(self) -> float:
+    def silence(self) -> float:
         """Seconds since the engine last said something."""
         return time.monotonic() - self._heard
 

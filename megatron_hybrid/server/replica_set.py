@@ -19,6 +19,9 @@ from megatron_hybrid.server.placement import Placement, Wanted
 from megatron_hybrid.server.stats_sum import sum_stats
 from megatron_hybrid.server.subscription import EngineUnavailable
 
+# Replicas say something once a second, or at the end of a step that takes longer.
+QUIET_SECONDS = 10.0
+
 
 class ReplicaSet:
     """What the routes need of an engine, from all replicas behind this address.
@@ -141,12 +144,20 @@ class ReplicaSet:
         ]
         if not candidates:
             return None
+        candidates = self._ready_to_begin(candidates)
         chosen = self._coordinator.place(wanted, candidates)
         if chosen not in candidates:
             # It is being restarted, or slow: what this process has on each must do.
             chosen = min(candidates, key=lambda one: (self.clients[one].running(), one))
             self._coordinator.moved(wanted, chosen)
         return _ReplicaPlacement(self, wanted, chosen, tried | {chosen})
+
+    def _ready_to_begin(self, replicas: list[int]) -> list[int]:
+        """Those of them, if any, that begin requests soon: that are not paused, and do not hang as
+        far as is known."""
+        lively = [one for one in replicas if self.clients[one].silence() < QUIET_SECONDS]
+        unpaused = [one for one in lively if self.clients[one].state == "ok"]
+        return unpaused or lively or replicas
 
     def _ask_each(
         self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None

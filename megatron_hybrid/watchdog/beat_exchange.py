@@ -145,8 +145,13 @@ class BeatExchange:
 
 def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:
     """Opens connections of their own to torchrun's store, under a prefix that the ranks of the
-    lockstep group have for this start of theirs. Waits until all of them are here."""
+    lockstep group have for this start of theirs. Waits until all of them are here. A rank that has
+    no others need not ask torchrun's."""
     import torch.distributed as dist
+
+    if layout.sizes.lockstep_group == 1:
+        own = dist.HashStore()
+        return lambda: own
 
     from megatron_hybrid.parallel.fresh_store import agree_on_prefix
 
@@ -162,8 +167,8 @@ def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:
 
     def open_store() -> dist.Store:
         _ = store  # to keep it: rank 0's is the server, where torchrun's agent is not
-        own = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(prefix, dist.PrefixStore(group, own))
+        tcp = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(prefix, dist.PrefixStore(group, tcp))
 
     return open_store
 

@@ -51,13 +51,14 @@ class Watchdog:
     """Watches the lockstep group of `layout`; as a context manager it ends with its block.
 
     limit: seconds after which a silent rank, or a loop that makes no turn, counts as a fault; 0:
-    nobody is watched, nor is a rank that has no others.
+    nobody is watched. A rank that has no others watches itself, if torchrun will start it again.
     """
 
     def __init__(self, layout: RankLayout, limit: float) -> None:
         self._layout = layout
         self._limit = limit
-        self.is_on = layout.sizes.lockstep_group > 1 and limit > 0
+        self._is_alone = layout.sizes.lockstep_group == 1
+        self.is_on = limit > 0 and (not self._is_alone or "TORCHELASTIC_RUN_ID" in os.environ)
         self._beat = own_beat(layout)
         self._finder = FaultFinder(layout.sizes.lockstep_group, limit)
         self._exchange: BeatExchange | None = None
@@ -104,7 +105,7 @@ class Watchdog:
 
         torchrun's SIGTERM means that the server is to end, or that a rank has died: this tells.
         """
-        if self._exchange is None:
+        if self._exchange is None or self._is_alone:
             action()
             return
         counts = [beat.count for beat in self._remote()]
@@ -125,12 +126,12 @@ class Watchdog:
 
     def fail(self) -> None:
         """This rank can't go on, because of `failure`: end the group, and this process at once.
-        Returns only where nobody is watched.
+        Returns only where nobody else is watched.
 
         A broken connection is most likely the work of another rank that died, which is given the
         time to be found.
         """
-        if self._exchange is None or self._left:
+        if self._exchange is None or self._is_alone or self._left:
             return
         error = self.failure
         if error is None or _is_of_collective(error):

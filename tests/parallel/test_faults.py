@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from tests.parallel.hang.sitecustomize import HANGS
 from tests.parallel.launches import ROOT, Client, Node, front_end_of, gone, wait_until
 from tests.server.processes import free_port
 
-LIMIT = 5  # seconds, of --inference-rank-timeout
+WATCHED = ("--inference-rank-timeout", "5")
+HANGING = {HANGS: "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'parallel' / 'hang'}"}
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +26,9 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def node(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    flags = ("--tensor-model-parallel-size", "2", "--port", str(port))
-    environment = {HANGS: "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'parallel' / 'hang'}"}
+    flags = ("--tensor-model-parallel-size", "2", "--port", str(port), *WATCHED)
     log = tmp_path_factory.mktemp("launch") / "log"
-    with Node(
-        "tensor_parallel.sh", log, *flags, "--inference-rank-timeout", str(LIMIT), **environment
-    ) as node:
+    with Node("tensor_parallel.sh", log, *flags, **HANGING) as node:
         yield node
 
 
@@ -88,6 +87,26 @@ def test_a_lost_rank_is_named_and_service_comes_back_behind_the_same_front_end(
     assert client.complete() == answer
     assert len(front_end) >= 2
     assert not any(gone([process]) for process in front_end)
+
+
+def test_a_replica_of_one_rank_that_hangs_is_named_and_started_again(
+    answer: str, tmp_path: Path
+) -> None:
+    port = free_port()
+    flags = ("--tensor-model-parallel-size", "1", "--port", str(port), *WATCHED)
+    log = tmp_path / "log"
+    with Node("tensor_parallel.sh", log, *flags, GPUS_PER_NODE="1", **HANGING) as node:
+        client = Client(port)
+        engine = client.wait_for_service(node)
+        (rank,) = node.ranks()
+        assert engine == rank
+        stream = client.open_stream()
+        os.kill(rank, signal.SIGUSR1)
+        assert b'"error"' in stream.read()
+        pattern = rf"rank 0 \(host \S+, process {rank}, CPU, .* has been in turn"
+        assert re.search(pattern, node.log), node.log
+        client.wait_for_service(node, after=rank)
+        assert client.complete() == answer
 
 
 def test_a_server_that_is_told_to_end_ends_with_its_front_end(

@@ -280,6 +280,43 @@ def test_why_there_is_no_replica_is_said_once_or_for_each(tmp_path: Path) -> Non
     assert worker.states() == {"0": {"status": "loading"}, "1": {"status": "down"}}
 
 
+@pytest.mark.parametrize(
+    ("silent", "paused", "expected"),
+    [
+        ([], [], [0, 1, 2]),
+        ([0], [], [1, 2]),
+        ([0], [1], [2]),
+        ([0], [1, 2], [1, 2]),
+        ([], [0, 1, 2], [0, 1, 2]),
+        ([0, 1, 2], [0], [0, 1, 2]),
+    ],
+)
+def test_replicas_that_hang_or_are_paused_take_requests_only_where_no_other_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    silent: list[int],
+    paused: list[int],
+    expected: list[int],
+) -> None:
+    asked: list[list[int]] = []
+
+    class Asked(CoordinatorClient):
+        def place(self, wanted: Wanted, replicas: list[int]) -> int | None:
+            asked.append(replicas)
+            return replicas[0]
+
+    worker = ReplicaSet([f"ipc://{tmp_path}/{n}" for n in range(3)], Asked(f"ipc://{tmp_path}/c"))
+    for number, client in enumerate(worker.clients):
+        monkeypatch.setattr(client._link, "send", lambda command: None)
+        heartbeat = wire.Heartbeat(paused=number in paused)
+        client.received([wire.EngineReady(10, 10, ()), heartbeat])
+        monkeypatch.setattr(client, "silence", lambda n=number: 20.0 if n in silent else 1.0)
+    first = worker.place(wanted("a", [1]))
+    assert first.client is worker.clients[expected[0]]
+    assert first.elsewhere() is not None  # others are still tried after a refusal
+    assert asked[0] == expected
+
+
 def test_an_engine_client_that_drains_takes_nothing_and_says_that_it_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
