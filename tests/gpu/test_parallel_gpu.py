@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.launches import check_expert_parallel, make_chat_model
+from tests.parallel.launches import check_server, make_chat_model
 from tests.parallel.test_lockstep import (
     ALL_TO_ALL,
     EXPERT_2,
@@ -73,9 +73,10 @@ def test_four_ranks_answer_like_one(name: str, models: Models, tmp_path: Path) -
     check_layouts(4, {name: ON_FOUR_RANKS[name]}, models, tmp_path)
 
 
-def test_a_server_with_experts_on_two_gpus_answers_like_one_and_ends_in_order(
-    tmp_path: Path,
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"replicas": 2}], ids=["tensor", "expert"])
+def test_a_server_on_two_gpus_answers_like_one_and_ends_in_order(
+    layout: dict[str, int], tmp_path: Path
 ) -> None:
     """Its groups are left although its CUDA graphs use them."""
     model = make_chat_model("nemotron_h_moe", tmp_path / "tiny")
-    check_expert_parallel(model, tmp_path, tensor=1, device="cuda")
+    check_server(model, tmp_path, **layout, device="cuda")

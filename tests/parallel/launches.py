@@ -192,9 +192,11 @@ def make_chat_model(family: str, folder: Path) -> Path:
     return folder
 
 
-def check_expert_parallel(model: Path, folder: Path, *, tensor: int, device: str) -> None:
-    """Two replicas of so many ranks that share the model's experts answer like one process, and end
-    in order."""
+def check_server(
+    model: Path, folder: Path, *, tensor: int = 1, replicas: int = 1, device: str = "cpu"
+) -> None:
+    """A server of replicas of so many ranks, which share the model's experts, answers like one
+    process, and ends in order."""
     config = folder / "options.yaml"
     options = {
         "load": str(model),
@@ -208,13 +210,15 @@ def check_expert_parallel(model: Path, folder: Path, *, tensor: int, device: str
     found = LLM(**options, device=device).generate(prompts, greedy, progress=False)
     port = free_port()
     flags = (
-        "--tensor-model-parallel-size", str(tensor), "--expert-model-parallel-size", "2",
-        "--port", str(port),
+        "--tensor-model-parallel-size", str(tensor),
+        "--expert-model-parallel-size", str(replicas), "--port", str(port),
     )  # fmt: skip
-    environment = {"CONFIG": str(config), "GPUS_PER_NODE": str(2 * tensor)}
+    environment = {"CONFIG": str(config), "GPUS_PER_NODE": str(tensor * replicas)}
     with Node("expert_parallel.sh", folder / "log", *flags, device=device, **environment) as node:
         client = Client(port)
         client.wait_for_service(node)
-        wait_until(lambda: "(replica 1 of 2)" in node.log, lambda: node.log)
+        if replicas > 1:
+            last = f"(replica {replicas - 1} of {replicas})"
+            wait_until(lambda: last in node.log, lambda: node.log)
         assert [client.complete(prompt) for prompt in prompts] == [each.text for each in found]
     assert_ended_in_order(node, client)

@@ -24,7 +24,7 @@ from tests.parallel.launches import (
     Client,
     Node,
     assert_ended_in_order,
-    check_expert_parallel,
+    check_server,
     make_chat_model,
     wait_until,
 )
@@ -94,7 +94,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_replicas_that_share_experts_answer_like_one_process(experts: Path, tmp_path: Path) -> None:
-    check_expert_parallel(experts, tmp_path, tensor=2, device="cpu")
+    check_server(experts, tmp_path, tensor=2, replicas=2)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
