@@ -4,7 +4,6 @@ before any test module does that."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +13,23 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recurrence_contract")
 
-# Their files take longest. They begin first and by turns: so that at the end no process is left
-# with one of them, and tests that compute run beside tests that wait for other processes.
-LONG = ("engine", "parallel", "server", "tools")
+# Files that take more than a minute begin first, the longest ones before the others, so that at the
+# end no process is left with one of them; those that compute beside those that wait for processes.
+LONG = """
+    engine/test_oracle_blocks parallel/test_faults engine/test_oracle_mamba2
+    parallel/test_launch_files engine/test_oracle_mamba1 parallel/test_lockstep
+    engine/test_oracle_gated_delta_net server/test_end_to_end engine/test_state_machine
+    server/test_processes kernels/test_mamba2_scan_triton server/test_replicas
+    parallel/test_pipeline engine/test_sharing_figures tools/test_tools
+    execution/test_graph_steps server/test_dashboard server/test_openapi
+    parallel/test_engine_on_two_ranks
+""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    turns: dict[str, dict[Path, int]] = {folder: {} for folder in LONG}
+    places = {name: place for place, name in enumerate(LONG)}
 
-    def order(item: pytest.Item) -> tuple[bool, int]:
-        files = turns.get(item.path.parent.name)
-        if files is None:
-            return True, 0
-        return False, files.setdefault(item.path, len(files))
+    def place(item: pytest.Item) -> int:
+        return places.get(f"{item.path.parent.name}/{item.path.stem}", len(places))
 
-    items.sort(key=order)
+    items.sort(key=place)

@@ -33,7 +33,8 @@ step ruff check .
 step ruff format --check .
 step mypy
 workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')}
-# A file's tests stay in one process: they share servers and loaded models.
-step python -m pytest -n "$workers" --dist loadfile --durations 10
+# A file's tests stay in one process: they share servers and loaded models. Files begin in the order
+# that tests/conftest.py gives them, not by how many tests they have.
+step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10
 [ "$status" = 0 ] || echo "== at least one of the checks above failed" >&2
 exit "$status"
