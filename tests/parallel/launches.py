@@ -46,9 +46,10 @@ class Node:
         self, script: str, log: Path, *flags: str, device: str = "cpu", **environment: str
     ) -> None:
         self._log = log
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         values = {
             "PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "CONFIG": str(REFERENCE),
         }
