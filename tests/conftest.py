@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recurrence_contract")
 
-# Files that take more than a minute begin first, the longest ones before the others, so that at the
-# end no process is left with one of them; those that compute beside those that wait for processes.
+# Files that take about a minute or more begin first, the longest ones before the others, so that at
+# the end no process is left with one of them; those that compute beside those that wait.
 LONG = """
     engine/test_oracle_blocks parallel/test_faults engine/test_oracle_mamba2
     parallel/test_launch_files engine/test_oracle_mamba1 parallel/test_lockstep

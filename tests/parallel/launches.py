@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_hybrid import LLM, SamplingParams
+from tests.parallel.ranks import python_path
 from tests.server.make_tokenizers import byte_level, save
 from tests.server.processes import ROOT, free_port, is_alive
 from tests.server.processes import _children as children
@@ -46,10 +47,9 @@ class Node:
         self, script: str, log: Path, *flags: str, device: str = "cpu", **environment: str
     ) -> None:
         self._log = log
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         values = {
             "PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": "1",
             "CONFIG": str(REFERENCE),
         }

@@ -31,6 +31,11 @@ def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict
     return dict(ranks[0])
 
 
+def python_path() -> str:
+    """PYTHONPATH for processes that import this checkout, and what this one can import."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def torchrun(count: int, module: str, folder: Path, *arguments: str) -> None:
     """Run the module on so many ranks; it gets `folder` and the arguments."""
     share = ["tests.parallel.shared_gpus"] if 0 < torch.cuda.device_count() < count else []
@@ -38,8 +43,7 @@ def torchrun(count: int, module: str, folder: Path, *arguments: str) -> None:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(count), "-m", *share, module, str(folder), *arguments,
     ]  # fmt: skip
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
