@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 POLL_MILLISECONDS = 100  # how soon a replica's end is noticed
 PING_SECONDS = 1.0  # how soon the requests of a worker that died stop counting
-NOWHERE = -1  # says: place it yourself
 
 
 def main() -> int:
@@ -79,7 +78,8 @@ class Coordinator:
                 # worker says that it is computed.
                 for subscriber in self._subscribers.values():
                     subscriber.receive()
-                self._receive()
+                if self.placer is not None:  # what workers say before is read then
+                    self._receive()
                 self._ping()
         finally:
             self.close()
@@ -96,7 +96,8 @@ class Coordinator:
     def _wait(self) -> None:
         """Until there is something to read, for POLL_MILLISECONDS at most."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        if self.placer is not None:
+            poller.register(self._socket, zmq.POLLIN)
         for subscriber in self._subscribers.values():
             for socket in subscriber.sockets:
                 poller.register(socket, zmq.POLLIN)
@@ -153,12 +154,11 @@ class Coordinator:
                 logger.exception("The coordinator could not serve a worker.")
 
     def _apply(self, client: bytes, command: wire.AnyCommand) -> None:
+        assert self.placer is not None, "nothing is read before"
         owned = self._owners.setdefault(client, set())
         if isinstance(command, wire.Place):
             owned.add(command.request_id)
             self._send(client, wire.Placed(command.place_id, self._place(command)))
-        elif self.placer is None:
-            return
         elif isinstance(command, wire.Moved):
             owned.add(command.request_id)
             self.placer.move(command.request_id, command.replica, command.answers)
@@ -169,8 +169,7 @@ class Coordinator:
             self.placer.end(command.request_id, command.tokens)
 
     def _place(self, command: wire.Place) -> int:
-        if self.placer is None:
-            return NOWHERE
+        assert self.placer is not None, "nothing is read before"
         block_size = self.placer.prefixes.sizes.block_size
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
             block_size = 1 + max(map(len, command.prompts), default=0)

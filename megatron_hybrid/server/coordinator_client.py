@@ -28,6 +28,7 @@ class CoordinatorClient:
         self._lock = threading.Lock()
         self._place_ids = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[int | None]] = {}
+        self._running: dict[str, wire.Moved] = {}  # requests that have a place, by their ids
 
     def start(self) -> None:
         """Begin to look for the coordinator."""
@@ -56,7 +57,10 @@ class CoordinatorClient:
             )
         )
         try:
-            return answer.get(timeout=PLACE_SECONDS)
+            replica = answer.get(timeout=PLACE_SECONDS)
+            if replica in replicas:
+                self._note(wanted, replica)
+            return replica
         except queue.Empty:
             self._silent_until = time.monotonic() + PAUSE_SECONDS
             return None
@@ -66,7 +70,7 @@ class CoordinatorClient:
 
     def moved(self, wanted: Wanted, replica: int) -> None:
         """The request goes to this replica, which the coordinator has not chosen."""
-        self._link.send(wire.Moved(wanted.request_id, replica, wanted.answers))
+        self._link.send(self._note(wanted, replica))
 
     def started(self, request_id: str) -> None:
         """The first event of an engine request has come: its prompt is computed."""
@@ -75,15 +79,24 @@ class CoordinatorClient:
     def ended(self, request_id: str, tokens: int | None) -> None:
         """An HTTP request is over; its answers together had so many tokens, None if they did not
         come to their end."""
+        with self._lock:
+            self._running.pop(request_id, None)
         self._link.send(wire.Ended(request_id, tokens))
+
+    def _note(self, wanted: Wanted, replica: int) -> wire.Moved:
+        where = wire.Moved(wanted.request_id, replica, wanted.answers)
+        with self._lock:
+            self._running[wanted.request_id] = where
+        return where
 
     # What the link says, in its thread.
 
     def connected(self) -> list[wire.AnyCommand]:
-        """The coordinator is there. What ran before it came, it does not know of."""
+        """The coordinator is there. What ran before it came counts, too."""
         self._connected = True
         self._silent_until = 0.0
-        return []
+        with self._lock:
+            return list(self._running.values())
 
     def received(self, replies: list[wire.AnyReply]) -> None:
         for reply in replies:

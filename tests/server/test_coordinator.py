@@ -133,6 +133,49 @@ def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> N
         wait_until(lambda: not server.worker._coordinator._connected)
 
 
+def test_a_coordinator_that_comes_late_knows_what_runs(server: Server) -> None:
+    """Three requests that the worker has placed by itself, one of which has ended."""
+    link = server.worker._coordinator
+    for name in "abc":
+        link.moved(wanted(name, [1]), 0)
+    link.ended("b", 4)
+    for _ in range(2):
+        placer = server.start_coordinator().placer
+        assert placer is not None
+        wait_until(lambda found=placer: found.answers(0) == 2)
+        placement = server.worker.place(wanted("d", [1]))
+        assert placement.client is server.worker.clients[1]
+        placement.ended(4)
+        wait_until(lambda found=placer: found.answers(1) == 0)
+        server.stop_coordinator()
+        wait_until(lambda: not link._connected)
+
+
+def test_a_coordinator_keeps_what_it_is_told_before_it_knows_a_replica(
+    tokenizer: Tokenizer,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        folder, ends = RunFolder(Path(path)), threading.Event()
+        options = ServerOptions(tokenizer_folder="", model_name="", data_parallel_size=2)
+        coordinator = Coordinator(options, folder)
+        thread = threading.Thread(target=coordinator.run, args=(ends.is_set,), daemon=True)
+        thread.start()
+        link = CoordinatorClient(folder.endpoint(COORDINATOR))
+        link.start()
+        wait_until(lambda: link._connected)
+        link.moved(wanted("a", [1]), 0)
+        assert coordinator.placer is None
+        replicas = [Replica(folder, number, tokenizer) for number in range(2)]
+        wait_until(lambda: coordinator.placer is not None and coordinator.placer.answers(0) == 1)
+        wait_until(lambda: all(coordinator._ready))
+        assert link.place(wanted("b", [1]), [0, 1]) == 1
+        link.close()
+        ends.set()
+        thread.join(5)
+        for replica in replicas:
+            replica.close()
+
+
 def test_the_requests_of_a_worker_that_dies_stop_counting(server: Server) -> None:
     coordinator = server.start_coordinator()
     other = server.connect()
