@@ -15,7 +15,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 
-CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU, and every page is touched at start
+CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU
 CPU_STATE_BYTES = GIB // 4
 GPU_SHARE = 0.95  # of what is left for caches: allocators leave gaps
 WORKSPACE_BYTES = GIB  # of kernels and libraries

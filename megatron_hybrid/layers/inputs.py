@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def allocate_caches(
     device: torch.device,
     end_logits_vocab: int = 0,
 ) -> LayerCaches:
-    """Zeroed caches; zeroing also touches every page, so that no step pays for page faults.
+    """Zeroed caches.
 
     `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
     0 keeps none.
@@ -120,26 +121,32 @@ def allocate_caches(
     for layer, kv_spec in kv_specs.items():
         shape = (num_blocks, block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
         kv[layer] = KVCache(
-            key=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
-            value=torch.empty(shape, dtype=kv_spec.dtype, device=device).zero_(),
+            key=_zeros(shape, kv_spec.dtype, device),
+            value=_zeros(shape, kv_spec.dtype, device),
         )
     state = {
         layer: RecurrentState(
             conv=_conv_states(num_slots, spec, device),
-            ssm=torch.empty(
-                (num_slots, *spec.ssm_shape), dtype=spec.ssm_dtype, device=device
-            ).zero_(),
+            ssm=_zeros((num_slots, *spec.ssm_shape), spec.ssm_dtype, device),
         )
         for layer, spec in state_specs.items()
     }
-    end_logits = torch.empty((num_slots, end_logits_vocab), dtype=torch.float32, device=device)
-    return LayerCaches(kv=kv, state=state, end_logits=end_logits.zero_())
+    end_logits = _zeros((num_slots, end_logits_vocab), torch.float32, device)
+    return LayerCaches(kv=kv, state=state, end_logits=end_logits)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU it takes memory only where something is written: a laptop has other uses for it, and
+    to touch all of a gigabyte can take seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
 def _conv_states(num_slots: int, spec: StateSpec, device: torch.device) -> Tensor:
     """[slots, channels, width - 1], zeroed."""
     if device.type == "cpu":
-        return torch.zeros((num_slots, *spec.conv_shape), dtype=spec.conv_dtype)
+        return _zeros((num_slots, *spec.conv_shape), spec.conv_dtype, device)
     # channels lie side by side, as in the activations: neighbouring threads read neighbours
     shape = (num_slots, *reversed(spec.conv_shape))
     return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(1, 2)

@@ -25,6 +25,12 @@ class RopeConfig:
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
     """[rotary_dim / 2] float32."""
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # arithmetic on the meta device loads torch's compiler
+        return _inverse_frequencies(config).to(device)
+
+
+def _inverse_frequencies(config: RopeConfig) -> Tensor:
     exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / (config.theta**exponent)
     if config.kind == "linear":

@@ -43,6 +43,7 @@ REFERENCE_MODEL_NAME = "reference_model"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; the process's exit code."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled: see parallel/megatron
     parser = argparse.ArgumentParser(
         prog="megatron-hybrid serve",
         description="Serve a model over HTTP, in OpenAI's wire format.",
