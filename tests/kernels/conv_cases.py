@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, prefill_segments
 
 NAN = float("nan")
@@ -74,7 +75,7 @@ def mixed_segments(lengths: list[int]) -> list[Segment]:
 
 
 def on(step: Any, device: str) -> Any:
-    """A PrefillSegments or DecodeSlots as it is on `device`."""
+    """PrefillSegments, DecodeSlots or DecodeRuns as they are on `device`."""
     if device == "cpu":
         return step
     values = {f.name: getattr(step, f.name) for f in fields(step)}
@@ -142,6 +143,45 @@ def check_decode(
     close(y[~is_padded], torch.cat(expected)[~is_padded])
     assert (y[is_padded] == 0).all()
     torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
+
+
+def check_runs(conv: Any, seed: int, silu: bool = True, calls: int = 10, **options: Any) -> None:
+    """Sequences with tokens pending, drafts that hold and that don't, calls that write nothing."""
+    play, length = Play(seed), 80
+    case = Conv.random(length * play.count, play.slots, set(), **options)
+    width, device = case.weight.shape[1], str(case.x.device)
+    texts = [case.by_hand(length * i, length, 0, silu) for i in range(play.count)]
+    # Like the state, in channels that lie side by side, or not.
+    ring = torch.full_like(case.state[:1, :, :1].mT, NAN)
+    ring = ring.repeat(play.count, play.ring_length, 1)
+    wrong = case.x.new_full((play.most * play.count, case.x.shape[1]), 3.0)
+    for one, (_, rows) in zip(play.sequences, texts, strict=True):
+        if one.slot:
+            case.state[one.slot] = rows[one.position : one.position + width - 1].t()
+    for step in range(calls):
+        call, inputs, expected, state = play.call(padding=step % 3), [], [], case.state.clone()
+        for s, (one, (outputs, rows)) in enumerate(zip(play.sequences, texts, strict=True)):
+            right, folded = min(call.lengths[s], 1 + call.holds[s]), min(call.lengths[s], 1)
+            seen = one.position + width - 1
+            inputs += [rows[seen : seen + right], wrong[: call.lengths[s] - right]]
+            expected += [outputs[one.position : one.position + right]]
+            expected += [outputs[:1].expand(call.lengths[s] - right, -1) * NAN]
+            if call.writes[s]:
+                state[call.writes[s]] = rows[one.position + folded :][: width - 1].t()
+            if call.reached(s):
+                position, slot = one.checkpoint
+                state[slot] = rows[position : position + width - 1].t()
+        x = torch.cat([*inputs, wrong[: call.padding]])
+        plan = conv.plan_runs(on(call.runs(), device), width, play.ring_length)
+        out = torch.full_like(x, NAN)
+        y = conv.decode_runs(x, case.weight, case.bias, case.state, ring, plan, out, silu=silu)
+        assert y is out
+        assert not y[sum(call.lengths) :].any()
+        known = torch.cat(expected)
+        is_known = ~known.isnan().any(dim=1)
+        close(y[: len(known)][is_known], known[is_known])
+        torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
+        call.done()
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

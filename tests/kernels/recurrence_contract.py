@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.slots import plan_decode
+from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
 CHUNK = 16
@@ -64,6 +66,8 @@ class Recurrence:
     draw: Callable[..., Data]  # (length, seed=0)
     # One token in float64: (state, its arguments as attributes) -> its output, the state after it.
     step: Callable[[Tensor, Any], tuple[Tensor, Tensor]]
+    ring: tuple[str, ...]  # the arguments that a ring keeps of earlier tokens
+    plan_runs: Callable[[DecodeRuns, int], Any] = plan_runs
 
     def token_loop(self, data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Outputs [T, ...] and the states after 0, 1, ... T tokens, in float64."""
@@ -98,6 +102,22 @@ class Recurrence:
         out = self.empty_output(data)
         assert self.kernel.decode(**data.arguments(), state=state, plan=plan, out=out) is out
         return out
+
+    def decode_runs(
+        self, data: Data, runs: DecodeRuns, ring: tuple[Tensor, ...], state: Tensor
+    ) -> Tensor:
+        plan = self.plan_runs(runs, ring[0].shape[1])
+        out = self.empty_output(data)
+        arguments = data.arguments()
+        assert (
+            self.kernel.decode_runs(**arguments, state=state, ring=ring, plan=plan, out=out) is out
+        )
+        return out
+
+    def rings(self, rows: int, length: int) -> tuple[Tensor, ...]:
+        """Of NaN."""
+        one = self.draw(1).tokens
+        return tuple(poisoned(rows, length, *one[name].shape[1:]) for name in self.ring)
 
     def empty_output(self, data: Data) -> Tensor:
         return torch.full_like(data.tokens[self.output_like], float("nan"))
@@ -385,3 +405,50 @@ def test_bfloat16_inputs_and_states_follow_float64(recurrence: Recurrence) -> No
         assert torch.equal(y, unwritten)  # the step itself is computed in float32
         close(y[0], expected[position], 2e-2)
         close(state[slot], states[position + 1], 2e-2)
+
+
+@PADDING
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_equal_the_token_loop_whatever_holds(
+    recurrence: Recurrence, seed: int, padding: int
+) -> None:
+    check_runs(recurrence, Play(seed), padding, calls=10)
+
+
+def check_runs(recurrence: Recurrence, play: Play, padding: int, calls: int) -> None:
+    """Sequences with tokens pending, drafts that hold and that don't, calls that write no state."""
+    texts = [recurrence.draw(80, seed=10 * play.seed + i) for i in range(play.count)]
+    wrong = recurrence.draw(400, seed=77)
+    expected = [recurrence.token_loop(text) for text in texts]
+    state = recurrence.poisoned(play.slots)
+    for one, (_, states) in zip(play.sequences, expected, strict=True):
+        if one.slot:
+            state[one.slot] = states[one.position]
+    ring = recurrence.rings(play.count, play.ring_length)
+    for number in range(calls):
+        call = play.call(padding)
+        parts = []
+        for one, text, length, holds in zip(
+            play.sequences, texts, call.lengths, call.holds, strict=True
+        ):
+            right = min(length, 1 + holds)
+            parts.append(text.rows(one.position, one.position + right))
+            parts.append(wrong.rows(20 * number, 20 * number + length - right))
+        parts.append(wrong.rows(300, 300 + padding))
+        before = state.clone()
+        y = recurrence.decode_runs(Data.join(parts), call.runs(), ring, state)
+        assert not y[sum(call.lengths) :].any()
+        written, begin = set(), 0
+        for s, (one, (outputs, states)) in enumerate(zip(play.sequences, expected, strict=True)):
+            right = min(call.lengths[s], 1 + call.holds[s])
+            close(y[begin : begin + right], outputs[one.position : one.position + right])
+            begin += call.lengths[s]
+            if call.writes[s]:
+                close(state[call.writes[s]], states[one.position + min(call.lengths[s], 1)])
+                written.add(call.writes[s])
+            if call.reached(s):
+                close(state[one.checkpoint[1]], states[one.checkpoint[0]])
+                written.add(one.checkpoint[1])
+        kept = [slot for slot in range(len(state)) if slot not in written]
+        assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
+        call.done()

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.causal_conv1d import reference as causal_conv1d
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.slots import plan_decode
-from tests.kernels.conv_cases import check_decode, check_prefill
+from tests.kernels.conv_cases import check_decode, check_prefill, check_runs
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
 CHANNELS, WIDTH = 6, 4
@@ -192,3 +192,9 @@ def test_bfloat16_follows_float32(weights: tuple[Tensor, Tensor]) -> None:
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, atol=2e-2, rtol=1e-2)
     assert torch.equal(state[1].float(), window_after(x.float(), 20))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_equal_the_loop_by_hand_whatever_holds(seed: int) -> None:
+    options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
+    check_runs(causal_conv1d, seed, seed % 4 != 3, channels=6, width=2 + seed % 3, **options)

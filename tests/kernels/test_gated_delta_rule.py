@@ -20,18 +20,18 @@ K_HEADS, HEADS, K_DIM, V_DIM = 2, 4, 6, 5
 SHAPE = (HEADS, V_DIM, K_DIM)
 
 
-def draw(length: int, seed: int = 0) -> Data:
+def draw(length: int, seed: int = 0, v_dim: int = V_DIM, k_dim: int = K_DIM) -> Data:
     """Keys are alike, which makes the systems of the chunked form harder; head 0 hardly decays, the
     last one at once."""
-    widths = [K_HEADS * K_DIM, K_HEADS * K_DIM, HEADS * V_DIM, HEADS, HEADS]
+    widths = [K_HEADS * k_dim, K_HEADS * k_dim, HEADS * v_dim, HEADS, HEADS]
     q, k, v, a, b = draw_columns(length, widths, seed)
     k += 1
     b *= 2
     return Data(
         {
-            "q": q.unflatten(1, (K_HEADS, K_DIM)),
-            "k": k.unflatten(1, (K_HEADS, K_DIM)),
-            "v": v.unflatten(1, (HEADS, V_DIM)),
+            "q": q.unflatten(1, (K_HEADS, k_dim)),
+            "k": k.unflatten(1, (K_HEADS, k_dim)),
+            "v": v.unflatten(1, (HEADS, v_dim)),
             "a": a,
             "b": b,
         },
@@ -51,12 +51,12 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
     state = torch.exp(token.A * F.softplus(token.a + token.dt_bias))[:, None, None] * state
     error = token.v - torch.einsum("hvk,hk->hv", state, k)
     state = state + torch.einsum("h,hv,hk->hvk", torch.sigmoid(token.b), error, k)
-    return torch.einsum("hvk,hk->hv", state, q) / K_DIM**0.5, state
+    return torch.einsum("hvk,hk->hv", state, q) / token.q.shape[-1] ** 0.5, state
 
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(delta_rule, SHAPE, "v", draw, step)
+    return Recurrence(delta_rule, SHAPE, "v", draw, step, ("k", "v", "a", "b"))
 
 
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])

@@ -17,17 +17,17 @@ from tests.kernels.segments import Segment
 CHANNELS, SIZE = 5, 6
 
 
-def draw(length: int, seed: int = 0) -> Data:
-    widths = [CHANNELS, CHANNELS, CHANNELS, SIZE, SIZE]
+def draw(length: int, seed: int = 0, channels: int = CHANNELS, size: int = SIZE) -> Data:
+    widths = [channels, channels, channels, size, size]
     x, z, dt, B, C = draw_columns(length, widths, seed)
     dt *= 2
     h = torch.Generator().manual_seed(99)
     return Data(
         {"x": x, "z": z, "dt": dt, "B": B, "C": C},
         {
-            "A": -8 * torch.rand(CHANNELS, SIZE, generator=h) - 0.05,
-            "D": torch.randn(CHANNELS, generator=h),
-            "dt_bias": torch.randn(CHANNELS, generator=h) - 3,
+            "A": -8 * torch.rand(channels, size, generator=h) - 0.05,
+            "D": torch.randn(channels, generator=h),
+            "dt_bias": torch.randn(channels, generator=h) - 3,
         },
     )
 
@@ -40,7 +40,7 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(mamba1_scan, (CHANNELS, SIZE), "x", draw, step)
+    return Recurrence(mamba1_scan, (CHANNELS, SIZE), "x", draw, step, ("x", "dt", "B"))
 
 
 def test_a_checkpoint_at_a_block_s_end_is_the_same_however_the_prompt_was_cut(

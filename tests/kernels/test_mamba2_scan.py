@@ -18,16 +18,16 @@ HEADS, HEAD_DIM, GROUPS, SIZE = 4, 5, 2, 6
 LIMIT = (0.02, 1.5)
 
 
-def draw(length: int, seed: int = 0) -> Data:
-    widths = [HEADS * HEAD_DIM, GROUPS * SIZE, GROUPS * SIZE, HEADS]
+def draw(length: int, seed: int = 0, head_dim: int = HEAD_DIM, size: int = SIZE) -> Data:
+    widths = [HEADS * head_dim, GROUPS * size, GROUPS * size, HEADS]
     x, B, C, dt = draw_columns(length, widths, seed)
     dt *= 2
     h = torch.Generator().manual_seed(99)
     return Data(
         {
-            "x": x.unflatten(1, (HEADS, HEAD_DIM)),
-            "B": B.unflatten(1, (GROUPS, SIZE)),
-            "C": C.unflatten(1, (GROUPS, SIZE)),
+            "x": x.unflatten(1, (HEADS, head_dim)),
+            "B": B.unflatten(1, (GROUPS, size)),
+            "C": C.unflatten(1, (GROUPS, size)),
             "dt": dt,
         },
         {
@@ -48,7 +48,7 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(mamba2_scan, (HEADS, HEAD_DIM, SIZE), "x", draw, step)
+    return Recurrence(mamba2_scan, (HEADS, HEAD_DIM, SIZE), "x", draw, step, ("x", "B", "dt"))
 
 
 def test_both_limits_of_dt_are_reached() -> None:

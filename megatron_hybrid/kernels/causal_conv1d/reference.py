@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.runs import HostRuns, Turn
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
 
 # Rows that are convolved at a time: few enough to stay in a core's cache.
@@ -131,3 +132,95 @@ def decode(
     if silu:
         F.silu(y, inplace=True)
     return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvRunsPlan:
+    """Rows of a layout in which each sequence has the window that it reads, then its pending
+    tokens, then its own."""
+
+    reads: SlotReads
+    writes: SlotWrites
+    window_rows: Tensor  # [writes * (W - 1)]: rows of the windows that are written
+    old_rows: Tensor  # [S * (W - 1)]: rows of the windows that are read
+    pending: Turn  # all pending tokens
+    pending_rows: Tensor  # [pending]
+    token_rows: Tensor  # [tokens, W]: each token's and those of the W - 1 before it
+    kept: Turn
+
+
+def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
+    host, old = HostRuns(runs, ring_length), width - 1
+    first: list[int] = []
+    pending: list[tuple[int, int]] = []  # sequence, and how far ahead of its next token
+    pending_rows: list[int] = []
+    token_rows: list[int] = []
+    windows: list[tuple[int, int]] = []  # first row, slot
+    begin = 0
+    for s, (length, count) in enumerate(zip(host.lengths, host.pending, strict=True)):
+        first.append(begin)
+        pending += [(s, ahead - count) for ahead in range(count)]
+        pending_rows += range(begin + old, begin + old + count)
+        token_rows += range(begin + old + count, begin + old + count + length)
+        # After a tokens of the layout the window begins a rows later.
+        folded = count + min(length, 1)
+        windows.append((begin + folded, host.write_slot[s]))
+        position, slot = host.checkpoints[s]
+        taken = position - host.position[s] + count
+        if 0 < taken <= folded:
+            windows.append((begin + taken, slot))
+        begin += old + count + length
+    device = host.device
+    columns, taps = torch.arange(old, device=device), torch.arange(-old, 1, device=device)
+    written = [(row, slot) for row, slot in windows if slot > 0]
+
+    def rows(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return ConvRunsPlan(
+        reads=SlotReads.of(runs.read_slot.tolist(), device),
+        writes=SlotWrites.of([slot for _, slot in written], device),
+        window_rows=(rows([row for row, _ in written])[:, None] + columns).flatten(),
+        old_rows=(rows(first)[:, None] + columns).flatten(),
+        pending=host.turn([s for s, _ in pending], [ahead for _, ahead in pending]),
+        pending_rows=rows(pending_rows),
+        token_rows=rows(token_rows)[:, None] + taps,
+        kept=host.kept(),
+    )
+
+
+def decode_runs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    ring: Tensor,
+    plan: ConvRunsPlan,
+    out: Tensor | None = None,
+    *,
+    silu: bool = True,
+) -> Tensor:
+    """DecodeRuns: as above with tokens T. ring [rows, R, channels]: earlier inputs, as x's."""
+    channels, width = weight.shape
+    tokens = plan.token_rows.shape[0]
+    old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
+    rows = x.new_empty((old.numel() // channels + len(plan.pending_rows) + tokens, channels))
+    rows.index_copy_(0, plan.old_rows, old.reshape(-1, channels))
+    rows.index_copy_(0, plan.pending_rows, ring[plan.pending.rings, plan.pending.places])
+    rows.index_copy_(0, plan.token_rows[:, -1], x[:tokens])
+    windows = rows.index_select(0, plan.window_rows).view(-1, width - 1, channels)
+    plan.writes.scatter(state, windows.transpose(1, 2))
+    assert plan.kept.tokens is not None
+    ring[plan.kept.rings, plan.kept.places] = x.index_select(0, plan.kept.tokens)
+
+    # As in decode, to the bit: [tokens, channels, W].
+    inputs = rows[plan.token_rows].transpose(1, 2).contiguous()
+    y = (inputs.float() * weight.float()).sum(dim=2)
+    if bias is not None:
+        y = y + bias
+    if silu:
+        F.silu(y, inplace=True)
+    out = torch.empty_like(x) if out is None else out
+    out[tokens:] = 0
+    out[:tokens] = y
+    return out

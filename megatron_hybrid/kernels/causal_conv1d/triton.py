@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots, PrefillSegments
 
 # These differ from step to step, and so would their alignment: no compilation for each of those.
 _INDICES = (
@@ -92,6 +92,36 @@ def decode(
         x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
         WIDTH=weight.shape[1], SILU=silu, BLOCK_C=block_channels, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> DecodeRuns:
+    """Nothing to prepare: the kernel reads the runs on the device."""
+    return runs
+
+
+def decode_runs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    ring: Tensor,
+    plan: DecodeRuns,
+    out: Tensor | None = None,
+    *,
+    silu: bool = True,
+) -> Tensor:
+    """DecodeRuns: as above with tokens T. ring [rows, R, channels], contiguous: earlier inputs."""
+    tokens, channels = x.shape
+    out = x.new_empty((tokens, channels)) if out is None else out
+    grid = triton.cdiv(channels, 256), plan.read_slot.shape[0] + 1
+    _runs_kernel[grid](
+        x, weight, bias, state, ring, out,
+        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.checkpoint_position, plan.checkpoint_slot, tokens, channels,
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
+        RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -271,6 +301,105 @@ def _decode_kernel(
                 tl.store(window + (WIDTH - 4) * state_column, back2, mask=is_channel)
     else:
         tl.store(out + row * out_row + channel, tl.zeros((BLOCK_C,), tl.float32), mask=is_channel)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _runs_kernel(
+    x, weight, bias, state, ring, out,
+    cu_seqlens, position, pending, read_slot, write_slot, ring_row,
+    checkpoint_position, checkpoint_slot, tokens, channels,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    sequence = tl.program_id(1)
+    begin = tl.load(cu_seqlens + sequence)
+    if sequence == tl.num_programs(1) - 1:  # the padding
+        for token in range(begin, tokens):
+            row = out + tl.cast(token, tl.int64) * out_row
+            tl.store(row + channel, tl.zeros((BLOCK_C,), out.dtype.element_ty), mask=is_channel)
+        return
+
+    end = tl.load(cu_seqlens + sequence + 1)
+    start = tl.load(position + sequence)
+    first_pending = start - tl.load(pending + sequence)
+    read = tl.load(read_slot + sequence).to(tl.int64)
+    write = tl.load(write_slot + sequence).to(tl.int64)
+    kept_position = tl.load(checkpoint_position + sequence)
+    kept = tl.load(checkpoint_slot + sequence).to(tl.int64)
+    first_place = tl.load(ring_row + sequence).to(tl.int64) * RING
+    weights = weight + channel * weight_channel
+    tap0 = _tap(weights, WIDTH - 1, weight_tap, is_channel)
+    tap1 = _tap(weights, WIDTH - 2, weight_tap, is_channel)
+    tap2 = _tap(weights, WIDTH - 3, weight_tap, is_channel)
+    tap3 = _tap(weights, WIDTH - 4, weight_tap, is_channel)
+    offset = _bias(bias, channel, is_channel)
+
+    windows = state + channel * state_channel
+    has_window = channel < tl.where(read > 0, channels, 0)
+    window = windows + read * state_slot
+    dtype: tl.constexpr = x.dtype.element_ty
+    back1 = tl.load(window + (WIDTH - 2) * state_column, mask=has_window, other=0).to(dtype)
+    back2 = back1
+    back3 = back1
+    if WIDTH > 2:
+        back2 = tl.load(window + (WIDTH - 3) * state_column, mask=has_window, other=0).to(dtype)
+    if WIDTH > 3:
+        back3 = tl.load(window + (WIDTH - 4) * state_column, mask=has_window, other=0).to(dtype)
+    for earlier in range(first_pending, start):
+        back3 = back2
+        back2 = back1
+        place = first_place + earlier % RING
+        back1 = tl.load(ring + place * channels + channel, mask=is_channel, other=0)
+        is_there = (kept > 0) & (earlier + 1 == kept_position)
+        is_written = channel < tl.where(is_there, channels, 0)
+        window = windows + kept * state_slot
+        _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+    if begin == end:
+        is_written = channel < tl.where(write > 0, channels, 0)
+        window = windows + write * state_slot
+        _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+    for token in range(begin, end):
+        row = tl.cast(token, tl.int64)
+        newest = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
+        y = _convolve(
+            offset,
+            newest.to(tl.float32),
+            back1.to(tl.float32),
+            back2.to(tl.float32),
+            back3.to(tl.float32),
+            tap0,
+            tap1,
+            tap2,
+            tap3,
+            WIDTH,
+            SILU,
+        )
+        tl.store(out + row * out_row + channel, y, mask=is_channel)
+        back3 = back2
+        back2 = back1
+        back1 = newest
+        if token == begin:
+            is_written = channel < tl.where(write > 0, channels, 0)
+            window = windows + write * state_slot
+            _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+            is_there = (kept > 0) & (start + 1 == kept_position)
+            is_written = channel < tl.where(is_there, channels, 0)
+            window = windows + kept * state_slot
+            _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+        if (token > begin) | (write <= 0):
+            place = first_place + (start + token - begin) % RING
+            tl.store(ring + place * channels + channel, newest, mask=is_channel)
+
+
+@triton.jit
+def _store_window(window, state_column, back1, back2, back3, is_written, WIDTH: tl.constexpr):
+    tl.store(window + (WIDTH - 2) * state_column, back1, mask=is_written)
+    if WIDTH > 2:
+        tl.store(window + (WIDTH - 3) * state_column, back2, mask=is_written)
+    if WIDTH > 3:
+        tl.store(window + (WIDTH - 4) * state_column, back3, mask=is_written)
 
 
 @triton.jit

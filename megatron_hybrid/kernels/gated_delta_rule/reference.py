@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
 from megatron_hybrid.kernels.slots import DecodePlan
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
@@ -122,26 +123,65 @@ def decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
-    rows, heads, v_dim = v.shape
-    k_heads, k_dim = k.shape[1:]
     in_place = plan.in_place is not None and state.dtype == torch.float32
     if in_place and plan.in_place is not None:
         states = state.narrow(0, *plan.in_place)
     else:
         states = plan.reads.gather(state).float()
-    by_group = states.view(rows, k_heads, -1, k_dim)  # [N, g, r v_dim, k_dim]
-    ks = _normalised(k)[:, :, None]  # [N, g, 1, k_dim]
-    qs = _normalised(q)[:, :, None] * k_dim**-0.5
-    decay, beta = _gates(a, b, A, dt_bias)
-    states.mul_(decay.exp_().float()[:, :, None, None])
-    # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
-    known = torch.matmul(ks, by_group.transpose(2, 3)).view(rows, heads, v_dim)
-    d = (v.float() - known) * beta.float()[:, :, None]
-    by_group.addcmul_(d.view(rows, k_heads, -1, 1), ks)
-    y = torch.matmul(qs, by_group.transpose(2, 3)).view(rows, heads, v_dim)
+    _advance(states, k, v, a, b, A, dt_bias)
+    y = _read_out(states, q)
     if not in_place:
         plan.writes.scatter(state, states)
     return _into(out, y.to(v.dtype))
+
+
+def decode_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor, Tensor],
+    plan: RunsPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """DecodeRuns: as above with tokens T. `ring`: k, v, a and b of earlier tokens, [rows, R, ...]
+    in the shapes and dtypes of one token's."""
+
+    def advance(states: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> None:
+        _advance(states, k, v, a, b, A, dt_bias)
+
+    def read_out(states: Tensor, tokens: Tensor) -> Tensor:
+        return _read_out(states, q.index_select(0, tokens))
+
+    y = torch.empty_like(v) if out is None else out
+    return compute_runs(state, ring, (k, v, a, b), plan, y, advance, read_out)
+
+
+def _advance(
+    states: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor
+) -> None:
+    """One token each into states [N, heads, v_dim, k_dim] of float32, in place."""
+    rows, k_heads, k_dim = k.shape
+    by_group = states.view(rows, k_heads, -1, k_dim)  # [N, g, r v_dim, k_dim]
+    ks = _normalised(k)[:, :, None]  # [N, g, 1, k_dim]
+    decay, beta = _gates(a, b, A, dt_bias)
+    states.mul_(decay.exp_().float()[:, :, None, None])
+    # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
+    known = torch.matmul(ks, by_group.transpose(2, 3)).view(v.shape)
+    d = (v.float() - known) * beta.float()[:, :, None]
+    by_group.addcmul_(d.view(rows, k_heads, -1, 1), ks)
+
+
+def _read_out(states: Tensor, q: Tensor) -> Tensor:
+    """[N, heads, v_dim] float32."""
+    rows, k_heads, k_dim = q.shape
+    qs = _normalised(q)[:, :, None] * k_dim**-0.5
+    y = torch.matmul(qs, states.view(rows, k_heads, -1, k_dim).transpose(2, 3))
+    return y.view(states.shape[:3])
 
 
 def _gates(a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,10 +41,11 @@ from megatron_hybrid.kernels.devices import aligned, checked_output, processors
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     EPS,
     decode,
+    decode_runs,
     gates,
 )
 
-__all__ = ["DeltaRulePlan", "decode", "plan", "prefill"]
+__all__ = ["DeltaRulePlan", "decode", "decode_runs", "plan", "prefill"]
 
 # These differ from step to step, and so would their alignment: no compilation for each of those.
 _INDICES = (

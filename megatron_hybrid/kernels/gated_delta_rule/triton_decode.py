@@ -1,4 +1,4 @@
-"""One token a sequence of the gated delta rule in Triton; see triton.py."""
+"""Decodes of the gated delta rule in Triton; see triton.py."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.devices import checked_output
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
 
@@ -38,6 +38,43 @@ def decode(
         q, k, v, a, b, A, dt_bias, state, y, plan.read_slot, plan.write_slot,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), y.stride(0),
         state.stride(0), heads // k_heads, k_dim**-0.5,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        BLOCK_V=block_v,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return y
+
+
+def decode_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor, Tensor],
+    plan: DecodeRuns,
+    out: Tensor | None = None,
+    *,
+    block_v: int = 8,
+    num_warps: int = 1,
+) -> Tensor:
+    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
+    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
+    tokens, heads, v_dim = v.shape
+    k_heads, k_dim = k.shape[1:]
+    _runs_kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
+        q, k, v, a, b, A, dt_bias, state, *ring, y,
+        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.checkpoint_position, plan.checkpoint_slot, tokens,
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), y.stride(0),
+        state.stride(0), heads // k_heads, k_dim**-0.5,
+        HEADS=heads,
+        K_HEADS=k_heads,
+        RING=ring[0].shape[1],
         K_DIM=k_dim,
         V_DIM=v_dim,
         BLOCK_V=block_v,
@@ -98,3 +135,105 @@ def _decode_kernel(
     )
     y = tl.sum(s * q[None, :], 1)
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head):
+    """The state after one token; s [v, k_dim] float32, k [k_dim] and v [v] as they came."""
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    k = k.to(tl.float32)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    s *= tl.exp2(decay)
+    d = beta * (v.to(tl.float32) - tl.sum(s * k[None, :], 1))
+    return s + d[:, None] * k[None, :]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _runs_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
+    state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
+    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
+    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
+    HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    key_head = head // heads_per_key
+    p = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    n = tl.arange(0, K_DIM)
+    begin = tl.load(cu_ptr + sequence)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        for token in range(begin, tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * V_DIM + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
+        return
+
+    end = tl.load(cu_ptr + sequence + 1)
+    position = tl.load(position_ptr + sequence)
+    pending = tl.load(pending_ptr + sequence)
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
+    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    in_slot = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
+    s = tl.load(
+        state_ptr + read * state_slot + in_slot,
+        mask=(p < tl.where(read > 0, V_DIM, 0))[:, None],
+        other=0.0,
+    ).to(tl.float32)
+
+    for earlier in range(position - pending, position):
+        place = ring + earlier % RING
+        k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n)
+        v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p)
+        a = tl.load(ring_a_ptr + place * HEADS + head)
+        b = tl.load(ring_b_ptr + place * HEADS + head)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
+        is_there = (checkpoint > 0) & (earlier + 1 == checkpoint_position)
+        tl.store(
+            state_ptr + checkpoint * state_slot + in_slot,
+            s.to(state_ptr.dtype.element_ty),
+            mask=(p < tl.where(is_there, V_DIM, 0))[:, None],
+        )
+    if begin == end:
+        tl.store(
+            state_ptr + write * state_slot + in_slot,
+            s.to(state_ptr.dtype.element_ty),
+            mask=(p < tl.where(write > 0, V_DIM, 0))[:, None],
+        )
+    for token in range(begin, end):
+        row = tl.cast(token, tl.int64)
+        k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n)
+        v = tl.load(v_ptr + row * v_row + head * V_DIM + p)
+        a = tl.load(a_ptr + row * a_row + head)
+        b = tl.load(b_ptr + row * b_row + head)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
+        q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
+        y = tl.sum(s * q[None, :], 1)
+        tl.store(y_ptr + row * y_row + head * V_DIM + p, y.to(y_ptr.dtype.element_ty))
+        if token == begin:
+            values = s.to(state_ptr.dtype.element_ty)
+            tl.store(
+                state_ptr + write * state_slot + in_slot,
+                values,
+                mask=(p < tl.where(write > 0, V_DIM, 0))[:, None],
+            )
+            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
+            tl.store(
+                state_ptr + checkpoint * state_slot + in_slot,
+                values,
+                mask=(p < tl.where(is_there, V_DIM, 0))[:, None],
+            )
+        if (token > begin) | (write <= 0):
+            place = ring + (position + token - begin) % RING
+            tl.store(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p, v)
+            if part == 0:
+                tl.store(ring_a_ptr + place * HEADS + head, a)
+                tl.store(ring_b_ptr + place * HEADS + head, b)
+                if head % heads_per_key == 0:
+                    tl.store(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n, k)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
 from megatron_hybrid.kernels.slots import DecodePlan
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
@@ -105,19 +106,57 @@ def decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
-    dt = _softplus(dt.float() + dt_bias)
-    xs = x.float()
     in_place = plan.in_place is not None and state.dtype == torch.float32
     if in_place and plan.in_place is not None:
         h = state.narrow(0, *plan.in_place)
     else:
         h = plan.reads.gather(state).float()  # [N, channels, state]
-    h.mul_((dt[:, :, None] * A).exp_())
-    h.addcmul_((dt * xs)[:, :, None], B.float()[:, None])
-    y = (h * C.float()[:, None]).sum(-1)
+    _advance(h, x, dt, B, A, dt_bias)
+    y = _read_out(h, x, z, C, D)
     if not in_place:
         plan.writes.scatter(state, h)
-    return _into(out, y.addcmul_(xs, D).mul_(_silu(z.float())).to(x.dtype))
+    return _into(out, y.to(x.dtype))
+
+
+def decode_runs(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor],
+    plan: RunsPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """DecodeRuns: as above with tokens T. `ring`: x, dt and B of earlier tokens, [rows, R, ...] in
+    the shapes and dtypes of one token's."""
+
+    def advance(h: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
+        _advance(h, x, dt, B, A, dt_bias)
+
+    def read_out(h: Tensor, tokens: Tensor) -> Tensor:
+        own_x, own_z, own_c = (values.index_select(0, tokens) for values in (x, z, C))
+        return _read_out(h, own_x, own_z, own_c, D)
+
+    y = torch.empty_like(x) if out is None else out
+    return compute_runs(state, ring, (x, dt, B), plan, y, advance, read_out)
+
+
+def _advance(h: Tensor, x: Tensor, dt: Tensor, B: Tensor, A: Tensor, dt_bias: Tensor) -> None:
+    """One token each into states h [N, channels, state] of float32, in place."""
+    dt = _softplus(dt.float() + dt_bias)
+    h.mul_((dt[:, :, None] * A).exp_())
+    h.addcmul_((dt * x.float())[:, :, None], B.float()[:, None])
+
+
+def _read_out(h: Tensor, x: Tensor, z: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """[N, channels] float32."""
+    y = (h * C.float()[:, None]).sum(-1)
+    return y.addcmul_(x.float(), D).mul_(_silu(z.float()))
 
 
 # torch's own functions round the last values of a tensor, those that fill no vector, differently:

@@ -44,11 +44,12 @@ from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     channel_block,
     checked_output,
     decode,
+    decode_runs,
     silu,
     softplus,
 )
 
-__all__ = ["Tiling", "decode", "plan", "prefill"]
+__all__ = ["Tiling", "decode", "decode_runs", "plan", "prefill"]
 
 # Their alignment differs from step to step: no compilation for each.
 _INDICES = (

@@ -1,4 +1,4 @@
-"""One token a sequence of the Mamba1 scan in Triton, and what its kernels share; see triton.py."""
+"""Decodes of the Mamba1 scan in Triton, and what its kernels share; see triton.py."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -39,6 +39,43 @@ def decode(
         x, z, dt, B, C, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
         x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
         state.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return y
+
+
+def decode_runs(
+    x: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor],
+    plan: DecodeRuns,
+    out: Tensor | None = None,
+    *,
+    block_bytes: int = 4096,
+    num_warps: int = 1,
+) -> Tensor:
+    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
+    y = checked_output(x, z, dt, B, C, A, D, dt_bias, state, out)
+    tokens, channels = x.shape
+    size = A.shape[1]
+    block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
+    _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
+        x, z, dt, B, C, A, D, dt_bias, state, *ring, y,
+        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.checkpoint_position, plan.checkpoint_slot, tokens,
+        x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
+        state.stride(0),
+        CHANNELS=channels,
+        RING=ring[0].shape[1],
         SIZE=size,
         BLOCK=block,
         num_warps=num_warps,
@@ -139,3 +176,78 @@ def _decode_kernel(
     tl.store(state_ptr + write * state_slot + in_slot, h.to(state_ptr.dtype.element_ty), is_written)
     y = (tl.sum(h * c[None, :], 1) + tl.load(d_ptr + d) * x) * silu(z)
     tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _runs_kernel(
+    x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, ring_x_ptr, ring_dt_ptr, ring_b_ptr, y_ptr,
+    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
+    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot,
+    CHANNELS: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    d = tl.program_id(0) * BLOCK + lane
+    n = tl.arange(0, SIZE)
+    begin = tl.load(cu_ptr + sequence)
+    if sequence == tl.num_programs(1) - 1:  # the padding
+        for token in range(begin, tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + d
+            tl.store(y_ptrs, tl.zeros([BLOCK], y_ptr.dtype.element_ty))
+        return
+
+    end = tl.load(cu_ptr + sequence + 1)
+    position = tl.load(position_ptr + sequence)
+    pending = tl.load(pending_ptr + sequence)
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
+    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    in_slot = d[:, None] * SIZE + n[None, :]
+    is_read = (lane < tl.where(read > 0, BLOCK, 0))[:, None]
+    is_written = (lane < tl.where(write > 0, BLOCK, 0))[:, None]
+    h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
+    a = tl.load(a_ptr + in_slot)
+    bias = tl.load(bias_ptr + d)
+    skip = tl.load(d_ptr + d)
+
+    for earlier in range(position - pending, position):
+        place = ring + earlier % RING
+        x = tl.load(ring_x_ptr + place * CHANNELS + d).to(tl.float32)
+        b = tl.load(ring_b_ptr + place * SIZE + n).to(tl.float32)
+        dt = softplus(tl.load(ring_dt_ptr + place * CHANNELS + d).to(tl.float32) + bias)
+        h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
+        is_there = (checkpoint > 0) & (earlier + 1 == checkpoint_position)
+        values = h.to(state_ptr.dtype.element_ty)
+        is_kept = (lane < tl.where(is_there, BLOCK, 0))[:, None]
+        tl.store(state_ptr + checkpoint * state_slot + in_slot, values, is_kept)
+    if begin == end:
+        values = h.to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr + write * state_slot + in_slot, values, is_written)
+    for token in range(begin, end):
+        row = tl.cast(token, tl.int64)
+        raw_x = tl.load(x_ptr + row * x_row + d)
+        raw_dt = tl.load(dt_ptr + row * dt_row + d)
+        raw_b = tl.load(b_ptr + row * b_row + n)
+        c = tl.load(c_ptr + row * c_row + n).to(tl.float32)
+        z = tl.load(z_ptr + row * z_row + d).to(tl.float32)
+        x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
+        dt = softplus(raw_dt.to(tl.float32) + bias)
+        h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
+        y = (tl.sum(h * c[None, :], 1) + skip * x) * silu(z)
+        tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
+        if token == begin:
+            values = h.to(state_ptr.dtype.element_ty)
+            tl.store(state_ptr + write * state_slot + in_slot, values, is_written)
+            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
+            is_kept = (lane < tl.where(is_there, BLOCK, 0))[:, None]
+            tl.store(state_ptr + checkpoint * state_slot + in_slot, values, is_kept)
+        if (token > begin) | (write <= 0):
+            place = ring + (position + token - begin) % RING
+            tl.store(ring_x_ptr + place * CHANNELS + d, raw_x)
+            tl.store(ring_dt_ptr + place * CHANNELS + d, raw_dt)
+            if tl.program_id(0) == 0:
+                tl.store(ring_b_ptr + place * SIZE + n, raw_b)

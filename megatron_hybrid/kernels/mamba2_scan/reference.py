@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
 from megatron_hybrid.kernels.slots import DecodePlan
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
@@ -119,24 +120,61 @@ def decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
-    rows, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
-    dt = _step_sizes(dt, dt_bias, dt_limit)
-    xs = x.float()
     in_place = plan.in_place is not None and state.dtype == torch.float32
     if in_place and plan.in_place is not None:
         states = state.narrow(0, *plan.in_place)
     else:
         states = plan.reads.gather(state).float()
-    by_group = states.view(rows, groups, -1, size)  # [N, g, h p / g, n]
-    states.mul_((dt * A).exp_()[:, :, None, None])
-    by_group.addcmul_((xs * dt[..., None]).view(rows, groups, -1, 1), B.float()[:, :, None])
-    # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
-    y = torch.bmm(C.float().reshape(-1, 1, size), by_group.flatten(0, 1).transpose(1, 2))
-    y = y.view(rows, heads, head_dim)
+    _advance(states, x, B, _step_sizes(dt, dt_bias, dt_limit), A)
+    y = _read_out(states, x, C, D)
     if not in_place:
         plan.writes.scatter(state, states)
-    return _into(out, y.addcmul_(xs, D[:, None]).to(x.dtype))
+    return _into(out, y.to(x.dtype))
+
+
+def decode_runs(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor],
+    plan: RunsPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """DecodeRuns: as above with tokens T. `ring`: x, B and dt of earlier tokens, [rows, R, ...] in
+    the shapes and dtypes of one token's."""
+
+    def advance(states: Tensor, x: Tensor, B: Tensor, dt: Tensor) -> None:
+        _advance(states, x, B, _step_sizes(dt, dt_bias, dt_limit), A)
+
+    def read_out(states: Tensor, tokens: Tensor) -> Tensor:
+        return _read_out(states, x.index_select(0, tokens), C.index_select(0, tokens), D)
+
+    y = torch.empty_like(x) if out is None else out
+    return compute_runs(state, ring, (x, B, dt), plan, y, advance, read_out)
+
+
+def _advance(states: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> None:
+    """One token each into states [N, heads, head_dim, state] of float32, in place; dt [N, heads]:
+    step sizes."""
+    rows, groups, size = B.shape
+    states.mul_((dt * A).exp_()[:, :, None, None])
+    dtx = (x.float() * dt[..., None]).view(rows, groups, -1, 1)
+    states.view(rows, groups, -1, size).addcmul_(dtx, B.float()[:, :, None])
+
+
+def _read_out(states: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """[N, heads, head_dim] float32."""
+    rows, groups, size = C.shape
+    by_group = states.view(rows * groups, -1, size)
+    # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
+    y = torch.bmm(C.float().reshape(-1, 1, size), by_group.transpose(1, 2)).view(x.shape)
+    return y.addcmul_(x.float(), D[:, None])
 
 
 def _step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:

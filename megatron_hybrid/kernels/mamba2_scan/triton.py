@@ -38,10 +38,11 @@ from megatron_hybrid.kernels.devices import aligned, checked_output, processors
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     LOG2_E,
     decode,
+    decode_runs,
     softplus,
 )
 
-__all__ = ["ScanPlan", "decode", "plan", "prefill"]
+__all__ = ["ScanPlan", "decode", "decode_runs", "plan", "prefill"]
 
 _VARYING = ["sequences", "part"]  # from step to step: no value of theirs is worth compiling anew
 

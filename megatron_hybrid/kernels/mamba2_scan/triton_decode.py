@@ -1,4 +1,4 @@
-"""One token a sequence of the Mamba2 scan in Triton; see triton.py."""
+"""Decodes of the Mamba2 scan in Triton; see triton.py."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.devices import checked_output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -38,6 +38,45 @@ def decode(
         x, B, C, dt, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
         x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
         heads // groups, *dt_limit,
+        HEAD_DIM=head_dim,
+        SIZE=size,
+        BLOCK_P=block_p,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return y
+
+
+def decode_runs(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    state: Tensor,
+    ring: tuple[Tensor, Tensor, Tensor],
+    plan: DecodeRuns,
+    out: Tensor | None = None,
+    *,
+    block_p: int = 8,
+    num_warps: int = 1,
+) -> Tensor:
+    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
+    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
+    tokens, heads, head_dim = x.shape
+    groups, size = B.shape[1:]
+    sequences = plan.read_slot.shape[0]
+    _runs_kernel[(head_dim // block_p, heads, sequences + 1)](
+        x, B, C, dt, A, D, dt_bias, state, *ring, y,
+        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.checkpoint_position, plan.checkpoint_slot, tokens,
+        x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
+        heads // groups, *dt_limit,
+        HEADS=heads,
+        GROUPS=groups,
+        RING=ring[0].shape[1],
         HEAD_DIM=head_dim,
         SIZE=size,
         BLOCK_P=block_p,
@@ -96,3 +135,98 @@ def _decode_kernel(
     )
     y = tl.sum(h * c[None, :], 1) + tl.load(d_ptr + head) * x
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _runs_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
+    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
+    x_row, b_row, c_row, dt_row, y_row, state_slot,
+    heads_per_group, dt_min, dt_max,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    group = head // heads_per_group
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, SIZE)
+    begin = tl.load(cu_ptr + sequence)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        for token in range(begin, tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        return
+
+    end = tl.load(cu_ptr + sequence + 1)
+    position = tl.load(position_ptr + sequence)
+    pending = tl.load(pending_ptr + sequence)
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
+    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    in_slot = head * (HEAD_DIM * SIZE) + p[:, None] * SIZE + n[None, :]
+    h = tl.load(
+        state_ptr + read * state_slot + in_slot,
+        mask=(p < tl.where(read > 0, HEAD_DIM, 0))[:, None],
+        other=0.0,
+    ).to(tl.float32)
+    a = tl.load(a_ptr + head) * LOG2_E
+    d = tl.load(d_ptr + head)
+    bias = tl.load(bias_ptr + head)
+
+    for earlier in range(position - pending, position):
+        place = ring + earlier % RING
+        x = tl.load(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p).to(tl.float32)
+        b = tl.load(ring_b_ptr + place * (GROUPS * SIZE) + group * SIZE + n).to(tl.float32)
+        dt = tl.load(ring_dt_ptr + place * HEADS + head).to(tl.float32) + bias
+        dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
+        h = h * tl.exp2(dt * a) + (dt * x)[:, None] * b[None, :]
+        if earlier + 1 == checkpoint_position:
+            tl.store(
+                state_ptr + checkpoint * state_slot + in_slot,
+                h.to(state_ptr.dtype.element_ty),
+                mask=(p < tl.where(checkpoint > 0, HEAD_DIM, 0))[:, None],
+            )
+    if begin == end:
+        tl.store(
+            state_ptr + write * state_slot + in_slot,
+            h.to(state_ptr.dtype.element_ty),
+            mask=(p < tl.where(write > 0, HEAD_DIM, 0))[:, None],
+        )
+    for token in range(begin, end):
+        row = tl.cast(token, tl.int64)
+        raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p)
+        raw_b = tl.load(b_ptr + row * b_row + group * SIZE + n)
+        raw_dt = tl.load(dt_ptr + row * dt_row + head)
+        c = tl.load(c_ptr + row * c_row + group * SIZE + n).to(tl.float32)
+        x = raw_x.to(tl.float32)
+        dt = raw_dt.to(tl.float32) + bias
+        dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
+        h = h * tl.exp2(dt * a) + (dt * x)[:, None] * raw_b.to(tl.float32)[None, :]
+        y = tl.sum(h * c[None, :], 1) + d * x
+        tl.store(y_ptr + row * y_row + head * HEAD_DIM + p, y.to(y_ptr.dtype.element_ty))
+        if token == begin:
+            values = h.to(state_ptr.dtype.element_ty)
+            tl.store(
+                state_ptr + write * state_slot + in_slot,
+                values,
+                mask=(p < tl.where(write > 0, HEAD_DIM, 0))[:, None],
+            )
+            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
+            tl.store(
+                state_ptr + checkpoint * state_slot + in_slot,
+                values,
+                mask=(p < tl.where(is_there, HEAD_DIM, 0))[:, None],
+            )
+        if (token > begin) | (write <= 0):
+            place = ring + (position + token - begin) % RING
+            tl.store(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, raw_x)
+            if part == 0:
+                tl.store(ring_dt_ptr + place * HEADS + head, raw_dt)
+                if head % heads_per_group == 0:
+                    tl.store(ring_b_ptr + place * (GROUPS * SIZE) + group * SIZE + n, raw_b)

@@ -1,0 +1,171 @@
+"""DecodeRuns in plain torch: which tokens are computed in which turn, for every recurrence.
+
+Turn by turn, each sequence takes its next token: the pending ones first, which it has from the
+ring, then its own.
+
+                 turn 0   turn 1   turn 2
+    sequence 0   p0       n0       d0           one token pending, one draft
+    sequence 1   n1       d1       d1           none pending, two drafts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.kernels.slots import SlotReads, SlotWrites
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One token each of some sequences."""
+
+    sequences: Tensor  # [n]
+    tokens: Tensor | None  # [n] places in the call's tokens; None: they come from the ring
+    rings: Tensor  # [n]
+    places: Tensor  # [n] in the ring
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A turn whose tokens the written states include."""
+
+    turn: Turn
+    checkpoints: SlotWrites | None  # of the states after it; None: no sequence has one there
+
+
+@dataclass(frozen=True, slots=True)
+class RunsPlan:
+    """The same for every recurrent layer of a step."""
+
+    reads: SlotReads
+    writes: SlotWrites
+    folds: tuple[Fold, ...]
+    drafts: tuple[Turn, ...]
+    kept: Turn  # the tokens whose inputs go to the ring
+    num_tokens: int  # the call's; those behind them are padding
+
+
+def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
+    """Once a step."""
+    host = HostRuns(runs, ring_length)
+    pending, lengths = host.pending, host.lengths
+    everyone = range(len(lengths))
+    folds = []
+    for number in range(max(pending, default=0)):
+        members = [s for s in everyone if number < pending[s]]
+        folds.append(host.fold(members, [number - pending[s] for s in members]))
+    if members := [s for s in everyone if lengths[s]]:
+        folds.append(host.fold(members, [0] * len(members)))
+    drafts = []
+    for number in range(1, max(lengths, default=0)):
+        members = [s for s in everyone if number < lengths[s]]
+        drafts.append(host.turn(members, [number] * len(members)))
+    return RunsPlan(
+        reads=SlotReads.of(runs.read_slot.tolist(), host.device),
+        writes=SlotWrites.of(host.write_slot, host.device),
+        folds=tuple(folds),
+        drafts=tuple(drafts),
+        kept=host.kept(),
+        num_tokens=host.bounds[-1],
+    )
+
+
+class HostRuns:
+    """The figures of DecodeRuns on the host."""
+
+    def __init__(self, runs: DecodeRuns, ring_length: int) -> None:
+        self.device = runs.position.device
+        self.bounds: list[int] = runs.cu_seqlens.tolist()
+        self.lengths = [end - begin for begin, end in pairwise(self.bounds)]
+        self.position: list[int] = runs.position.tolist()
+        self.pending: list[int] = runs.pending.tolist()
+        self.write_slot: list[int] = runs.write_slot.tolist()
+        self._rings: list[int] = runs.ring.tolist()
+        self.checkpoints = list(
+            zip(runs.checkpoint_position.tolist(), runs.checkpoint_slot.tolist(), strict=True)
+        )
+        self._ring_length = ring_length
+        for s, (pending, length) in enumerate(zip(self.pending, self.lengths, strict=True)):
+            if pending + length > ring_length:
+                raise ValueError(
+                    f"sequence {s} has {pending} tokens pending and {length} to compute; the ring "
+                    f"has {ring_length} places."
+                )
+
+    def turn(self, members: list[int], ahead: list[int]) -> Turn:
+        """Of each member the token so far ahead of its next one; pending ones are behind it."""
+        both = list(zip(members, ahead, strict=True))
+        from_ring = any(a < 0 for a in ahead)
+        return Turn(
+            sequences=self._ints(members),
+            tokens=None if from_ring else self._ints([self.bounds[s] + a for s, a in both]),
+            rings=self._ints([self._rings[s] for s in members]),
+            places=self._ints([(self.position[s] + a) % self._ring_length for s, a in both]),
+        )
+
+    def kept(self) -> Turn:
+        """All tokens whose inputs go to the ring."""
+        kept = [
+            (s, ahead)
+            for s, length in enumerate(self.lengths)
+            for ahead in range(int(self.write_slot[s] > 0), length)
+        ]
+        return self.turn([s for s, _ in kept], [ahead for _, ahead in kept])
+
+    def fold(self, members: list[int], ahead: list[int]) -> Fold:
+        slots = [0] * len(self.lengths)
+        for s, a in zip(members, ahead, strict=True):
+            position, slot = self.checkpoints[s]
+            if position == self.position[s] + a + 1:
+                slots[s] = slot
+        checkpoints = SlotWrites.of(slots, self.device) if max(slots) > 0 else None
+        return Fold(self.turn(members, ahead), checkpoints)
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def compute_runs(
+    state: Tensor,
+    ring: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    plan: RunsPlan,
+    out: Tensor,
+    advance: Callable[..., None],
+    read_out: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The outputs, in `out` [T, ...].
+
+    state [slots, ...]; inputs: what the recurrence takes in, [T, ...] each; ring: the same of
+    earlier tokens, [rows, R, ...] each. `advance(states, *inputs)` takes one token each into states
+    [n, ...] of float32, in place; `read_out(states, tokens)` gives the outputs of those tokens.
+    """
+    states = plan.reads.gather(state).float()
+
+    def take(turn: Turn) -> None:
+        part = states.index_select(0, turn.sequences)
+        if turn.tokens is None:
+            advance(part, *(values[turn.rings, turn.places] for values in ring))
+        else:
+            advance(part, *(values.index_select(0, turn.tokens) for values in inputs))
+            out.index_copy_(0, turn.tokens, read_out(part, turn.tokens).to(out.dtype))
+        states.index_copy_(0, turn.sequences, part)
+
+    out[plan.num_tokens :] = 0
+    for fold in plan.folds:
+        take(fold.turn)
+        if fold.checkpoints is not None:
+            fold.checkpoints.scatter(state, states)
+    plan.writes.scatter(state, states)
+    for turn in plan.drafts:
+        take(turn)
+    for values, kept in zip(inputs, ring, strict=True):
+        assert plan.kept.tokens is not None
+        kept[plan.kept.rings, plan.kept.places] = values.index_select(0, plan.kept.tokens)
+    return out

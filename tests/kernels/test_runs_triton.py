@@ -1,0 +1,56 @@
+"""DecodeRuns by the Triton kernels, in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.contract import DecodeRuns
+from tests.kernels import conv_cases, test_gated_delta_rule, test_mamba1_scan, test_mamba2_scan
+from tests.kernels.recurrence_contract import Recurrence, check_runs
+from tests.kernels.runs_cases import Play
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
+from megatron_hybrid.kernels.gated_delta_rule import triton as delta_rule  # noqa: E402
+from megatron_hybrid.kernels.mamba1_scan import triton as mamba1  # noqa: E402
+from megatron_hybrid.kernels.mamba2_scan import triton as mamba2  # noqa: E402
+
+
+def as_it_is(runs: DecodeRuns, ring_length: int) -> Any:
+    """The kernels read the runs on the device."""
+    return runs
+
+
+@pytest.fixture(scope="module", params=["mamba2", "mamba1", "gated delta rule"])
+def recurrence(request: pytest.FixtureRequest) -> Recurrence:
+    if request.param == "mamba2":
+        draw = partial(test_mamba2_scan.draw, head_dim=16, size=8)
+        ring, step = ("x", "B", "dt"), test_mamba2_scan.step
+        return Recurrence(mamba2, (4, 16, 8), "x", draw, step, ring, as_it_is)
+    if request.param == "mamba1":
+        draw = partial(test_mamba1_scan.draw, channels=24, size=8)
+        ring, step = ("x", "dt", "B"), test_mamba1_scan.step
+        return Recurrence(mamba1, (24, 8), "x", draw, step, ring, as_it_is)
+    draw = partial(test_gated_delta_rule.draw, v_dim=16, k_dim=8)
+    ring, step = ("k", "v", "a", "b"), test_gated_delta_rule.step
+    return Recurrence(delta_rule, (4, 16, 8), "v", draw, step, ring, as_it_is)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_runs_equal_the_token_loop_whatever_holds(recurrence: Recurrence, seed: int) -> None:
+    check_runs(recurrence, Play(seed, count=3), padding=seed, calls=6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_convolutions_equal_the_loop_by_hand(seed: int) -> None:
+    options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
+    width = 2 + seed % 3
+    conv_cases.check_runs(conv, seed, seed != 1, calls=6, channels=260, width=width, **options)
