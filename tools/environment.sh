@@ -57,8 +57,10 @@ ensure_environment() {
     echo "== installing $target into $VENV (a few minutes the first time)"
     # In its own line, before our requirements: an old pip does not know how to install
     # pyproject projects in editable mode.
+    # Modules are compiled as they are imported: most never are.
     (cd "$ROOT" && "$VENV/bin/python" -m pip install -qq --no-input --upgrade pip </dev/null &&
-        "$VENV/bin/python" -m pip install -qq --no-input --editable "$target" </dev/null) || {
+        "$VENV/bin/python" -m pip install -qq --no-input --no-compile --editable "$target" \
+            </dev/null) || {
         echo "The installation failed; pip's message above says why." >&2
         return 1
     }

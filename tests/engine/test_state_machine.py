@@ -237,10 +237,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]
 
 
-# HYPOTHESIS_EXAMPLES: fewer for a quick look.
+# HYPOTHESIS_EXAMPLES: fewer for a quick look, more for a long one.
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000")),
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "1000")),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
