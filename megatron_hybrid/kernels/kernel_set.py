@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.rope import reference as rope
+from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.slots import plan_decode
 
@@ -34,6 +35,7 @@ class KernelSet:
     name: str
     attention: Any
     plan_decode: Callable[..., Any]  # DecodeSlots -> the plan of all recurrent kernels' decode
+    plan_runs: Callable[..., Any]  # DecodeRuns, ring length -> the same for their runs
     conv: Any
     mamba1_scan: Any
     mamba2_scan: Any
@@ -50,6 +52,7 @@ REFERENCE = KernelSet(
     name="reference",
     attention=attention,
     plan_decode=plan_decode,
+    plan_runs=plan_runs,
     conv=conv,
     mamba1_scan=mamba1_scan,
     mamba2_scan=mamba2_scan,
@@ -97,6 +100,7 @@ def _gpu() -> KernelSet:
         name="gpu",
         attention=attention,
         plan_decode=lambda slots: slots,  # the kernels read the slots themselves
+        plan_runs=lambda runs, _: runs,
         conv=conv,
         mamba1_scan=mamba1_scan,
         mamba2_scan=mamba2_scan,

@@ -87,6 +87,13 @@ class GatedDeltaNet(RecurrentMixer):
             ssm_shape=(value_heads, config.value_dim, config.key_dim),
             ssm_dtype=context.ssm_states_dtype,
             kernel_chunk=config.kernel_chunk,
+            inputs_shapes=(
+                (key_heads, config.key_dim),
+                (value_heads, config.value_dim),
+                (value_heads,),
+                (value_heads,),
+            ),  # k, v, a, b
+            inputs_dtype=context.dtype,
         )
 
     def kernel(self, kernels: KernelSet) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import (
+    DecodeRuns,
     DecodeSlots,
     KVCache,
     PagedSequences,
@@ -41,23 +42,31 @@ class LockstepSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's tokens and where their past is. All tensors on the model's device."""
+    """One step's tokens and where their past is. All tensors on the model's device.
+
+    Decodes come first: one token a sequence as DecodeSlots say, or one and drafts as DecodeRuns do.
+    """
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], absolute
-    num_decodes: int  # the first sequences; one token each
+    num_decodes: int  # the first sequences
     paged: PagedSequences
-    decode: DecodeSlots | None  # None when the step has no decodes
+    decode: DecodeSlots | DecodeRuns | None  # None when the step has no decodes
     prefill: PrefillSegments | None  # None when the step has no prefill
     logits_index: Tensor  # [rows]: tokens whose logits are wanted
     decode_rows: Tensor  # [decodes] rows of the row table
     sampled_rows: Tensor  # [sampled] rows of the row table that get a token
     moves: CacheMoves | None = None  # None when the step moves nothing
     lockstep: LockstepSize | None = None  # None: nobody computes more than we do
+    num_drafts: int = 0  # tokens of the decodes behind each sequence's first one
 
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,8 @@ class StateSpec:
     keep. A layer without a recurrence has an ssm_shape of (0,).
 
     `kernel_chunk`: the kernel cuts sequences at multiples of it. `writes_checkpoints`: the
-    kernel can store states in the middle of a chunk.
+    kernel can store states in the middle of a chunk. `inputs_shapes`: what the recurrence takes in
+    of one token, and a ring keeps beside the convolution's input, in `inputs_dtype`.
     """
 
     conv_shape: tuple[int, ...]  # (channels, width - 1): the last inputs, oldest first
@@ -86,11 +96,24 @@ class StateSpec:
     ssm_shape: tuple[int, ...]  # for instance (heads, head_dim, state)
     ssm_dtype: torch.dtype
     kernel_chunk: int
+    inputs_shapes: tuple[tuple[int, ...], ...] = ()
+    inputs_dtype: torch.dtype = torch.float32
     writes_checkpoints: bool = True
 
     def bytes_per_slot(self) -> int:
         conv = _prod(self.conv_shape) * self.conv_dtype.itemsize
         return conv + _prod(self.ssm_shape) * self.ssm_dtype.itemsize
+
+    def ring_bytes_per_token(self) -> int:
+        kept = self.conv_shape[0] + sum(map(_prod, self.inputs_shapes))
+        return kept * self.inputs_dtype.itemsize
+
+
+class RecurrentRings(NamedTuple):
+    """Inputs of one recurrent layer's last tokens, [rings, R, ...] each: see DecodeRuns."""
+
+    conv: Tensor  # [rings, R, channels]
+    inputs: tuple[Tensor, ...]  # the recurrence's, in the order of StateSpec.inputs_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,11 @@ class LayerCaches:
     kv: dict[int, KVCache]
     state: dict[int, RecurrentState]
     end_logits: Tensor  # [slots, vocabulary] float32; a row goes with the state slot of that id
+    rings: dict[int, RecurrentRings] = field(default_factory=dict)  # where decodes have drafts
+
+    @property
+    def ring_length(self) -> int:
+        return next((ring.conv.shape[1] for ring in self.rings.values()), 0)
 
 
 def allocate_caches(
@@ -111,11 +139,14 @@ def allocate_caches(
     num_slots: int,
     device: torch.device,
     end_logits_vocab: int = 0,
+    num_rings: int = 0,
+    ring_length: int = 0,
 ) -> LayerCaches:
     """Zeroed caches.
 
     `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
-    0 keeps none.
+    0 keeps none. `num_rings`, `ring_length`: sequences that decode with drafts, and the tokens that
+    a ring has room for (DecodeRuns); 0: there are none.
     """
     kv = {}
     for layer, kv_spec in kv_specs.items():
@@ -132,7 +163,20 @@ def allocate_caches(
         for layer, spec in state_specs.items()
     }
     end_logits = _zeros((num_slots, end_logits_vocab), torch.float32, device)
-    return LayerCaches(kv=kv, state=state, end_logits=end_logits)
+    rings = {}
+    if num_rings:
+        rings = {
+            layer: _rings(spec, (num_rings, ring_length), device)
+            for layer, spec in state_specs.items()
+        }
+    return LayerCaches(kv=kv, state=state, end_logits=end_logits, rings=rings)
+
+
+def _rings(spec: StateSpec, size: tuple[int, int], device: torch.device) -> RecurrentRings:
+    def ring(shape: tuple[int, ...]) -> Tensor:
+        return _zeros((*size, *shape), spec.inputs_dtype, device)
+
+    return RecurrentRings(ring(spec.conv_shape[:1]), tuple(map(ring, spec.inputs_shapes)))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

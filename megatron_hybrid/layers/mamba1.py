@@ -89,6 +89,8 @@ class Mamba1(RecurrentMixer):
             ssm_shape=(inner, size),
             ssm_dtype=context.ssm_states_dtype,
             kernel_chunk=config.kernel_chunk,
+            inputs_shapes=((inner,), (inner,), (size,)),  # x, dt, B
+            inputs_dtype=context.dtype,
         )
 
     def kernel(self, kernels: KernelSet) -> Any:

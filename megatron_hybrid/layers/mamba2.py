@@ -114,6 +114,9 @@ class Mamba2(RecurrentMixer):
             ssm_shape=(heads, config.head_dim, config.state_size),
             ssm_dtype=context.ssm_states_dtype,
             kernel_chunk=config.kernel_chunk,
+            # x, B, dt
+            inputs_shapes=((heads, config.head_dim), (groups, config.state_size), (heads,)),
+            inputs_dtype=context.dtype,
         )
 
     def kernel(self, kernels: KernelSet) -> Any:

@@ -1,18 +1,24 @@
 """What recurrent layers have in common: a state in each slot, a short convolution in front, and the
-two ways of a step's tokens through them: decodes, one token a sequence, and prompts."""
+ways of a step's tokens through them: decodes, with drafts or without, and prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments, RecurrentState
+from megatron_hybrid.kernels.contract import (
+    DecodeRuns,
+    DecodeSlots,
+    PrefillSegments,
+    RecurrentState,
+)
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, section
-from megatron_hybrid.layers.step import Step, StepPart
+from megatron_hybrid.layers.step import PartKind, Step, StepPart
 
 
 class RecurrentMixer(Mixer):
@@ -45,21 +51,27 @@ class RecurrentMixer(Mixer):
 
     def plan(
         self,
-        num_decodes: int,
-        decode: DecodeSlots | None,
+        num_decode_tokens: int,
+        decode: DecodeSlots | DecodeRuns | None,
         prefill: PrefillSegments | None,
         kernels: KernelSet,
+        ring_length: int = 0,
     ) -> tuple[StepPart, ...]:
         """What the kernels of this kind of layer work out on the host, once a step."""
         parts, scan = [], self.kernel(kernels)
-        if decode is not None:
+        width, decodes = self.conv_weight.shape[1], slice(num_decode_tokens)
+        if isinstance(decode, DecodeRuns):
+            conv = kernels.conv.plan_runs(decode, width, ring_length)
+            runs = None if scan is None else kernels.plan_runs(decode, ring_length)
+            parts.append(StepPart(decodes, PartKind.RUNS, conv, runs))
+        elif decode is not None:
             slots = kernels.plan_decode(decode)
-            parts.append(StepPart(slice(num_decodes), True, slots, slots))
+            parts.append(StepPart(decodes, PartKind.DECODE, slots, slots))
         if prefill is not None:
-            conv = kernels.conv.plan(prefill, self.conv_weight.shape[1])
+            conv = kernels.conv.plan(prefill, width)
             if scan is not None:
                 scan = scan.plan(prefill, self.spec.kernel_chunk)
-            parts.append(StepPart(slice(num_decodes, None), False, conv, scan))
+            parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, scan))
         return tuple(parts)
 
     def state(self, step: Step) -> RecurrentState:
@@ -67,34 +79,54 @@ class RecurrentMixer(Mixer):
 
     def convolve(self, x: Tensor, step: Step, *, silu: bool = True) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
-        conv, parts = step.kernels.conv, step.recurrent[self.kind]
-        constants = (self.conv_weight, self.conv_bias, self.state(step).conv)
-        out = x.new_empty(x.shape) if len(parts) > 1 else None
-        for part in parts:
-            run = conv.decode if part.is_decode else conv.prefill
-            if out is None:
-                result: Tensor = run(x, *constants, part.conv, silu=silu)
-                return result
-            run(x[part.rows], *constants, part.conv, out[part.rows], silu=silu)
-        assert out is not None
-        return out
+        conv, state = step.kernels.conv, self.state(step).conv
+        weights = (self.conv_weight, self.conv_bias)
+
+        def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+            result: Tensor
+            if part.kind is PartKind.RUNS:
+                ring = step.caches.rings[self.layer].conv
+                result = conv.decode_runs(*rows, *weights, state, ring, part.conv, out, silu=silu)
+            else:
+                run = conv.decode if part.kind is PartKind.DECODE else conv.prefill
+                result = run(*rows, *weights, state, part.conv, out, silu=silu)
+            return result
+
+        return self._by_part(step, (x,), x, compute)
 
     def scan(
         self, step: Step, tokens: tuple[Tensor, ...], constants: tuple[Any, ...], like: Tensor
     ) -> Tensor:
         """`tokens`: the kernel's inputs that have a row for every token; `constants`: those that
         come after them, before the state. The result is shaped `like` one of the inputs."""
-        kernel, parts = self.kernel(step.kernels), step.recurrent[self.kind]
-        state = self.state(step).ssm
-        out = like.new_empty(like.shape) if len(parts) > 1 else None
+        kernel, state = self.kernel(step.kernels), self.state(step).ssm
+
+        def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+            result: Tensor
+            if part.kind is PartKind.RUNS:
+                ring = step.caches.rings[self.layer].inputs
+                result = kernel.decode_runs(*rows, *constants, state, ring, part.scan, out)
+            else:
+                run = kernel.decode if part.kind is PartKind.DECODE else kernel.prefill
+                result = run(*rows, *constants, state, part.scan, out)
+            return result
+
+        return self._by_part(step, tokens, like, compute)
+
+    def _by_part(
+        self,
+        step: Step,
+        tokens: tuple[Tensor, ...],
+        like: Tensor,
+        compute: Callable[[StepPart, tuple[Tensor, ...], Tensor | None], Tensor],
+    ) -> Tensor:
+        """Each part of the step computes its own rows."""
+        parts = step.recurrent[self.kind]
+        if len(parts) == 1:
+            return compute(parts[0], tokens, None)
+        out = like.new_empty(like.shape)
         for part in parts:
-            run = kernel.decode if part.is_decode else kernel.prefill
-            if out is None:
-                result: Tensor = run(*tokens, *constants, state, part.scan)
-                return result
-            rows = (values[part.rows] for values in tokens)
-            run(*rows, *constants, state, part.scan, out[part.rows])
-        assert out is not None
+            compute(part, tuple(values[part.rows] for values in tokens), out[part.rows])
         return out
 
     def conv_parts(self, name: str, starts: list[int], total: int) -> Parts:

@@ -48,6 +48,7 @@ class ShortConv(RecurrentMixer):
             ssm_shape=(0,),
             ssm_dtype=context.ssm_states_dtype,
             kernel_chunk=1,
+            inputs_dtype=context.dtype,
         )
 
     def weight_parts(self) -> Parts:

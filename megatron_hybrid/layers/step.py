@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +13,18 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import LayerCaches
 
 
+class PartKind(Enum):
+    DECODE = auto()  # one token a sequence
+    RUNS = auto()  # one token and drafts
+    PREFILL = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPart:
     """The decodes of a step, or its prompts, as one kind of recurrent layer computes them."""
 
     rows: slice  # of the step's tokens
-    is_decode: bool
+    kind: PartKind
     conv: Any  # plans of the kernels; scan is None where a layer has a convolution only
     scan: Any
 

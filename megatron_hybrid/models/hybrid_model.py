@@ -227,7 +227,9 @@ class HybridModel(nn.Module):
             shape = self._attention.shape(block_size)
             plans["attention"] = kernels.attention.plan(inputs.paged, shape)
         plans["recurrent"] = {
-            kind: layer.plan(inputs.num_decodes, inputs.decode, inputs.prefill, kernels)
+            kind: layer.plan(
+                inputs.num_decode_tokens, inputs.decode, inputs.prefill, kernels, caches.ring_length
+            )
             for kind, layer in self._recurrent.items()
         }
         return Step(caches, kernels, **plans)

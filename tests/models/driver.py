@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import (
+    DecodeRuns,
     DecodeSlots,
     PagedHost,
     PagedSequences,
@@ -29,6 +30,12 @@ class Sequence:
     blocks: list[int]
     length: int = 0  # tokens computed so far
     read_slot: int = 0  # of the next segment; its own slot once it has run
+    pending: int = 0  # tokens that are in its ring and not in its state
+
+    def holds(self, drafts: int) -> None:
+        """So many of the last step's drafts are the sequence's."""
+        self.length += drafts
+        self.pending += drafts
 
 
 @dataclass
@@ -38,16 +45,33 @@ class Segment:
     sequence: Sequence
     tokens: list[int]
     checkpoints: list[tuple[int, int]] = field(default_factory=list)
+    drafts: int = 0  # the last of the tokens, for a driver with rings
+    writes: bool = True  # else such a driver leaves the state as it is
 
 
 class Driver:
     def __init__(
-        self, model: HybridModel, *, slots: int = 12, blocks: int = 64, block_size: int = 16
+        self,
+        model: HybridModel,
+        *,
+        slots: int = 12,
+        blocks: int = 64,
+        block_size: int = 16,
+        ring_length: int = 0,
     ) -> None:
+        """`ring_length`: not 0 where decodes have drafts."""
         self.model = model
         self.block_size = block_size
+        self.ring_length = ring_length
         self.caches = allocate_caches(
-            model.kv_specs, model.state_specs, blocks, block_size, slots, torch.device("cpu")
+            model.kv_specs,
+            model.state_specs,
+            blocks,
+            block_size,
+            slots,
+            torch.device("cpu"),
+            num_rings=slots if ring_length else 0,
+            ring_length=ring_length,
         )
         # What was never written must never matter.
         for kv in self.caches.kv.values():
@@ -56,6 +80,9 @@ class Driver:
         for state in self.caches.state.values():
             state.conv.fill_(float("nan"))
             state.ssm.fill_(float("nan"))
+        for rings in self.caches.rings.values():
+            for ring in (rings.conv, *rings.inputs):
+                ring.fill_(float("nan"))
         # In no order, as after a while in a real cache.
         shuffled = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._free_blocks: list[int] = shuffled.tolist()
@@ -69,7 +96,7 @@ class Driver:
         """Run the segments in one step: those of one token on a running sequence as decodes, which
         come first. Returns each segment's logits [tokens, vocab], in the order given; with `rows`
         the logits of these tokens of the only segment."""
-        decodes = [s for s in segments if len(s.tokens) == 1 and s.sequence.length > 0]
+        decodes = [s for s in segments if len(s.tokens) == 1 + s.drafts and s.sequence.length > 0]
         prefills = [s for s in segments if s not in decodes]
         ordered = decodes + prefills
         for segment in ordered:
@@ -81,8 +108,10 @@ class Driver:
             inputs = replace(inputs, logits_index=_int(rows))
         logits = self.model.forward(inputs, self.caches)
         for segment in ordered:
-            segment.sequence.length += len(segment.tokens)
-            segment.sequence.read_slot = segment.sequence.slot
+            sequence, certain = segment.sequence, len(segment.tokens) - segment.drafts
+            sequence.length += certain
+            sequence.pending = 0 if segment.writes else sequence.pending + certain
+            sequence.read_slot = sequence.slot
         if rows is not None:
             return [logits]
         parts = logits.split([len(s.tokens) for s in ordered])
@@ -102,9 +131,23 @@ class Driver:
             for index, segment in enumerate(prefills)
             for position, slot in segment.checkpoints
         ]
-        decode = prefill = None
-        if num_decodes:
-            slots = _int([s.sequence.slot for s in ordered[:num_decodes]])
+        decode: DecodeSlots | DecodeRuns | None = None
+        prefill = None
+        decodes = ordered[:num_decodes]
+        if num_decodes and self.ring_length:
+            checkpoint = [next(iter(s.checkpoints), (0, 0)) for s in decodes]
+            decode = DecodeRuns(
+                cu_seqlens=_bounds(decodes),
+                position=_int([s.sequence.length for s in decodes]),
+                pending=_int([s.sequence.pending for s in decodes]),
+                read_slot=_int([s.sequence.read_slot for s in decodes]),
+                write_slot=_int([s.sequence.slot if s.writes else 0 for s in decodes]),
+                ring=_int([s.sequence.slot for s in decodes]),
+                checkpoint_position=_int([position for position, _ in checkpoint]),
+                checkpoint_slot=_int([slot for _, slot in checkpoint]),
+            )
+        elif num_decodes:
+            slots = _int([s.sequence.slot for s in decodes])
             decode = DecodeSlots(slots, slots.clone())
         if prefills:
             prefill = PrefillSegments(
@@ -131,6 +174,7 @@ class Driver:
             logits_index=torch.arange(len(positions)),
             decode_rows=_int(range(num_decodes)),
             sampled_rows=_int(range(len(ordered))),
+            num_drafts=sum(s.drafts for s in decodes),
         )
 
     def _paged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,46 @@ def test_a_checkpoint_continues_any_text_with_the_same_prefix(tiny: Tiny, family
     close(logits, model.expected(prefix + second)[32:])
     (logits,) = driver.step([Segment(cold, [7])])
     close(logits, model.expected([*prefix, *first, 7])[-1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
+    """Decodes with drafts, of which some hold; states that are written now and then; a checkpoint
+    inside a run; a prompt beside them."""
+    model, pick = tiny(family), random.Random(7)
+    texts = [random_tokens(60, seed=n) for n in range(3)]
+    driver = Driver(model.ours, ring_length=10)
+    sequences = [driver.sequence() for _ in texts]
+    driver.step([Segment(s, t[:9]) for s, t in zip(sequences, texts, strict=True)])
+    checkpoint = driver.sequence()  # the state of the first one after 32 tokens
+    beside = random_tokens(40, seed=9)
+    other = driver.sequence()
+    while min(s.length for s in sequences) < 40:
+        segments, held = [], []
+        for number, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+            start, drafts = sequence.length, pick.randint(0, 4)
+            holds = pick.randint(0, drafts)
+            right = text[start : start + 1 + holds]
+            wrong = [(token + 1) % 100 for token in text[start + 1 + holds : start + 1 + drafts]]
+            keeps = [(32, checkpoint.slot)] if number == 0 else []
+            writes = sequence.pending > 0 or pick.random() < 0.5
+            segments.append(Segment(sequence, right + wrong, keeps, drafts, writes))
+            held.append(holds)
+        if other.length < 40:
+            segments.append(Segment(other, beside[other.length : other.length + 8]))
+        starts = [segment.sequence.length for segment in segments]
+        outputs = driver.step(segments)
+        # not of the one beside them
+        for text, start, holds, logits in zip(texts, starts, held, outputs, strict=False):
+            close(logits[: 1 + holds], model.expected(text)[start : start + 1 + holds])
+        for sequence, holds in zip(sequences, held, strict=True):
+            sequence.holds(holds)
+    close(driver.step([Segment(other, [5])])[0], model.expected([*beside, 5])[40:])
+    again = driver.sequence()
+    again.read_slot, again.length = checkpoint.slot, 32
+    again.blocks = sequences[0].blocks[:2]
+    (logits,) = driver.step([Segment(again, [3, 1, 4, 1])])
+    close(logits, model.expected([*texts[0][:32], 3, 1, 4, 1])[32:])
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
