@@ -34,6 +34,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.contract import (
     AttentionShape,
+    DecodeRuns,
     DecodeSlots,
     KVCache,
     PagedHost,
@@ -57,6 +58,8 @@ from megatron_hybrid.parallel import initialize
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
 BLOCK = 64  # tokens in a KV block
 EPS = 1e-5
+# Tokens pending, drafts, whether the state is written.
+RUNS = [(0, 0, True), (4, 4, True), (0, 4, True), (1, 0, False), (3, 0, False), (4, 4, False)]
 
 # What a case runs on fresh inputs: our kernel, named "ours", and libraries' kernels.
 Calls = dict[str, Call]
@@ -202,6 +205,9 @@ class Bench:
                 for dtype in (torch.float32, torch.bfloat16):
                     for batch in self.batches():
                         yield self.state_update(kind, batch, dtype)
+                for batch in self.batches():
+                    for pending, drafts, writes in RUNS:
+                        yield self.state_runs(kind, batch, pending, drafts, writes)
                 for lengths in (*([n] for n in self.prefills()), several):
                     for checkpoints in (0, 4):
                         yield self.scan(kind, lengths, checkpoints)
@@ -254,6 +260,44 @@ class Bench:
         state_bytes = math.prod(kind.state) * dtype.itemsize
         moved = batch * (2 * state_bytes + kind.values_per_token * self.item)
         return Case("state update", f"B={batch} {_short(dtype)} state", moved, make)
+
+    def state_runs(
+        self, kind: RecurrentKind, batch: int, pending: int, drafts: int, writes: bool
+    ) -> Case:
+        """Decodes with so many drafts and tokens pending, beside plain ones of one token."""
+        length, ring_length = 1 + drafts, pending + 1 + drafts
+        slots, rings = self.slots(batch), self.integers(range(batch))
+        nothing = self.integers([0] * batch)
+        runs = DecodeRuns(
+            cu_seqlens=self.integers(np.arange(batch + 1) * length),
+            position=self.integers([ring_length + 5] * batch),
+            pending=self.integers([pending] * batch),
+            read_slot=slots.read_slot,
+            write_slot=slots.write_slot if writes else nothing,
+            ring=rings,
+            checkpoint_position=nothing,
+            checkpoint_slot=nothing,
+        )
+        plan = self.kernels.plan_runs(runs, ring_length)
+        plain = self.kernels.plan_decode(slots)
+
+        def make() -> Calls:
+            inputs, single = kind.inputs(batch * length), kind.inputs(batch)
+            state = self.states(kind, batch, torch.float32).ssm
+            ring = tuple(
+                self.normal(batch, ring_length, *inputs[number].shape[1:]) for number in kind.ring
+            )
+            constants = (*kind.constants, state)
+            return {
+                "ours": lambda: kind.kernel.decode_runs(*inputs, *constants, ring, plan),
+                "one token": lambda: kind.kernel.decode(*single, *constants, plain),
+            }
+
+        state_bytes = (1 + writes) * math.prod(kind.state) * 4
+        moved = batch * (state_bytes + (length + pending) * kind.values_per_token * self.item)
+        written = "" if writes else ", not written"
+        shape = f"B={batch} {pending} pending, {drafts} drafts{written}"
+        return Case("runs", shape, moved, make)
 
     def scan(self, kind: RecurrentKind, lengths: list[int], checkpoints: int) -> Case:
         tokens, count = sum(lengths), len(lengths)

@@ -38,6 +38,7 @@ class RecurrentKind:
     kernel: Any = None
     inputs: Callable[[int], Tensors] = lambda tokens: ()  # for so many tokens
     constants: tuple[Any, ...] = ()
+    ring: tuple[int, ...] = ()  # which of the inputs a ring keeps
     values_per_token: int = 0  # read and written, of the activations' type
     flops_per_token: float = 0.0  # multiplications and additions of prefill
     update_libraries: UpdateCalls = field(default=lambda *_: {})
@@ -132,6 +133,7 @@ def _mamba2(
         kernel=kernels.mamba2_scan,
         inputs=inputs,
         constants=(decay, skip, bias, config.dt_limit),
+        ring=(0, 1, 3),
         values_per_token=2 * inner + 2 * groups * size + heads,
         # In tiles of 64 tokens: C h and B^T x, and half of the products inside a tile.
         flops_per_token=4 * inner * size + tile * (inner + groups * size),
@@ -189,6 +191,7 @@ def _mamba1(
         kernel=kernels.mamba1_scan,
         inputs=inputs,
         constants=(decay, skip, bias),
+        ring=(0, 2, 3),
         values_per_token=4 * inner + 2 * size,
         # No matrix products: exponentials bound it, 16 a clock and processor.
         flops_per_token=0.0,
@@ -240,6 +243,7 @@ def _gated_delta_net(
         kernel=kernels.gated_delta_rule,
         inputs=inputs,
         constants=(decay, bias),
+        ring=(1, 2, 3, 4),
         values_per_token=2 * keys + 2 * values + 2 * heads,
         # In chunks of Q tokens, a value head: w S^T, q S^T and v^T k with the state, and half of
         # k k^T, q k^T, T v, T k and P v inside the chunk.

@@ -1,0 +1,102 @@
+"""Decodes with drafts on a GPU, at the shapes of real models, against the CPU's plain kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_hybrid.benchmarks.recurrent_kinds import RecurrentKind, recurrent_kinds
+from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet, select
+from megatron_hybrid.models.config import HybridModelConfig
+from tests.kernels.conv_cases import on
+from tests.kernels.runs_cases import Play
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+CALLS = 6
+
+
+def kind_on(model: str, kernels: KernelSet, device: str, dtype: torch.dtype) -> RecurrentKind:
+    config = HybridModelConfig.from_folder(CONFIGS / model)
+    return next(recurrent_kinds(config, kernels, torch.device(device), dtype))
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Relative to the largest value."""
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    torch.testing.assert_close(
+        actual.cpu().float(), expected.float(), atol=tolerance * scale, rtol=tolerance
+    )
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "model", ["nemotron-h-8b", "granite-4.0-h-tiny", "falcon-mamba-7b", "qwen3-next-80b-a3b"]
+)
+def test_recurrences(model: str, dtype: torch.dtype) -> None:
+    gpu = select("auto", torch.device("cuda"))
+    ours, plain = kind_on(model, gpu, "cuda", dtype), kind_on(model, REFERENCE, "cpu", dtype)
+    play = Play(seed=3, ring_length=12, most=6)
+    expected = normal(play.slots, *plain.state)
+    state = expected.cuda()
+    one = plain.inputs(1)
+    rings = [
+        torch.zeros(play.count, play.ring_length, *one[i].shape[1:]).to(dtype) for i in plain.ring
+    ]
+    own = tuple(ring.cuda() for ring in rings)
+    for number in range(CALLS):
+        call = play.call(padding=number % 3)
+        inputs = plain.inputs(sum(call.lengths) + call.padding)
+        runs = call.runs()
+        y = plain.kernel.decode_runs(
+            *inputs, *plain.constants, expected, tuple(rings),
+            REFERENCE.plan_runs(runs, play.ring_length),
+        )  # fmt: skip
+        found = ours.kernel.decode_runs(
+            *(values.cuda() for values in inputs), *ours.constants, state, own,
+            gpu.plan_runs(on(runs, "cuda"), play.ring_length),
+        )  # fmt: skip
+        close(found, y, dtype)
+        close(state, expected, torch.float32)
+        for ring, kept in zip(own, rings, strict=True):
+            assert torch.equal(ring.cpu(), kept)
+        call.done()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["nemotron-h-8b", "lfm2-1.2b"])
+def test_convolutions(model: str, dtype: torch.dtype) -> None:
+    gpu = select("auto", torch.device("cuda"))
+    kind = kind_on(model, gpu, "cuda", dtype)
+    play = Play(seed=4, ring_length=12, most=6)
+    # channels side by side, as in an engine
+    expected = normal(play.slots, kind.width - 1, kind.channels).to(dtype).mT
+    state = expected.mT.contiguous().cuda().mT
+    weight = normal(kind.channels, kind.width).to(dtype)
+    ring = torch.zeros(play.count, play.ring_length, kind.channels).to(dtype)
+    own = ring.cuda()
+    for number in range(CALLS):
+        call = play.call(padding=number % 3)
+        x = torch.randn(sum(call.lengths) + call.padding, kind.channels).to(dtype)
+        sizes = kind.width, play.ring_length
+        plan = REFERENCE.conv.plan_runs(call.runs(), *sizes)
+        y = REFERENCE.conv.decode_runs(x, weight, None, expected, ring, plan, silu=kind.silu)
+        plan = gpu.conv.plan_runs(on(call.runs(), "cuda"), *sizes)
+        found = gpu.conv.decode_runs(
+            x.cuda(), weight.t().contiguous().t().cuda(), None, state, own, plan, silu=kind.silu
+        )
+        close(found, y, dtype)
+        assert torch.equal(state.cpu(), expected) and torch.equal(own.cpu(), ring)
+        call.done()
