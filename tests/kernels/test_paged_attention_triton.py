@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,24 @@ from tests.kernels.attention_cases import (  # noqa: E402
 
 def test_decodes_of_different_lengths_share_a_batch() -> None:
     check(TritonAttention(), [(1, 9), (1, 1), (1, 4), (1, 200), (1, 90), (1, 5)])
+
+
+class SplitAttention(TritonAttention):
+    """Keys in so many parts, which a machine without a GPU has no use for."""
+
+    def __init__(self, splits: int) -> None:
+        self._splits = splits
+
+    def attend(self, query: Any, cache: Any, plan: Any, *, splits: int | None = None) -> Any:
+        return super().attend(query, cache, plan, splits=self._splits)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 16])
+def test_keys_may_be_split(splits: int) -> None:
+    """Parts without any key, and parts that only some queries see."""
+    lengths = [(1, 9), (1, 1), (1, 200), (4, 35), (5, 33), (3, 3), (0, 3), (6, 100)]
+    check(SplitAttention(splits), lengths, decodes=3)
+    check(SplitAttention(splits), [(9, 130), (1, 70)], attention_shape(heads=20, kv_heads=1))
 
 
 def test_a_first_prefill_is_causal() -> None:

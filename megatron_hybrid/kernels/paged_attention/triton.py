@@ -4,6 +4,10 @@ models, shapes flashinfer has no kernel for. The calls are those of reference.py
 A program computes a tile of the queries of one sequence that share a KV head, with the softmax
 taken as the keys go by (Dao et al., "FlashAttention", 2022). The query heads of a KV head are rows
 of the same tile, so that their keys and values are read once.
+
+Where a step has few queries, each sequence's keys are split over programs, whose results a second
+kernel puts together (Dao et al., "Flash-Decoding", 2023). Lengths are read on the device: the split
+of a sequence follows from its own.
 """
 
 # Kernels are typed by their launches: only constexpr arguments are annotated.
@@ -20,6 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.devices import processors
+
+_MOST_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +57,23 @@ class TritonAttention:
         """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
         store_kv(key, value, cache, plan.kv_slot)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: TritonPlan) -> Tensor:
-        """query [tokens, heads, head_dim], heads may be strided -> [tokens, heads, head_dim]."""
+    def attend(
+        self, query: Tensor, cache: KVCache, plan: TritonPlan, *, splits: int | None = None
+    ) -> Tensor:
+        """query [tokens, heads, head_dim], heads may be strided -> [tokens, heads, head_dim].
+
+        splits: into how many parts keys are split at most; None: as many as keep the device busy.
+        """
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        group = query.shape[1] // cache.key.shape[2]
+        kv_heads = cache.key.shape[2]
+        rows = plan.longest * query.shape[1] // kv_heads
         # 16 rows are the least of a matrix product; a decode has no use for more
-        rows = 16 if plan.longest * group <= 16 else 64
+        block_rows = min(max(triton.next_power_of_2(rows), 16), 64)
         num_warps = 4 if query.shape[2] <= 128 else 8
-        _launch_attend(query, cache, output, plan, rows, 32, num_warps)
+        if splits is None:
+            programs = triton.cdiv(rows, block_rows) * kv_heads * len(plan.paged.kv_length)
+            splits = min(2 * processors(query.device) // max(programs, 1), _MOST_SPLITS)
+        _launch_attend(query, cache, output, plan, block_rows, 32, num_warps, max(splits, 1))
         return output
 
     def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
@@ -135,21 +151,29 @@ def _launch_attend(
     block_rows: int,
     block_keys: int,
     num_warps: int,
+    splits: int,
     num_stages: int = 2,
 ) -> None:
     paged = plan.paged
-    _, heads, head_dim = query.shape
+    tokens, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = cache.key.shape
     sequences = len(paged.kv_length)
     group = heads // kv_heads
     if not plan.longest:
         return
+    parts = sums = output
+    if splits > 1:
+        parts = output.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
+        sums = output.new_empty((splits, tokens, heads, 2), dtype=torch.float32)
+    tiles = triton.cdiv(plan.longest * group, block_rows)
     # x is the one dimension of a grid that may exceed 65535
-    _attend_kernel[(triton.cdiv(plan.longest * group, block_rows), kv_heads, sequences)](
+    _attend_kernel[(tiles * splits, kv_heads, sequences)](
         query,
         cache.key,
         cache.value,
         output,
+        parts,
+        sums,
         paged.cu_seqlens,
         paged.kv_length,
         paged.kv_indptr,
@@ -158,7 +182,9 @@ def _launch_attend(
         plan.shape.scale * 1.4426950408889634,
         query.stride(0),
         query.stride(1),
+        tokens,
         kv_heads,
+        SPLITS=splits,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -168,14 +194,51 @@ def _launch_attend(
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    if splits > 1:
+        dims = triton.next_power_of_2(head_dim)
+        _join_kernel[(tokens, heads)](
+            output, parts, sums, paged.cu_seqlens, sequences, tokens,
+            HEADS=heads, SPLITS=splits, HEAD_DIM=head_dim, DIMS=dims, num_warps=1,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens"])
+def _join_kernel(
+    output, parts, sums, cu_seqlens, sequences, tokens,
+    HEADS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    if token >= tl.load(cu_seqlens + sequences):
+        return  # padding, which no program has computed
+    dim = tl.arange(0, DIMS)
+    inside = dim < HEAD_DIM
+    largest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    result = tl.zeros([DIMS], tl.float32)
+    for split in range(SPLITS):
+        at = (split * tl.cast(tokens, tl.int64) + token) * HEADS + tl.program_id(1)
+        part_total = tl.load(sums + 2 * at + 1)
+        if part_total > 0:  # else none of its keys was seen, and nothing was written
+            part_largest = tl.load(sums + 2 * at)
+            part = tl.load(parts + at * HEAD_DIM + dim, mask=inside, other=0.0)
+            larger = tl.maximum(largest, part_largest)
+            shrink, weight = tl.exp2(largest - larger), tl.exp2(part_largest - larger)
+            total = total * shrink + part_total * weight
+            result = result * shrink + part * weight
+            largest = larger
+    place = output + (token * HEADS + tl.program_id(1)) * HEAD_DIM + dim
+    tl.store(place, (result / total).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_kernel(
     query,
     key_cache,
     value_cache,
     output,
+    parts,
+    sums,
     cu_seqlens,
     kv_length,
     kv_indptr,
@@ -183,7 +246,9 @@ def _attend_kernel(
     scale,
     query_stride,
     query_head_stride,
+    tokens,
     kv_heads,
+    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -191,7 +256,8 @@ def _attend_kernel(
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    first_row = tl.program_id(0) * ROWS
+    first_row = tl.program_id(0) // SPLITS * ROWS
+    split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
@@ -219,7 +285,8 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(keys, keys - queries + (first_row + ROWS - 1) // GROUP + 1)
-    for first_key in range(0, end, KEYS):
+    share = tl.cdiv(tl.cdiv(keys, SPLITS), KEYS) * KEYS
+    for first_key in range(split * share, tl.minimum(end, (split + 1) * share), KEYS):
         at = first_key + tl.arange(0, KEYS)
         # what lies past a sequence's end was never written: it is not read
         inside = at < keys
@@ -232,17 +299,22 @@ def _attend_kernel(
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
-        # Key 0 is seen by every row, so the maximum is finite from the first keys on.
         larger = tl.maximum(largest, tl.max(scores, 1))
+        if SPLITS > 1:
+            # Some rows may see none of these keys; else key 0 comes first, which all of them see.
+            larger = tl.maximum(larger, -1e30)
         weights = tl.exp2(scores - larger[:, None])
         shrink = tl.exp2(largest - larger)
         total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None]
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = larger
-    result = result / total[:, None]
-    tl.store(
-        output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :],
-        result.to(output.dtype.element_ty),
-        mask=row_inside[:, None] & dim_inside[None, :],
-    )
+    written = row_inside[:, None] & dim_inside[None, :]
+    if SPLITS > 1:
+        at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head
+        tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result, mask=written)
+        tl.store(sums + 2 * at, largest, mask=row_inside)
+        tl.store(sums + 2 * at + 1, total, mask=row_inside)
+    else:
+        place = output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(place, (result / total[:, None]).to(output.dtype.element_ty), mask=written)
