@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.devices import checked_output
-from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
+from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
 
 EPS = tl.constexpr(1e-6)  # in the lengths of q and k
 
@@ -193,18 +193,10 @@ def _runs_kernel(
         a = tl.load(ring_a_ptr + place * HEADS + head)
         b = tl.load(ring_b_ptr + place * HEADS + head)
         s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
-        is_there = (checkpoint > 0) & (earlier + 1 == checkpoint_position)
-        tl.store(
-            state_ptr + checkpoint * state_slot + in_slot,
-            s.to(state_ptr.dtype.element_ty),
-            mask=(p < tl.where(is_there, V_DIM, 0))[:, None],
-        )
+        if earlier + 1 == checkpoint_position:
+            store_state(state_ptr, checkpoint, state_slot, in_slot, s, p, V_DIM)
     if begin == end:
-        tl.store(
-            state_ptr + write * state_slot + in_slot,
-            s.to(state_ptr.dtype.element_ty),
-            mask=(p < tl.where(write > 0, V_DIM, 0))[:, None],
-        )
+        store_state(state_ptr, write, state_slot, in_slot, s, p, V_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n)
@@ -217,18 +209,9 @@ def _runs_kernel(
         y = tl.sum(s * q[None, :], 1)
         tl.store(y_ptr + row * y_row + head * V_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            values = s.to(state_ptr.dtype.element_ty)
-            tl.store(
-                state_ptr + write * state_slot + in_slot,
-                values,
-                mask=(p < tl.where(write > 0, V_DIM, 0))[:, None],
-            )
-            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
-            tl.store(
-                state_ptr + checkpoint * state_slot + in_slot,
-                values,
-                mask=(p < tl.where(is_there, V_DIM, 0))[:, None],
-            )
+            store_state(state_ptr, write, state_slot, in_slot, s, p, V_DIM)
+            if position + 1 == checkpoint_position:
+                store_state(state_ptr, checkpoint, state_slot, in_slot, s, p, V_DIM)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p, v)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -208,7 +209,6 @@ def _runs_kernel(
     ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
     in_slot = d[:, None] * SIZE + n[None, :]
     is_read = (lane < tl.where(read > 0, BLOCK, 0))[:, None]
-    is_written = (lane < tl.where(write > 0, BLOCK, 0))[:, None]
     h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
     a = tl.load(a_ptr + in_slot)
     bias = tl.load(bias_ptr + d)
@@ -220,13 +220,10 @@ def _runs_kernel(
         b = tl.load(ring_b_ptr + place * SIZE + n).to(tl.float32)
         dt = softplus(tl.load(ring_dt_ptr + place * CHANNELS + d).to(tl.float32) + bias)
         h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
-        is_there = (checkpoint > 0) & (earlier + 1 == checkpoint_position)
-        values = h.to(state_ptr.dtype.element_ty)
-        is_kept = (lane < tl.where(is_there, BLOCK, 0))[:, None]
-        tl.store(state_ptr + checkpoint * state_slot + in_slot, values, is_kept)
+        if earlier + 1 == checkpoint_position:
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane, BLOCK)
     if begin == end:
-        values = h.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + write * state_slot + in_slot, values, is_written)
+        store_state(state_ptr, write, state_slot, in_slot, h, lane, BLOCK)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + d)
@@ -240,11 +237,9 @@ def _runs_kernel(
         y = (tl.sum(h * c[None, :], 1) + skip * x) * silu(z)
         tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            values = h.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + write * state_slot + in_slot, values, is_written)
-            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
-            is_kept = (lane < tl.where(is_there, BLOCK, 0))[:, None]
-            tl.store(state_ptr + checkpoint * state_slot + in_slot, values, is_kept)
+            store_state(state_ptr, write, state_slot, in_slot, h, lane, BLOCK)
+            if position + 1 == checkpoint_position:
+                store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane, BLOCK)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * CHANNELS + d, raw_x)

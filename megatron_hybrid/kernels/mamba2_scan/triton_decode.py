@@ -137,6 +137,14 @@ def _decode_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
 
 
+@triton.jit
+def store_state(state_ptr, slot, state_slot, in_slot, state, row, ROWS: tl.constexpr):
+    """Rows of a state [ROWS, ...] to a slot; nothing to slots of 0 or less."""
+    is_written = (row < tl.where(slot > 0, ROWS, 0))[:, None]
+    values = state.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + slot * state_slot + in_slot, values, mask=is_written)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _runs_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
@@ -187,17 +195,9 @@ def _runs_kernel(
         dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
         h = h * tl.exp2(dt * a) + (dt * x)[:, None] * b[None, :]
         if earlier + 1 == checkpoint_position:
-            tl.store(
-                state_ptr + checkpoint * state_slot + in_slot,
-                h.to(state_ptr.dtype.element_ty),
-                mask=(p < tl.where(checkpoint > 0, HEAD_DIM, 0))[:, None],
-            )
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, p, HEAD_DIM)
     if begin == end:
-        tl.store(
-            state_ptr + write * state_slot + in_slot,
-            h.to(state_ptr.dtype.element_ty),
-            mask=(p < tl.where(write > 0, HEAD_DIM, 0))[:, None],
-        )
+        store_state(state_ptr, write, state_slot, in_slot, h, p, HEAD_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p)
@@ -211,18 +211,9 @@ def _runs_kernel(
         y = tl.sum(h * c[None, :], 1) + d * x
         tl.store(y_ptr + row * y_row + head * HEAD_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            values = h.to(state_ptr.dtype.element_ty)
-            tl.store(
-                state_ptr + write * state_slot + in_slot,
-                values,
-                mask=(p < tl.where(write > 0, HEAD_DIM, 0))[:, None],
-            )
-            is_there = (checkpoint > 0) & (position + 1 == checkpoint_position)
-            tl.store(
-                state_ptr + checkpoint * state_slot + in_slot,
-                values,
-                mask=(p < tl.where(is_there, HEAD_DIM, 0))[:, None],
-            )
+            store_state(state_ptr, write, state_slot, in_slot, h, p, HEAD_DIM)
+            if position + 1 == checkpoint_position:
+                store_state(state_ptr, checkpoint, state_slot, in_slot, h, p, HEAD_DIM)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, raw_x)
