@@ -39,8 +39,7 @@ class GrowingText:
 class NgramIndex:
     """Of all runs of `size` tokens of a text, where each stood last.
 
-    The text's first part is sorted by hashes at once, in a few microseconds a thousand tokens; what
-    is appended goes into a dict.
+    The text's first part is sorted by hashes at once; what is appended goes into a dict.
     """
 
     def __init__(self, text: GrowingText, size: int) -> None:

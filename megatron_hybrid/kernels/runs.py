@@ -5,7 +5,7 @@ ring, then its own.
 
                  turn 0   turn 1   turn 2
     sequence 0   p0       n0       d0           one token pending, one draft
-    sequence 1   n1       d1       d1           none pending, two drafts
+    sequence 1   n1       d1       e1           none pending, two drafts
 """
 
 from __future__ import annotations
@@ -58,14 +58,12 @@ def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
     everyone = range(len(lengths))
     folds = []
     for number in range(max(pending, default=0)):
-        members = [s for s in everyone if number < pending[s]]
-        folds.append(host.fold(members, [number - pending[s] for s in members]))
-    if members := [s for s in everyone if lengths[s]]:
-        folds.append(host.fold(members, [0] * len(members)))
+        folds.append(host.fold([(s, number - pending[s]) for s in everyone if number < pending[s]]))
+    if any(lengths):
+        folds.append(host.fold([(s, 0) for s in everyone if lengths[s]]))
     drafts = []
     for number in range(1, max(lengths, default=0)):
-        members = [s for s in everyone if number < lengths[s]]
-        drafts.append(host.turn(members, [number] * len(members)))
+        drafts.append(host.turn([(s, number) for s in everyone if number < lengths[s]]))
     return RunsPlan(
         reads=SlotReads.of(runs.read_slot.tolist(), host.device),
         writes=SlotWrites.of(host.write_slot, host.device),
@@ -77,7 +75,8 @@ def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
 
 
 class HostRuns:
-    """The figures of DecodeRuns on the host."""
+    """The figures of DecodeRuns on the host. A token is named by its sequence and how far ahead of
+    the sequence's next one it is; pending ones are behind it."""
 
     def __init__(self, runs: DecodeRuns, ring_length: int) -> None:
         self.device = runs.position.device
@@ -98,34 +97,33 @@ class HostRuns:
                     f"has {ring_length} places."
                 )
 
-    def turn(self, members: list[int], ahead: list[int]) -> Turn:
-        """Of each member the token so far ahead of its next one; pending ones are behind it."""
-        both = list(zip(members, ahead, strict=True))
-        from_ring = any(a < 0 for a in ahead)
+    def turn(self, tokens: list[tuple[int, int]]) -> Turn:
+        from_ring = any(ahead < 0 for _, ahead in tokens)
         return Turn(
-            sequences=self._ints(members),
-            tokens=None if from_ring else self._ints([self.bounds[s] + a for s, a in both]),
-            rings=self._ints([self._rings[s] for s in members]),
-            places=self._ints([(self.position[s] + a) % self._ring_length for s, a in both]),
+            sequences=self._ints([s for s, _ in tokens]),
+            tokens=None if from_ring else self._ints([self.bounds[s] + a for s, a in tokens]),
+            rings=self._ints([self._rings[s] for s, _ in tokens]),
+            places=self._ints([(self.position[s] + a) % self._ring_length for s, a in tokens]),
         )
 
     def kept(self) -> Turn:
         """All tokens whose inputs go to the ring."""
-        kept = [
-            (s, ahead)
-            for s, length in enumerate(self.lengths)
-            for ahead in range(int(self.write_slot[s] > 0), length)
-        ]
-        return self.turn([s for s, _ in kept], [ahead for _, ahead in kept])
+        return self.turn(
+            [
+                (s, ahead)
+                for s, length in enumerate(self.lengths)
+                for ahead in range(int(self.write_slot[s] > 0), length)
+            ]
+        )
 
-    def fold(self, members: list[int], ahead: list[int]) -> Fold:
+    def fold(self, tokens: list[tuple[int, int]]) -> Fold:
         slots = [0] * len(self.lengths)
-        for s, a in zip(members, ahead, strict=True):
+        for s, ahead in tokens:
             position, slot = self.checkpoints[s]
-            if position == self.position[s] + a + 1:
+            if position == self.position[s] + ahead + 1:
                 slots[s] = slot
         checkpoints = SlotWrites.of(slots, self.device) if max(slots) > 0 else None
-        return Fold(self.turn(members, ahead), checkpoints)
+        return Fold(self.turn(tokens), checkpoints)
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

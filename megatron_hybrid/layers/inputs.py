@@ -104,10 +104,6 @@ class StateSpec:
         conv = _prod(self.conv_shape) * self.conv_dtype.itemsize
         return conv + _prod(self.ssm_shape) * self.ssm_dtype.itemsize
 
-    def ring_bytes_per_token(self) -> int:
-        kept = self.conv_shape[0] + sum(map(_prod, self.inputs_shapes))
-        return kept * self.inputs_dtype.itemsize
-
 
 class RecurrentRings(NamedTuple):
     """Inputs of one recurrent layer's last tokens, [rings, R, ...] each: see DecodeRuns."""

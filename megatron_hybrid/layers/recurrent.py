@@ -15,7 +15,7 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
 )
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.inputs import RecurrentRings, StateSpec
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, section
 from megatron_hybrid.layers.step import PartKind, Step, StepPart
@@ -83,13 +83,9 @@ class RecurrentMixer(Mixer):
         weights = (self.conv_weight, self.conv_bias)
 
         def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
-            result: Tensor
-            if part.kind is PartKind.RUNS:
-                ring = step.caches.rings[self.layer].conv
-                result = conv.decode_runs(*rows, *weights, state, ring, part.conv, out, silu=silu)
-            else:
-                run = conv.decode if part.kind is PartKind.DECODE else conv.prefill
-                result = run(*rows, *weights, state, part.conv, out, silu=silu)
+            run = getattr(conv, part.kind.value)
+            rings = [ring.conv for ring in self._rings(part, step)]
+            result: Tensor = run(*rows, *weights, state, *rings, part.conv, out, silu=silu)
             return result
 
         return self._by_part(step, (x,), x, compute)
@@ -102,16 +98,16 @@ class RecurrentMixer(Mixer):
         kernel, state = self.kernel(step.kernels), self.state(step).ssm
 
         def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
-            result: Tensor
-            if part.kind is PartKind.RUNS:
-                ring = step.caches.rings[self.layer].inputs
-                result = kernel.decode_runs(*rows, *constants, state, ring, part.scan, out)
-            else:
-                run = kernel.decode if part.kind is PartKind.DECODE else kernel.prefill
-                result = run(*rows, *constants, state, part.scan, out)
+            run = getattr(kernel, part.kind.value)
+            rings = [ring.inputs for ring in self._rings(part, step)]
+            result: Tensor = run(*rows, *constants, state, *rings, part.scan, out)
             return result
 
         return self._by_part(step, tokens, like, compute)
+
+    def _rings(self, part: StepPart, step: Step) -> tuple[RecurrentRings, ...]:
+        """What only runs take: theirs, else none."""
+        return (step.caches.rings[self.layer],) if part.kind is PartKind.RUNS else ()
 
     def _by_part(
         self,

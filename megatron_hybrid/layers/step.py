@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +14,11 @@ from megatron_hybrid.layers.inputs import LayerCaches
 
 
 class PartKind(Enum):
-    DECODE = auto()  # one token a sequence
-    RUNS = auto()  # one token and drafts
-    PREFILL = auto()
+    """The values are the kernels' calls."""
+
+    DECODE = "decode"  # one token a sequence
+    RUNS = "decode_runs"  # one token and drafts
+    PREFILL = "prefill"
 
 
 @dataclass(frozen=True, slots=True)

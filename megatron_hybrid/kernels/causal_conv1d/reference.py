@@ -182,7 +182,7 @@ def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
         writes=SlotWrites.of([slot for _, slot in written], device),
         window_rows=(rows([row for row, _ in written])[:, None] + columns).flatten(),
         old_rows=(rows(first)[:, None] + columns).flatten(),
-        pending=host.turn([s for s, _ in pending], [ahead for _, ahead in pending]),
+        pending=host.turn(pending),
         pending_rows=rows(pending_rows),
         token_rows=rows(token_rows)[:, None] + taps,
         kept=host.kept(),
