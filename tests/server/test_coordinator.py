@@ -46,7 +46,10 @@ class Replica:
         self.engine = FakeEngine(tokenizer.vocab_size, tokenizer.eos_token_ids)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_socket(self._context, folder.engine_endpoint(number))
-        self.loop = EngineLoop(self.engine, self._socket, max_queue=4, cache=HYBRID)
+        self.joined: list[str] = []  # URLs of front ends
+        self.loop = EngineLoop(
+            self.engine, self._socket, max_queue=4, cache=HYBRID, on_join=self.joined.append
+        )
         self.publisher = KVEventPublisher(
             [folder.kv_events_endpoint(number)], [folder.kv_replay_endpoint(number)]
         )
@@ -422,14 +425,9 @@ def test_a_replica_that_drains_waits_for_requests_that_were_under_way(
         context.term()
 
 
-def test_only_who_takes_requests_counts_as_a_front_end(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joined: list[str] = []
-    for replica in server.replicas:
-        monkeypatch.setattr(replica.loop, "_on_join", joined.append)
+def test_only_who_takes_requests_counts_as_a_front_end(server: Server) -> None:
     server.start_coordinator()
     other = server.connect()
-    wait_until(lambda: len(joined) == 2)
-    assert joined == ["http://nowhere"] * 2
+    wait_until(lambda: all(len(replica.joined) >= 2 for replica in server.replicas))
+    assert [replica.joined for replica in server.replicas] == [["http://nowhere"] * 2] * 2
     other.close()
