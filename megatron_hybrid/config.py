@@ -14,6 +14,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_SPECULATIVE_TOKENS = 32
 PREFIX = "inference_dynamic_batching_"
 
 
@@ -119,6 +120,11 @@ class EngineConfig:
     inference_dynamic_batching_prefix_caching_checkpoint_interval: int = _option(
         1024, "tokens between states that are kept for want of a better place; 0: none"
     )
+    num_speculative_tokens: int = _option(
+        0,
+        "guesses of a request's next tokens that a step verifies at most; they are taken from the "
+        "request's own text, where it repeats itself. 0: none. Answers are the same",
+    )
     prefill_checkpoint_mode: str = _option(
         "extract",
         "extract: kernels store states inside a chunk; break: chunks end where a state is kept",
@@ -175,6 +181,11 @@ class EngineConfig:
         if getattr(self, mixed) < 0:
             raise ConfigurationError(
                 f"{_flag(mixed)} is {getattr(self, mixed)}; it must be 0 (none) or more."
+            )
+        if not 0 <= self.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
+            raise ConfigurationError(
+                f"--num-speculative-tokens is {self.num_speculative_tokens}; it must be 0 (none) "
+                f"to {MOST_SPECULATIVE_TOKENS}."
             )
         requests = self.inference_dynamic_batching_max_requests
         if requests is not None and requests > self.inference_dynamic_batching_max_tokens:

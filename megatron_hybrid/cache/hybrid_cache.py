@@ -354,16 +354,20 @@ class HybridCache:
         return self.kv.last_uses(), self.states.last_uses()
 
     def check_integrity(
-        self, leases: Iterable[Lease] | None = None, holds: Iterable[Hold] = ()
+        self,
+        leases: Iterable[Lease] | None = None,
+        holds: Iterable[Hold] = (),
+        reserved: Iterable[int] = (),
     ) -> None:
-        """Assert every invariant; between steps, with all running requests' leases and all holds,
-        the references too."""
+        """Assert every invariant; between steps, with all running requests' leases, all holds and
+        the slots of checkpoints that are reserved, the references too."""
         tables = owned = pinned = None
         if leases is not None:
             leases, holds = list(leases), list(holds)
             tables = [lease.blocks for lease in leases] + [hold.blocks for hold in holds]
             tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
             owned = [lease.live_slot for lease in leases if lease.live_slot != NULL_SLOT]
+            owned += reserved
             pinned = [lease.read_slot for lease in leases if lease.pinned]
             pinned += [hold.slot for hold in holds if hold.slot != NULL_SLOT]
         self.store.check_integrity(tables, owned, pinned)

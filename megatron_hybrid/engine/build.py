@@ -15,6 +15,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.drafting.prompt_lookup import PromptLookup
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.profiling import measure_activations
@@ -24,7 +25,9 @@ from megatron_hybrid.engine.sizing import (
     derive_geometry,
     describe,
     gpu_cache_bytes,
+    ring_length,
 )
+from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
@@ -78,6 +81,13 @@ def build_engine(
         cache=_cache(config, geometry),
     )
     keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
+    drafts = config.num_speculative_tokens
+    if geometry.has_recurrent and drafts >= geometry.grid:
+        raise ConfigurationError(
+            f"--num-speculative-tokens is {drafts}; with states kept every {geometry.grid} tokens "
+            f"(--inference-dynamic-batching-block-size and the model's kernels), it can be at most "
+            f"{geometry.grid - 1}."
+        )
     caches = allocate_caches(
         model.kv_specs,
         model.state_specs,
@@ -86,6 +96,8 @@ def build_engine(
         num_slots=geometry.num_slots + 1,  # the null slot
         device=device,
         end_logits_vocab=model_config.vocab_size if keeps_logits and model.is_last_stage else 0,
+        num_rings=geometry.max_requests if drafts else 0,
+        ring_length=ring_length(drafts),
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -106,6 +118,7 @@ def build_engine(
         parallel,
         max_tokens=config.inference_dynamic_batching_max_tokens,
         all_to_all_from=_all_to_all_from(config, parallel, model_config),
+        num_drafts=drafts,
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)
@@ -124,7 +137,15 @@ def build_engine(
         ),
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
+        speculation=_speculation(context, drafts),
     )
+
+
+def _speculation(context: DynamicInferenceContext, drafts: int) -> Speculation | None:
+    if not drafts:
+        return None
+    lookup = PromptLookup(context.geometry.max_requests, context.max_seq_length)
+    return Speculation(context.rows, lookup, drafts)
 
 
 def _all_to_all_from(

@@ -116,13 +116,10 @@ class DynamicInferenceContext:
         """Decoding requests whose next token starts a block, the most important ones first."""
         if not self.geometry.has_attention:
             return []
-        rows, size = self.rows, self.geometry.block_size
-        starting = (rows.decoding & (rows.position % size == 0)).nonzero()[0]
-        found = []
-        for row in starting.tolist():
-            request = self.request_in(row)
-            if int(rows.position[row]) // size == len(self._lease(row).blocks):
-                found.append(request)
+        rows = self.rows
+        decoding = rows.decoding.nonzero()[0]
+        has_room = rows.next_position(decoding) < self._tokens_with_room(decoding)
+        found = map(self.request_in, decoding[~has_room].tolist())
         return sorted(found, key=lambda r: (r.priority, r.admission))
 
     def extend_block_table(self, request: TrackedRequest) -> bool:
@@ -133,27 +130,54 @@ class DynamicInferenceContext:
             block = self.cache.extend(lease)
         except KVBlocksExhausted:
             return False
-        self.rows.block_table[request.row, len(lease.blocks) - 1] = block
+        self.rows.add_block(request.row, block)
         return True
 
+    def room_for_drafts(
+        self, decode_rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """[decodes]: so many of the drafts that each row wants have a place for their KV, and so
+        has the token behind them. For drafts nothing is evicted, which would go on without."""
+        if not self.geometry.has_attention:
+            return wanted
+        behind = self.rows.next_position(decode_rows) + 2
+        lacking = behind + wanted - self._tokens_with_room(decode_rows)
+        blocks = np.where(wanted > 0, -(-lacking // self.geometry.block_size), 0)
+        for row in np.repeat(decode_rows, blocks.clip(min=0)).tolist():
+            if not self.cache.kv.num_free or not self.extend_block_table(self.request_in(row)):
+                break
+        room = self._tokens_with_room(decode_rows) - behind
+        return np.minimum(wanted, room.clip(min=0))
+
+    def _tokens_with_room(self, decode_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self.rows.num_blocks[decode_rows] * self.geometry.block_size
+
     def rows_on_the_grid_next(
-        self, decode_rows: npt.NDArray[np.int64]
+        self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1
     ) -> list[tuple[TrackedRequest, int]]:
-        """Decoding requests whose next token ends at a grid position, with that position."""
+        """Decoding requests whose states may come to a grid position with drafts that hold and so
+        many tokens more, with that position."""
         if not self.cache.enabled or not self.geometry.has_recurrent:
             return []
-        ends = self.rows.position[decode_rows] + 1
-        on_grid = ends % self.geometry.grid == 0
-        requests = map(self.request_in, decode_rows[on_grid].tolist())
-        return list(zip(requests, ends[on_grid].tolist(), strict=True))
+        grid = self.geometry.grid
+        next_on_grid = (self.rows.position[decode_rows] // grid + 1) * grid
+        reached = next_on_grid <= self.rows.next_position(decode_rows) + feeds
+        requests = map(self.request_in, decode_rows[reached].tolist())
+        return list(zip(requests, next_on_grid[reached].tolist(), strict=True))
 
-    def publish_decoded_blocks(self, decode_rows: npt.NDArray[np.int64]) -> None:
-        """Make the blocks that the last decode completed visible."""
-        if not self.cache.enabled or not self.geometry.has_attention:
-            return
+    def advance(self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1) -> int:
+        """The states of these rows have come to include their drafts that hold, and so many tokens
+        more; how many that is together. Makes the blocks that were completed visible."""
         rows, size = self.rows, self.geometry.block_size
-        for row in decode_rows[rows.position[decode_rows] % size == 0].tolist():
-            self.publish_blocks(self.request_in(row), int(rows.position[row]))
+        before, held = rows.position[decode_rows], rows.pending[decode_rows]
+        after = before + held + feeds
+        rows.position[decode_rows] = after
+        rows.generated[decode_rows] += held
+        rows.pending[decode_rows] = rows.unknown[decode_rows] = 0
+        if self.cache.enabled and self.geometry.has_attention:
+            for row in decode_rows[after // size > before // size].tolist():
+                self.publish_blocks(self.request_in(row), int(rows.position[row]))
+        return int((after - before).sum())
 
     def publish_blocks(self, request: TrackedRequest, computed: int) -> None:
         """Make the request's full blocks below position `computed` visible."""
@@ -161,10 +185,12 @@ class DynamicInferenceContext:
         if self.cache.publish_blocks(request.lease, computed):
             self.rows.set_blocks(request.row, request.lease.blocks)
 
-    def publish_decoded_state(self, request: TrackedRequest, checkpoint: StepCheckpoint) -> None:
-        """Make the state that a decoding request has just left visible."""
+    def publish_decoded_state(
+        self, request: TrackedRequest, checkpoint: StepCheckpoint, *, at_end: bool
+    ) -> None:
+        """Make a state that a decoding request has just left, or passed, visible."""
         assert request.lease is not None
-        self.cache.publish_state(request.lease, checkpoint, at_end=True)
+        self.cache.publish_state(request.lease, checkpoint, at_end=at_end)
         self.rows.read_slot[request.row] = request.lease.read_slot
         self.rows.write_slot[request.row] = request.lease.live_slot
 
@@ -187,7 +213,8 @@ class DynamicInferenceContext:
         rows.decoding[row] = True
 
     def computed_tokens(self, request: TrackedRequest) -> int:
-        """How many tokens of a running request have been computed or skipped."""
+        """How many tokens of a running request have been computed or skipped, and are in its
+        state."""
         decoding = bool(self.rows.decoding[request.row])
         return int(self.rows.position[request.row]) if decoding else request.position
 
@@ -226,17 +253,19 @@ class DynamicInferenceContext:
         what was."""
         self.cache.set_epoch(self.cache.epoch + 1)
 
-    def check_integrity(self, holds: Iterable[Hold] = ()) -> None:
-        """Assert every invariant; call between steps. `holds`: those that the scheduler has."""
+    def check_integrity(self, holds: Iterable[Hold] = (), reserved: Iterable[int] = ()) -> None:
+        """Assert every invariant; call between steps. `holds`, `reserved`: those that the scheduler
+        has, and the slots that it has reserved."""
         running = list(self.running())
         leases = [request.lease for request in running if request.lease is not None]
         assert len(leases) == len(running) == self.geometry.max_requests - self.rows.num_free
-        self.cache.check_integrity(leases, holds)
+        self.cache.check_integrity(leases, holds, reserved)
         for request in running:
             lease = request.lease
             assert lease is not None and self.requests[request.row] is request
             table = self.rows.block_table[request.row, : len(lease.blocks)]
             assert table.tolist() == lease.blocks, "a row's block table differs from its lease"
+            assert self.rows.num_blocks[request.row] == len(lease.blocks)
 
     def _fill_row(self, request: TrackedRequest, lease: Lease) -> None:
         rows, row, params = self.rows, request.row, request.params

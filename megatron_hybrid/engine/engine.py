@@ -16,6 +16,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.pause import PAUSE_MODES, PauseMode
 from megatron_hybrid.engine.scheduler import Received, Scheduler
+from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import (
@@ -66,10 +67,11 @@ class DynamicInferenceEngine:
         grammars: Grammars | None = None,
         lockstep: Lockstep | None = None,
         is_alone: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         """`grammars`: None for a model without a tokenizer, whose answers can't have one.
         `lockstep`: with the replicas that share experts with this one. `is_alone`: no other rank
-        takes part in a step."""
+        takes part in a step. `speculation`: chooses drafts; None: decodes have none."""
         self.context = context
         self.runner = runner
         self.vocab_size = vocab_size
@@ -82,6 +84,7 @@ class DynamicInferenceEngine:
             self.statistics,
             chunked_prefill=chunked_prefill,
             break_at_checkpoints=break_at_checkpoints,
+            speculation=speculation,
         )
         self._seed = seed
         self._chunked_prefill = chunked_prefill
@@ -148,6 +151,8 @@ class DynamicInferenceEngine:
             if not self._is_alone:  # other ranks may wait in a collective that this one has left
                 raise
             logger.exception("step %d failed", plan.step)
+            if plan.folds:  # into states that are cached already
+                self.reset()
             scheduler.drop(plan)
             scheduler.settle(self._receive())
             scheduler.fail(plan.owners, error)
@@ -412,7 +417,8 @@ class DynamicInferenceEngine:
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
-        self.context.check_integrity(self.scheduler.holds)
+        scheduler = self.scheduler
+        self.context.check_integrity(scheduler.holds, scheduler.reserved_slots)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Each once; ids that the model does not know never come."""

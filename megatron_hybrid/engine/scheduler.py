@@ -30,14 +30,17 @@ from megatron_hybrid.cache.lease import Hold, StepCheckpoint
 from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.pause import PauseMode
+from megatron_hybrid.engine.speculation import Guesses, Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
 from megatron_hybrid.execution.plan import (
     BlockCopy,
+    Fold,
     PrefillChunk,
     ResumedRow,
+    RunsPlan,
     StepPlan,
     StepResult,
 )
@@ -57,7 +60,9 @@ class Scheduler:
         chunked_prefill: bool = True,
         break_at_checkpoints: bool = False,
         twins: Twins | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        """`speculation`: None for decodes of one token each."""
         self._context = context
         self._cache = context.cache
         self._statistics = statistics
@@ -68,7 +73,9 @@ class Scheduler:
         self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
         self._twins = Twins(context.cache) if twins is None else twins
+        self._speculation = speculation
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
+        self._folds: list[Fold] = []  # for the coming step
         self._events: list[RequestEvent] = []  # not handed out yet
         self._pause: PauseMode | None = None
         # answers that have not ended, by request and index
@@ -154,6 +161,11 @@ class Scheduler:
         """What is kept in the cache for requests that wait."""
         return self._twins.holds
 
+    @property
+    def reserved_slots(self) -> Iterable[int]:
+        """Of checkpoints that answers may come to when it is known which drafts hold."""
+        return [c.slot for checkpoints in self._checkpoints.values() for c in checkpoints if c.slot]
+
     def advance_to(self, step: int) -> None:
         """Let time pass: the coming step has this number. Ages are counted in steps."""
         self._step = step
@@ -194,6 +206,9 @@ class Scheduler:
             self._admit_waiting(plan, budget)
             if plan.is_empty and len(self._waiting) and self._twins.release_holds():
                 self._admit_waiting(plan, budget)
+        self._plan_runs(plan)
+        if not plan.is_empty:
+            plan.folds, self._folds = self._folds, []
         statistics.step = plan.step
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
@@ -211,19 +226,55 @@ class Scheduler:
     def _preempt(self, request: TrackedRequest) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
         self._statistics.count_preemption(request)
+        self._take_up_drafts(request)
         self._context.keep_end(request, placement.PREEMPTED)
         self._stop_running(request)
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
 
-    def _reserve_decode_checkpoints(self, decode_rows: np.ndarray) -> None:
-        for request, position in self._context.rows_on_the_grid_next(decode_rows):
+    def _reserve_decode_checkpoints(self, decode_rows: np.ndarray, feeds: int = 1) -> None:
+        for request, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
             assert request.lease is not None
+            if request.row in self._checkpoints:
+                continue  # since a step that might have passed the position and did not
             checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
             if checkpoint is not None:
                 self._checkpoints[request.row] = [checkpoint]
-                self._context.rows.write_slot[request.row] = checkpoint.slot
+
+    def _plan_runs(self, plan: StepPlan) -> None:
+        """Choose drafts for the decodes, and where their checkpoints are written."""
+        context, rows, decodes = self._context, self._context.rows, plan.decode_rows
+        num_decodes = len(decodes)
+        guesses = None
+        if self._speculation is not None and num_decodes and not plan.prefills:
+            # An answer's last token is never that behind a draft: when it is launched, everything
+            # else of the answer is in the state.
+            written = rows.generated[decodes] + rows.pending[decodes] + rows.unknown[decodes]
+            most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
+            if (budget := context.max_tokens - num_decodes) < most.sum():
+                most = np.minimum(most, budget // num_decodes)
+            guesses = self._speculation.choose(decodes, most)
+        checkpoints = [
+            (row, checkpoint)
+            for row, own in self._checkpoints.items()
+            for checkpoint in own
+            if rows.decoding[row]
+        ]
+        if guesses is None and not (rows.pending | rows.unknown)[decodes].any():
+            for row, checkpoint in checkpoints:
+                if checkpoint.position == rows.position[row] + 1:
+                    rows.write_slot[row] = checkpoint.slot
+            return
+        if guesses is None:
+            nothing = np.zeros(num_decodes, dtype=np.int64)
+            guesses = Guesses(nothing, np.zeros((num_decodes, 0), dtype=np.int64), nothing)
+        position, slot = np.zeros((2, num_decodes), dtype=np.int64)
+        for row, checkpoint in checkpoints:
+            index = np.searchsorted(decodes, row)
+            position[index], slot[index] = checkpoint.position, checkpoint.slot
+        num_drafts = context.room_for_drafts(decodes, guesses.num_drafts)
+        plan.runs = RunsPlan(num_drafts, guesses.windows, guesses.window_start, position, slot)
 
     def _look_ahead(self) -> None:
         """Let running prefills see who waits for what they compute."""
@@ -353,23 +404,33 @@ class Scheduler:
     def publish(self, plan: StepPlan) -> None:
         """Count a launched step as computed and make what it leaves visible. Every token that it
         feeds is known; requests whose last token it samples leave."""
-        context, rows = self._context, self._context.rows
-        context.states_were_read(plan.decode_rows)
-        rows.position[plan.decode_rows] += 1
-        context.publish_decoded_blocks(plan.decode_rows)
+        context, rows, decodes = self._context, self._context.rows, plan.decode_rows
+        context.states_were_read(decodes)
+        self._totals["decode_tokens"] += context.advance(decodes)
+        if plan.runs is not None:
+            rows.unknown[decodes] = plan.runs.num_drafts
         for chunk in plan.prefills:
             self._publish_chunk(chunk)
         for resumed in plan.resumed:
             self._publish_resumed(resumed)
-        for row, (checkpoint,) in self._checkpoints.items():  # those of decodes are left
-            context.publish_decoded_state(context.request_in(row), checkpoint)
-        self._checkpoints.clear()
+        # those of prompts are gone
+        self._publish_decoded_states(list(self._checkpoints), at_end=plan.runs is None)
         self._totals["steps"] += 1
-        self._totals["decode_tokens"] += len(plan.decode_rows)
         sampled = plan.sampled_rows
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
             self._leave(context.request_in(row))
+
+    def _publish_decoded_states(self, rows: Iterable[int], *, at_end: bool) -> None:
+        """Those that these decodes have come to. `at_end`: they were written instead of the
+        requests' own states, and not on the way."""
+        context = self._context
+        for row in rows:
+            for checkpoint in self._checkpoints.get(row, []):
+                if checkpoint.position <= context.rows.position[row]:
+                    del self._checkpoints[row]
+                    request = context.request_in(row)
+                    context.publish_decoded_state(request, checkpoint, at_end=at_end)
 
     def _publish_chunk(self, chunk: PrefillChunk) -> None:
         request: TrackedRequest = chunk.owner
@@ -386,7 +447,7 @@ class Scheduler:
                 self._twins.was_published(lease, position)
         if chunk.samples:
             self._prefilling.remove(request)
-            context.start_decoding(request)
+            self._start_decoding(request)
 
     def _publish_resumed(self, resumed: ResumedRow) -> None:
         request: TrackedRequest = resumed.owner
@@ -394,39 +455,73 @@ class Scheduler:
         self._cache.tail_was_copied(request.lease)
         if not self._context.geometry.has_recurrent:  # else its first decode reads the state
             self._cache.state_was_read(request.lease)
+        self._start_decoding(request)
+
+    def _start_decoding(self, request: TrackedRequest) -> None:
         self._context.start_decoding(request)
+        if self._speculation is not None:
+            text = request.tokens(0, request.num_tokens)
+            self._speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
 
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
         launch are dropped."""
+        written = result.tokens_by_row()
         # where a row has changed hands: before its new owner's first one
-        self._context.rows.last_token[plan.sampled_rows] = result.tokens
+        self._context.rows.last_token[plan.sampled_rows] = [tokens[-1] for tokens in written]
         for chunk in plan.prefills:
             if chunk.logprob_targets is not None and chunk.owner.is_open:
                 known = chunk.owner.prompt_logprobs or [None]
                 chunk.owner.prompt_logprobs = known + result.prompt_logprobs[chunk.row]
         received: Received = []
-        rows, tokens, logprobs = plan.sampled_rows.tolist(), result.tokens.tolist(), result.logprobs
-        for row, request, token in zip(rows, plan.sampled_owners, tokens, strict=True):
+        rows, logprobs, count = plan.sampled_rows.tolist(), result.logprobs, 0
+        for row, request, tokens in zip(rows, plan.sampled_owners, written, strict=True):
             if not request.is_open:
                 continue
-            request.output.append(token)
+            count += len(tokens)
+            request.output += tokens
             if request.grammar is not None:
-                request.grammar.advance(token)
-            event = self._event(request, [token])
+                request.grammar.advance(tokens[-1])  # the only one: it has no drafts
+            event = self._event(request, tokens)
             if logprobs and row in logprobs:
-                event.logprobs = [logprobs[row]]
+                event.logprobs = logprobs[row]
             if request.prompt_logprobs is not None:
                 event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             received.append((request, event))
-        self._totals["generated_tokens"] += len(received)
+        self._totals["generated_tokens"] += count
+        if self._speculation is not None:
+            self._note_drafts(plan, result, written)
         return received
+
+    def _note_drafts(
+        self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]
+    ) -> None:
+        """What holds of a step's drafts, and the texts as they are now."""
+        rows, speculation = self._context.rows, self._speculation
+        assert speculation is not None
+        owners = plan.sampled_owners
+        stay = np.asarray([request.lease is not None for request in owners], dtype=bool)
+        if result.accepted is not None:
+            assert plan.runs is not None
+            decodes = plan.decode_rows
+            num_drafts, accepted = plan.runs.num_drafts, result.accepted
+            self._statistics.count_drafts(num_drafts, accepted)
+            here = stay[: len(decodes)]
+            decodes, num_drafts, accepted = decodes[here], num_drafts[here], accepted[here]
+            rows.pending[decodes], rows.unknown[decodes] = accepted, 0
+            # Ages are those of a run without drafts, which would have taken so many steps more.
+            self._step += int(accepted.max(initial=0))
+            self._cache.begin_step(self._step - 1)
+            speculation.note(decodes, num_drafts, accepted)
+        if stay.any():
+            texts = [tokens for tokens, stays in zip(written, stay, strict=True) if stays]
+            speculation.extend(plan.sampled_rows[stay], texts)
 
     def settle(self, received: Received) -> None:
         """Hand out the tokens of `receive`, and end the requests that end with them. The step
         that was launched meanwhile is published: their states include what it fed."""
         for request, event in received:
-            (token,) = event.token_ids
+            token = event.token_ids[-1]  # none of those before it ends the answer: see verification
             if token in request.stop_ids:
                 event.stop_token_id = token
                 self._finish(request, FinishReason.STOP, event)
@@ -479,8 +574,27 @@ class Scheduler:
         """A running request computes nothing more: take back its row and lease."""
         # a prompt cut short is of no use
         if keeps_end and request not in self._prefilling:
+            self._take_up_drafts(request)
             self._context.keep_end(request, placement.ANSWER_END)
         self._stop_running(request)
+
+    def _take_up_drafts(self, request: TrackedRequest) -> None:
+        """Have the state of a request that computes nothing more come to where it is without
+        drafts: those of its last step that hold are folded at the beginning of the coming step."""
+        context, lease, row = self._context, request.lease, np.asarray([request.row])
+        pending = int(context.rows.pending[request.row])
+        assert lease is not None
+        if not pending:
+            return
+        self._reserve_decode_checkpoints(row, feeds=0)
+        self._totals["decode_tokens"] += context.advance(row, feeds=0)
+        position = context.computed_tokens(request)
+        passed = [(c.position, c.slot) for c in self._checkpoints.get(request.row, ())]
+        is_kept = passed or self._cache.placement.keeps_end(position)
+        if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
+            fold = Fold(request.row, position, pending, lease.live_slot, *(passed or [(0, 0)])[0])
+            self._folds.append(fold)
+        self._publish_decoded_states((request.row,), at_end=False)
 
     def _stop_running(self, request: TrackedRequest) -> None:
         for checkpoint in self._checkpoints.pop(request.row, ()):

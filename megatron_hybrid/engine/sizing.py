@@ -89,12 +89,13 @@ def derive_geometry(
     own_logits = bytes_per_logits if stage.has_logits else 0
     own_block = _bytes_per_block(stage.kv_specs, block_size)
     own_slot = _bytes_per_state(stage.state_specs) + own_logits
+    own_live = own_slot + _bytes_per_ring(stage.state_specs, config.num_speculative_tokens)
     keeps_states = caches and bool(state_specs)
     if gpu_bytes is None:
         buffer, states = _cpu_budgets(config)
     else:
         buffer, states = _gpu_budgets(config, keeps_states and own_slot > 0, minimum(gpu_bytes))
-    max_requests = minimum(_max_requests(config, buffer, own_slot if state_specs else 0))
+    max_requests = minimum(_max_requests(config, buffer, own_live if state_specs else 0))
     cached = 0
     if keeps_states:
         cached = slots_for_budget(states / GIB, own_slot) if own_slot else NO_LIMIT
@@ -103,7 +104,7 @@ def derive_geometry(
         if own_logits:
             cached = min(cached, buffer // 8 // own_logits)
         buffer -= cached * own_logits
-    live_bytes = max_requests * own_slot if state_specs else 0
+    live_bytes = max_requests * own_live if state_specs else 0
     num_blocks = NO_LIMIT if kv_specs else 0
     if own_block:
         num_blocks = max(0, (buffer - live_bytes) // own_block - 1)  # the dummy
@@ -128,6 +129,15 @@ def _bytes_per_block(specs: Iterable[KVSpec], block_size: int) -> int:
 
 def _bytes_per_state(specs: Iterable[StateSpec]) -> int:
     return sum(spec.bytes_per_slot() for spec in specs)
+
+
+def ring_length(drafts: int) -> int:
+    """Places of a ring: for the drafts of the last step that hold, and a step's own tokens."""
+    return 2 * drafts + 1 if drafts else 0
+
+
+def _bytes_per_ring(specs: Iterable[StateSpec], drafts: int) -> int:
+    return ring_length(drafts) * sum(spec.bytes_per_ring_place() for spec in specs)
 
 
 def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> ConfigurationError:

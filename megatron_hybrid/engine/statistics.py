@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.prefix_index import PrefixMatch
 from megatron_hybrid.engine.latency import Latencies
@@ -28,6 +31,9 @@ TOTALS = (
     "twins_waited",  # requests
     "twin_deferrals",  # requests times steps
     "twin_tokens_saved",
+    "drafts",  # requests times steps
+    "draft_tokens",
+    "accepted_tokens",  # drafts that hold
 )
 
 
@@ -41,6 +47,7 @@ class Statistics:
         self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.requests_finished: Counter[str] = Counter()  # by finish reason
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
+        self._accepted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by place
         self.step = 0
         self.running = 0
         self.waiting = 0
@@ -97,6 +104,17 @@ class Statistics:
         self._count(request, "recomputed_tokens", end - start - first_time)
         request.seen = max(request.seen, end)
 
+    def count_drafts(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
+        """Drafts of a step, and how many hold; [requests] each."""
+        self.totals["drafts"] += int(np.count_nonzero(drafted))
+        self.totals["draft_tokens"] += int(drafted.sum())
+        self.totals["accepted_tokens"] += int(accepted.sum())
+        # of n drafts that hold each of the first n places has one
+        here = np.bincount(accepted)[::-1].cumsum()[::-1][1:]
+        if len(here) > len(self._accepted):
+            self._accepted = np.pad(self._accepted, (0, len(here) - len(self._accepted)))
+        self._accepted[: len(here)] += here
+
     def as_dict(self) -> Figures:
         """Everything a user may want to know, as plain numbers."""
         figures = self._figures()
@@ -148,6 +166,7 @@ class Statistics:
             **self.totals,
             "requests_finished": dict(self.requests_finished),
             "lost_tokens": dict(self.lost_tokens),
+            "accepted_by_place": {str(i): int(n) for i, n in enumerate(self._accepted)},
             "checkpoints_published": dict(cache.checkpoints_published),
             "checkpoints_read": dict(cache.checkpoints_read),
             "checkpoints_skipped": cache.checkpoints_skipped,

@@ -14,6 +14,12 @@ logits    0  1            6     8     0  0     what nobody asked for comes last
 
 Padded decodes read and write slot 0 and the first place of block 0; padded prompts have no tokens,
 and padded tokens after the last prompt belong to none.
+
+Decodes with drafts have several tokens each, and a row of logits for each:
+
+tokens   n0 d0 d0 | n1 | n2 d2 | p0 p0 p0 p0
+
+Then some figures are known to the device alone: they are put in place there, see runs.py.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ from torch import Tensor
 from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.runs import LastSteps, RunTables, place_kv, take_up
 from megatron_hybrid.kernels.contract import (
+    DecodeRuns,
     DecodeSlots,
     PagedHost,
     PagedSequences,
@@ -52,15 +60,20 @@ class BatchBuilder:
         device: torch.device,
         max_tokens: int,
         chunk_sizes: Sequence[int] = (),
+        last_steps: LastSteps | None = None,
     ) -> None:
-        """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know."""
+        """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
+        where decodes have drafts."""
         self._rows = rows
+        self._last_steps = last_steps
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
+        if last_steps is not None:  # two figures a token, and what RunTables has of each request
+            self._origin += 2 * max_tokens + requests * (2 * last_steps.longest + 16) + 64
         self._buffer = torch.empty(
             self._origin
             + (8 + len(self._chunk_sizes)) * max_tokens
@@ -73,23 +86,24 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, size: GraphSize | None = None) -> StepInputs:
         """`size`: of the captured step that will compute it; it must have room for the plan."""
-        rows, block_size = self._rows, self._block_size
+        rows, block_size, runs = self._rows, self._block_size, plan.runs
         decodes, chunks = plan.decode_rows, plan.prefills
         n = len(decodes)
         lengths = np.asarray([chunk.length for chunk in chunks], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         checkpoints = _checkpoints(chunks)
-        used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints))
+        used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints), plan.num_drafts)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
 
         token_ids, positions, kv_slot = np.zeros((3, room.tokens), dtype=np.int64)
-        position = rows.position[decodes]
-        token_ids[:n] = rows.last_token[decodes]
-        positions[:n] = position
-        block = rows.block_table[decodes, position // block_size]
-        kv_slot[:n] = block * block_size + position % block_size
-        for chunk, start in zip(chunks, room.decodes + starts, strict=False):
+        if runs is None:
+            position = rows.position[decodes]
+            token_ids[:n] = rows.last_token[decodes]
+            positions[:n] = position
+            block = rows.block_table[decodes, position // block_size]
+            kv_slot[:n] = block * block_size + position % block_size
+        for chunk, start in zip(chunks, room.decode_tokens + starts, strict=False):
             span = np.arange(chunk.start, chunk.end)
             here = slice(start, start + chunk.length)
             blocks = rows.block_table[chunk.row, span // block_size]
@@ -100,7 +114,7 @@ class BatchBuilder:
             kv_slot[here] = np.where(span < chunk.write_from, 0, place)
 
         paged = self._paged(plan, lengths, room)
-        logits_index = _logits_index(chunks, n, room.decodes + starts)
+        logits_index = _logits_index(chunks, used.decode_tokens, room.decode_tokens + starts)
         if size is not None:
             logits_index = _filled(logits_index, room.rows)
         cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
@@ -126,17 +140,49 @@ class BatchBuilder:
             *self._chunk_bounds(chunks, lengths, room),
             paged.kv_indices,
         ]
-        loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
+        loose = [plan.sampled_rows, *self._run_parts(plan), *self._moves(plan)]
+        loose_tensors, tensors = self._upload(loose, parts)
         (
-            tokens_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
+            token_ids_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
             rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
             ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *bounds_t, indices_t,
         ) = tensors  # fmt: skip
         if size is not None:  # a later step of this size may have more blocks
             indices_t = self._buffer[indices_t.storage_offset() :]
-        sampled_t, *moves = loose
+        sampled_t, *others = loose_tensors
+        decode: DecodeSlots | DecodeRuns | None = None
+        if runs is not None:
+            certain, sequence, offset, start, windows, at, slot, *others = others
+            width = runs.windows.shape[1]
+            tables = RunTables(
+                rows_t, certain, cu_t[: n + 1], sequence, offset, start, windows.view(n, width)
+            )
+            assert self._last_steps is not None
+            taken = take_up(tables, self._last_steps)
+            kv = place_kv(taken, tables, indptr_t, indices_t, block_size)
+            known = zip(
+                (token_ids_t, positions_t, kv_slot_t, kv_length_t),
+                (taken.fed, taken.position, *kv),
+                strict=True,
+            )
+            for target, values in known:
+                target[: len(values)].copy_(values)
+            decode = DecodeRuns(
+                cu_seqlens=tables.cu_seqlens,
+                position=taken.first_position.to(rows_t.dtype),
+                pending=taken.pending.to(rows_t.dtype),
+                read_slot=decode_read,
+                write_slot=decode_write,
+                ring=rows_t,
+                checkpoint_position=at,
+                checkpoint_slot=slot,
+            )
+            if kv_length_t.device.type == "cpu":  # whose kernels are planned with exact lengths
+                paged = paged._replace(kv_length=kv_length_t.numpy())
+        elif room.decodes:
+            decode = DecodeSlots(decode_read, decode_write)
         return StepInputs(
-            token_ids=tokens_t,
+            token_ids=token_ids_t,
             positions=positions_t,
             num_decodes=room.decodes,
             paged=PagedSequences(
@@ -150,7 +196,7 @@ class BatchBuilder:
                 host=paged,
                 static=size is not None,
             ),
-            decode=DecodeSlots(decode_read, decode_write) if room.decodes else None,
+            decode=decode,
             prefill=PrefillSegments(
                 cu_seqlens=starts_t,
                 start_position=start_t,
@@ -169,7 +215,8 @@ class BatchBuilder:
             logits_index=logits_t,
             decode_rows=rows_t,
             sampled_rows=sampled_t,
-            moves=CacheMoves(*moves) if moves else None,
+            moves=CacheMoves(*others) if others else None,
+            num_drafts=room.drafts,
         )
 
     def build_dummy(self, size: GraphSize) -> StepInputs:
@@ -182,17 +229,36 @@ class BatchBuilder:
         rows, chunks = self._rows, plan.prefills
         decodes = slice(len(plan.decode_rows))
         prompts = slice(room.decodes, room.decodes + len(chunks))
-        kv_length = np.ones(room.rows, dtype=np.int64)
-        kv_length[decodes] = rows.position[plan.decode_rows] + 1
+        sequences = room.decodes + room.prompts
+        queries, kv_length = np.ones((2, sequences), dtype=np.int64)
+        queries[room.decodes :] = _filled(lengths, room.prompts)
+        if plan.runs is not None:
+            queries[decodes] += plan.runs.num_drafts
+        # of runs: as long as they may be
+        kv_length[decodes] = rows.next_position(plan.decode_rows) + queries[decodes]
         kv_length[prompts] = [chunk.end for chunk in chunks]
         width = int(-(-kv_length.max(initial=1) // self._block_size))
-        table = np.zeros((room.rows, width), dtype=np.int64)
+        table = np.zeros((sequences, width), dtype=np.int64)
         table[decodes] = rows.block_table[plan.decode_rows, :width]
         table[prompts] = rows.block_table[[chunk.row for chunk in chunks], :width]
-        queries = np.concatenate(
-            [np.ones(room.decodes, dtype=np.int64), _filled(lengths, room.prompts)]
-        )
         return PagedHost.of(queries, kv_length, table, self._block_size)
+
+    def _run_parts(self, plan: StepPlan) -> list[Ints]:
+        """What `RunTables` and `DecodeRuns` have of the host; none where the step has no runs."""
+        runs, n = plan.runs, len(plan.decode_rows)
+        if runs is None:
+            return []
+        lengths = 1 + runs.num_drafts
+        first = np.cumsum(lengths) - lengths
+        return [
+            self._rows.position[plan.decode_rows],
+            np.repeat(np.arange(n), lengths),
+            np.arange(lengths.sum()) - np.repeat(first, lengths),
+            runs.window_start,
+            runs.windows.reshape(-1),
+            runs.checkpoint_position,
+            runs.checkpoint_slot,
+        ]
 
     def _chunk_bounds(
         self, chunks: list[PrefillChunk], lengths: Ints, room: GraphSize
@@ -211,7 +277,7 @@ class BatchBuilder:
         """The parts of CacheMoves in their order; none when the step moves nothing."""
         # the logits of prompts that end come right after those of the decodes
         ended = [chunk for chunk in plan.prefills if chunk.samples]
-        first = len(plan.decode_rows)
+        first = len(plan.decode_rows) + plan.num_drafts
         stored = [(first + i, c.logits_slot) for i, c in enumerate(ended) if c.logits_slot]
         if not (plan.copies or plan.resumed or stored):
             return []

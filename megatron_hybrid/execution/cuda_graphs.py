@@ -36,15 +36,20 @@ class GraphSize(NamedTuple):
     prefill_tokens: int = 0
     prompts: int = 0
     checkpoints: int = 0  # stored in the middle of prompts
+    drafts: int = 0  # behind the next tokens of the decodes
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.decodes + self.drafts
 
     @property
     def tokens(self) -> int:
-        return self.decodes + self.prefill_tokens
+        return self.decode_tokens + self.prefill_tokens
 
     @property
     def rows(self) -> int:
         """Rows of logits."""
-        return self.decodes + self.prompts
+        return self.decode_tokens + self.prompts
 
 
 class CudaGraphs:

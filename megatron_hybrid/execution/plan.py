@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +57,36 @@ class ResumedRow(NamedTuple):
     logits_slot: int
 
 
+NO_DRAFT = -1  # in the place of a draft: no token is equal to it
+
+
+@dataclass(slots=True)
+class RunsPlan:
+    """How the decodes of a step take up what holds of the last step's drafts, and which drafts they
+    have themselves; by decode row. See docs/speculative_decoding.md."""
+
+    num_drafts: npt.NDArray[np.int64]  # [decodes], behind the next token of each
+    # Guesses of each row's tokens from position window_start on, filled up with NO_DRAFT. Since the
+    # step in flight adds to the text, the drafts stand anywhere in them.
+    windows: npt.NDArray[np.int64]  # [decodes, width]
+    window_start: npt.NDArray[np.int64]  # [decodes]
+    # The state after so many tokens is stored as well, if the step passes it; slot 0: nothing is.
+    checkpoint_position: npt.NDArray[np.int64]  # [decodes]
+    checkpoint_slot: npt.NDArray[np.int64]  # [decodes]
+
+
+class Fold(NamedTuple):
+    """Drafts that held go into the state of a row that computes nothing more: the state is to be
+    the one after `position` tokens. Comes before all else in a step."""
+
+    row: int
+    position: int
+    pending: int
+    slot: int  # of the state, which is read and written
+    checkpoint_position: int  # as in RunsPlan
+    checkpoint_slot: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step: the rows that decode, the chunks that prefill, and the rows that only sample, in
@@ -67,6 +98,12 @@ class StepPlan:
     prefills: list[PrefillChunk] = field(default_factory=list)
     resumed: list[ResumedRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    runs: RunsPlan | None = None  # None: decodes are of one token, and nothing is to be taken up
+    folds: list[Fold] = field(default_factory=list)
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.runs is None else int(self.runs.num_drafts.sum())
 
     @property
     def is_empty(self) -> bool:
@@ -78,7 +115,7 @@ class StepPlan:
 
     @property
     def sampled_rows(self) -> npt.NDArray[np.int64]:
-        """Rows that get a token: decodes, prompts that end, resumed rows."""
+        """Rows that get tokens: decodes, prompts that end, resumed rows."""
         ended = [chunk.row for chunk in self.prefills if chunk.samples]
         ended += [resumed.row for resumed in self.resumed]
         if not ended:
@@ -107,31 +144,42 @@ class StepDemand(NamedTuple):
     prefill_tokens: int = 0
     prompts: int = 0
     checkpoints: int = 0  # stored in the middle of prompts
-    eager: int = 0  # 1: no graph fits, because prompts want log-probabilities
+    eager: int = 0  # 1: no graph fits, because of drafts, or log-probabilities of a prompt
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
         decodes, chunks = len(plan.decode_rows), plan.prefills
-        prefill_tokens = plan.num_prefill_tokens
+        drafts, prefill_tokens = plan.num_drafts, plan.num_prefill_tokens
         targets = [c.logprob_targets for c in chunks if c.logprob_targets is not None]
         ended = sum(chunk.samples for chunk in chunks)
         return cls(
-            tokens=decodes + prefill_tokens,
-            rows=decodes + ended + sum(len(target) for target in targets),
+            tokens=decodes + drafts + prefill_tokens,
+            rows=decodes + drafts + ended + sum(len(target) for target in targets),
             decodes=decodes,
             prefill_tokens=prefill_tokens,
             prompts=len(chunks),
             checkpoints=sum(len(chunk.checkpoints) for chunk in chunks),
-            eager=int(bool(targets)),
+            eager=int(bool(targets) or plan.runs is not None),
         )
 
 
 class StepResult(NamedTuple):
     """What the device returned."""
 
-    tokens: npt.NDArray[np.int64]  # one for each of StepPlan.sampled_rows
-    logprobs: dict[int, TokenLogprob]  # by row, for rows that want them
+    tokens: npt.NDArray[np.int64]  # of StepPlan.sampled_rows, one after the other
+    logprobs: dict[int, list[TokenLogprob]]  # by row, one for each token, for rows that want them
     prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of logprob_targets
+    accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts that hold; None: no drafts
+
+    def tokens_by_row(self) -> list[list[int]]:
+        """Of each of StepPlan.sampled_rows: one, and one for each draft that holds."""
+        tokens: list[int] = self.tokens.tolist()
+        if self.accepted is None:
+            return [[token] for token in tokens]
+        counts = [1] * (len(tokens) - int(self.accepted.sum()))
+        counts[: len(self.accepted)] = (self.accepted + 1).tolist()
+        ends = list(accumulate(counts, initial=0))
+        return [tokens[begin:end] for begin, end in pairwise(ends)]
 
 
 class Launched(Protocol):

@@ -33,14 +33,19 @@ class RowTable:
 
     def __init__(self, max_requests: int, max_blocks: int) -> None:
         n = max_requests
-        self.decoding = np.zeros(n, dtype=bool)  # its prompt is computed; one token a step
-        self.position = np.zeros(n, dtype=np.int64)  # tokens computed; the next one's position
+        self.decoding = np.zeros(n, dtype=bool)  # its prompt is computed
+        # Tokens that its state includes. Without drafts that is the next one's position.
+        self.position = np.zeros(n, dtype=np.int64)
+        # Drafts of its last step: those that hold, and those of which nobody knows yet.
+        self.pending = np.zeros(n, dtype=np.int64)
+        self.unknown = np.zeros(n, dtype=np.int64)
         self.last_token = np.zeros(n, dtype=np.int64)  # the input of the next decode
         self.generated = np.zeros(n, dtype=np.int64)
         self.max_tokens = np.zeros(n, dtype=np.int64)
         self.read_slot = np.zeros(n, dtype=np.int64)
         self.write_slot = np.zeros(n, dtype=np.int64)
         self.block_table = np.zeros((n, max(max_blocks, 1)), dtype=np.int64)
+        self.num_blocks = np.zeros(n, dtype=np.int64)
         self.temperature = np.zeros(n, dtype=np.float32)
         self.top_k = np.zeros(n, dtype=np.int64)
         self.top_p = np.ones(n, dtype=np.float32)
@@ -71,12 +76,23 @@ class RowTable:
 
     def give_back(self, row: int) -> None:
         self.decoding[row] = False
+        self.pending[row] = self.unknown[row] = 0
         if self.adjusted[row] or self.min_tokens[row]:
             self._forget_adjustments(row)
         heapq.heappush(self._free, row)
 
     def set_blocks(self, row: int, blocks: list[int]) -> None:
         self.block_table[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+
+    def add_block(self, row: int, block: int) -> None:
+        self.block_table[row, self.num_blocks[row]] = block
+        self.num_blocks[row] += 1
+
+    def next_position(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of rows that decode, their next tokens' positions; where nobody knows yet which drafts
+        hold, the last one possible."""
+        return self.position[rows] + self.pending[rows] + self.unknown[rows]
 
     def adjust(
         self,

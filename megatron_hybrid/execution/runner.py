@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,18 @@ from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
 from megatron_hybrid.execution.pipeline import PipelineStage
-from megatron_hybrid.execution.plan import StepDemand, StepPlan, StepResult, WeightsSource
+from megatron_hybrid.execution.plan import (
+    Fold,
+    StepDemand,
+    StepPlan,
+    StepResult,
+    WeightsSource,
+)
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.execution.sampler import Sampler, Sampling
+from megatron_hybrid.execution.transfer import upload
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -53,18 +63,27 @@ class ModelRunner:
         max_tokens: int = 8192,
         asynchronous: bool | None = None,
         all_to_all_from: int | None = None,
+        num_drafts: int = 0,
     ) -> None:
-        """`max_tokens`: the most that a step computes. `all_to_all_from`: where replicas share
+        """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step;
+        the caches have rings for them. `all_to_all_from`: where replicas share
         experts, the tokens of the largest one's step from which on they are reached by all-to-all,
         outside of CUDA graphs; None: never."""
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
         self._caches = caches
-        self._batch_builder = BatchBuilder(rows, block_size, device, max_tokens, model.chunk_sizes)
+        last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
+        self._batch_builder = BatchBuilder(
+            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps
+        )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(
-            rows, model.kernels.sampling, parallel, vocab_size=model.config.vocab_size
+            rows,
+            model.kernels.sampling,
+            parallel,
+            vocab_size=model.config.vocab_size,
+            last_steps=last_steps,
         )
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
@@ -81,9 +100,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> LaunchedStep:
         with _device_errors():
+            if plan.folds:
+                self._fold(plan.folds)
             inputs, logits = self._logits(plan, agreed)
+            runs = None if plan.runs is None else inputs
             return LaunchedStep(
-                self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token)
+                self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
             )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -103,7 +125,8 @@ class ModelRunner:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:
         computed, and from the cache for rows that are resumed. Behind them may be padding."""
         demand = StepDemand.of(plan)
-        computed, computes = len(plan.sampled_rows) - len(plan.resumed), demand.tokens > 0
+        computed = len(plan.sampled_rows) + plan.num_drafts - len(plan.resumed)
+        computes = demand.tokens > 0
         if agreed is not None:
             if agreed.tokens and not computes:
                 self._compute_nothing(agreed)
@@ -132,6 +155,26 @@ class ModelRunner:
         if size is not None:
             logits = logits[:computed]  # what follows is padding
         return inputs, torch.cat((logits[:computed], resumed, logits[computed:]))
+
+    def _fold(self, folds: Sequence[Fold]) -> None:
+        """Only states change: what is done is that of the recurrent layers, for no token."""
+        columns = np.asarray(folds, dtype=np.int64).T.copy()
+        device = self._last_token.device
+        dtype = np.int64 if device.type == "cpu" else np.int32
+        row, position, pending, slot, checkpoint_position, checkpoint_slot = upload(
+            columns.astype(dtype), device
+        )
+        runs = DecodeRuns(
+            cu_seqlens=position.new_zeros(len(folds) + 1),
+            position=position,
+            pending=pending,
+            read_slot=slot,
+            write_slot=slot,
+            ring=row,
+            checkpoint_position=checkpoint_position,
+            checkpoint_slot=checkpoint_slot,
+        )
+        self._model.fold(runs, self._caches)
 
     def _together(self, inputs: StepInputs, agreed: StepDemand | None) -> StepInputs:
         """With what the lockstep group needs to know of a step without a graph."""
@@ -178,7 +221,7 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, step: Step) -> Tensor:
         """The part of a step that is captured."""
-        if self.asynchronous and inputs.num_decodes:
+        if self.asynchronous and isinstance(inputs.decode, DecodeSlots):
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
         return self._stage.compute(inputs, step)

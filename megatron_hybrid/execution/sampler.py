@@ -17,9 +17,12 @@ from torch import Tensor
 
 from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
 from megatron_hybrid.execution.plan import StepPlan, StepResult
-from megatron_hybrid.execution.random_streams import uniform
+from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.runs import LastSteps, verify
 from megatron_hybrid.execution.transfer import download, upload
+from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 
@@ -28,10 +31,17 @@ class Sampler:
     """Chooses a token for every sampled row of a plan."""
 
     def __init__(
-        self, rows: RowTable, kernels: Any, parallel: ParallelContext, vocab_size: int = 0
+        self,
+        rows: RowTable,
+        kernels: Any,
+        parallel: ParallelContext,
+        vocab_size: int = 0,
+        last_steps: LastSteps | None = None,
     ) -> None:
-        """`kernels`: KernelSet.sampling. `vocab_size`: for stages of a pipeline without logits."""
+        """`kernels`: KernelSet.sampling. `vocab_size`: for stages of a pipeline without logits.
+        `last_steps`: where decodes have drafts."""
         self._rows = rows
+        self._last_steps = last_steps
         self._kernels = kernels
         self._parallel = parallel
         self._vocab_size = vocab_size
@@ -44,26 +54,42 @@ class Sampler:
         self._adjustments = LogitAdjustments(rows, kernels)
 
     def sample(
-        self, logits: Tensor, plan: StepPlan, sampled_rows: Tensor, last_token: Tensor
+        self,
+        logits: Tensor,
+        plan: StepPlan,
+        sampled_rows: Tensor,
+        last_token: Tensor,
+        inputs: StepInputs | None = None,
     ) -> Sampling:
-        """logits [sampled rows + prompt log-probability rows, vocabulary] in any float type;
-        sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens."""
-        rows, sampled = self._rows, plan.sampled_rows
-        count = len(sampled)
-        adjusted = self._adjustments.among(sampled)
+        """logits [sampled tokens + prompt log-probability rows, vocabulary] in any float type;
+        sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens. `inputs`
+        of the step: where decodes have drafts."""
+        rows, sampled, runs = self._rows, plan.sampled_rows, plan.runs
+        per_row = np.ones(len(sampled), dtype=np.int64)  # tokens
+        if runs is not None:
+            per_row[: len(runs.num_drafts)] += runs.num_drafts
+        owners = np.repeat(sampled, per_row)  # rows, by token
+        count = len(owners)
+        adjusted = self._adjustments.among(owners)
         if self._has_logits:
-            tokens = self._choose(logits[:count], plan, adjusted)
+            tokens = self._choose(logits[:count], plan, owners, adjusted, inputs)
         else:
             tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
         tokens = self._spread(tokens)
         if self._has_logits and len(adjusted):
-            self._adjustments.note(sampled, tokens)
-        last_token.index_copy_(0, sampled_rows.long(), tokens)
-        wanted = np.flatnonzero(rows.logprobs[sampled] >= 0)
+            self._adjustments.note(owners, tokens)
+        sampled_rows, newest, accepted = sampled_rows.long(), tokens, None
+        if runs is not None:
+            assert inputs is not None
+            newest, accepted = self._verify(tokens, sampled_rows, inputs)
+        elif self._last_steps is not None:
+            self._last_steps.note_single(sampled_rows, tokens)
+        last_token.index_copy_(0, sampled_rows, newest)
+        wanted = np.flatnonzero(rows.logprobs[owners] >= 0)
         own = prompt = None
         if len(wanted):
             at = upload(wanted, logits.device)
-            own = self._logprobs(logits[at], tokens[at], rows.logprobs[sampled[wanted]])
+            own = self._logprobs(logits[at], tokens[at], rows.logprobs[owners[wanted]])
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
@@ -71,12 +97,30 @@ class Sampler:
             prompt = self._logprobs(logits[count:], upload(targets, logits.device), tops)
         return Sampling(
             tokens=download(tokens),
+            per_row=per_row,
+            accepted=None if accepted is None else download(accepted),
             own=own,
-            own_rows=sampled[wanted],
+            own_rows=owners[wanted],
+            own_places=wanted,
             prompt=prompt,
             prompt_rows=[(c.row, len(targets)) for c, targets in asking],
             done=_done(logits.device),
         )
+
+    def _verify(
+        self, tokens: Tensor, sampled_rows: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """tokens: of decodes with drafts, then of rows that get one each. Each row's last new token
+        [sampled rows], and how many drafts hold [decodes]."""
+        last, decode = self._last_steps, inputs.decode
+        assert last is not None and isinstance(decode, DecodeRuns)
+        decodes, fed = len(decode.position), inputs.num_decode_tokens
+        step = verify(tokens[:fed], inputs.token_ids[:fed].long(), decode.cu_seqlens, last.longest)
+        accepted = step.number - 1
+        last.note(sampled_rows[:decodes], step)
+        last.note_single(sampled_rows[decodes:], tokens[fed:])
+        new = step.tokens.gather(1, accepted[:, None]).squeeze(1)
+        return torch.cat((new, tokens[fed:])), accepted
 
     def _spread(self, values: Tensor) -> Tensor:
         """Those of the rank that decides, on every rank of the replica."""
@@ -99,25 +143,38 @@ class Sampler:
             figures = self._spread(figures)
         return _Logprobs(download(tokens), download(figures), counts)
 
-    def _choose(self, logits: Tensor, plan: StepPlan, adjusted: npt.NDArray[np.int64]) -> Tensor:
-        """A token [sampled rows] for each row of logits [sampled rows, vocabulary]; `adjusted`:
-        places of rows whose logits are changed first."""
-        rows, sampled = self._rows, plan.sampled_rows
+    def _choose(
+        self,
+        logits: Tensor,
+        plan: StepPlan,
+        owners: npt.NDArray[np.int64],
+        adjusted: npt.NDArray[np.int64],
+        inputs: StepInputs | None,
+    ) -> Tensor:
+        """A token [n] for each row of logits [n, vocabulary]; owners [n]: their rows of the table;
+        adjusted: places of those whose logits are changed first."""
         tokens = torch.argmax(logits, dim=-1)
-        drawn = rows.temperature[sampled] > 0
+        drawn = self._rows.temperature[owners] > 0
         drawn[adjusted] = False  # on their own, below
         if drawn.any():
-            self._draw(logits, tokens, sampled, np.flatnonzero(drawn))
+            places = np.flatnonzero(drawn)
+            point = None if inputs is None else self._points(owners, places, inputs)
+            self._draw(logits, tokens, owners, places, point)
         if len(adjusted):
-            self._choose_adjusted(logits, tokens, plan, adjusted)
+            self._choose_adjusted(logits, tokens, plan, owners, adjusted)
         return tokens
 
     def _choose_adjusted(
-        self, logits: Tensor, tokens: Tensor, plan: StepPlan, adjusted: npt.NDArray[np.int64]
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        plan: StepPlan,
+        owners: npt.NDArray[np.int64],
+        adjusted: npt.NDArray[np.int64],
     ) -> None:
         """Replace the tokens of the rows whose logits are adjusted: of a copy, since reported
-        log-probabilities are the model's."""
-        who, index = plan.sampled_rows[adjusted], upload(adjusted, logits.device)
+        log-probabilities are the model's. Such rows have no drafts."""
+        who, index = owners[adjusted], upload(adjusted, logits.device)
         own = logits.index_select(0, index).float()
         self._adjustments.apply(own, who, plan)
         chosen = torch.argmax(own, dim=-1)
@@ -126,20 +183,35 @@ class Sampler:
             self._draw(own, chosen, who, drawn)
         tokens.index_copy_(0, index, chosen)
 
+    def _points(
+        self, owners: npt.NDArray[np.int64], places: npt.NDArray[np.int64], inputs: StepInputs
+    ) -> Tensor:
+        """The random numbers of some of a step's sampled tokens. Those of runs are as far in their
+        answers as the fed tokens' positions say."""
+        rows, decoded = self._rows, inputs.num_decode_tokens
+        who, is_run = owners[places], places < decoded
+        before = rows.generated[who] - np.where(is_run, rows.position[who], 0)
+        figures = np.stack([np.where(is_run, places, 0), is_run, before, rows.seed[who].view("i8")])
+        at, has_position, start, seed = upload(figures, inputs.positions.device)
+        position = inputs.positions.index_select(0, at) * has_position
+        return uniform_on_device(seed, start + position)
+
     def _draw(
         self,
         logits: Tensor,
         tokens: Tensor,
         sampled: npt.NDArray[np.int64],
         drawn: npt.NDArray[np.int64],
+        point: Tensor | None = None,
     ) -> None:
-        """Replace the tokens of the rows that are not greedy."""
+        """Replace the tokens of the rows that are not greedy. `point` [drawn]: where the host does
+        not know which tokens of their answers these are."""
         rows, who = self._rows, sampled[drawn]
         top_k, top_p, min_p = rows.top_k[who], rows.top_p[who], rows.min_p[who]
-        point = uniform(rows.seed[who], rows.generated[who])
-        figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, point])
+        here = uniform(rows.seed[who], rows.generated[who])
+        figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, here])
         at, temperature, k, p, least, where = upload(figures, logits.device)
-        index = at.long()
+        index, where = at.long(), where if point is None else point
         chosen = self._kernels.draw(
             logits.index_select(0, index),
             temperature.float(),
@@ -158,9 +230,12 @@ class Sampler:
 class Sampling:
     """The tokens of a step on their way to the host."""
 
-    tokens: Tensor
+    tokens: Tensor  # one or several of each sampled row
+    per_row: npt.NDArray[np.int64]  # how many
+    accepted: Tensor | None  # [decodes] drafts that hold; None: nothing has drafts
     own: _Logprobs | None
     own_rows: npt.NDArray[np.int64]
+    own_places: npt.NDArray[np.int64]  # among the tokens
     prompt: _Logprobs | None
     prompt_rows: list[tuple[int, int]]  # (row, positions)
     done: torch.cuda.Event | None
@@ -169,15 +244,27 @@ class Sampling:
         """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
-        logprobs = {}
+        tokens, accepted = self.tokens.numpy(), None
+        holds = np.ones(len(tokens), dtype=bool)
+        if self.accepted is not None:
+            accepted = self.accepted.numpy()
+            emitted = np.ones(len(self.per_row), dtype=np.int64)
+            emitted[: len(accepted)] += accepted
+            first = np.cumsum(self.per_row) - self.per_row
+            place = np.arange(len(tokens)) - np.repeat(first, self.per_row)
+            holds = place < np.repeat(emitted, self.per_row)
+        logprobs: dict[int, list[TokenLogprob]] = {}
         if self.own is not None:
-            logprobs = dict(zip(self.own_rows.tolist(), self.own.entries(), strict=True))
+            rows, emitted = self.own_rows.tolist(), holds[self.own_places].tolist()
+            for row, entry, counts in zip(rows, self.own.entries(), emitted, strict=True):
+                if counts:
+                    logprobs.setdefault(row, []).append(entry)
         prompt_logprobs = {}
         if self.prompt is not None:
             entries = self.prompt.entries()
             for row, count in self.prompt_rows:
                 prompt_logprobs[row], entries = entries[:count], entries[count:]
-        return StepResult(self.tokens.numpy(), logprobs, prompt_logprobs)
+        return StepResult(tokens[holds], logprobs, prompt_logprobs, accepted)
 
 
 @dataclass(slots=True)

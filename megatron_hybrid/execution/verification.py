@@ -8,7 +8,8 @@ sampled: s0, s1, s2, ... A draft holds if all before it do and it is what was sa
     emitted    s0  s1  s2            one more than hold; s2 is the next token
 
 Since the noise of a place depends on the request and the place alone (random_streams), tokens are
-those of a run without drafts.
+those of a run without drafts. A token that ends an answer is never a draft (who guesses sees to
+that): so it is always the last one emitted, as without drafts.
 """
 
 from __future__ import annotations
@@ -18,17 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NO_DRAFT = -1  # in the place of a draft: nothing is equal to it
+from megatron_hybrid.execution.plan import NO_DRAFT
 
 
-def count_accepted(
-    sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, stop_ids: Tensor, longest: int
-) -> Tensor:
+def count_accepted(sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """[sequences]: how many drafts of each hold.
 
-    sampled, fed [tokens] int64; cu_seqlens [sequences + 1]; stop_ids [sequences, any], filled up
-    with NO_DRAFT: nothing holds behind one of them, which ends its answer. longest: the most drafts
-    of a sequence.
+    sampled, fed [tokens] int64; cu_seqlens [sequences + 1]; longest: the most drafts of a sequence.
     """
     first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     place = first + torch.arange(longest, device=fed.device)  # of a token before a draft
@@ -36,8 +33,6 @@ def count_accepted(
     last = max(len(fed) - 1, 0)
     chosen = sampled[place.clamp(max=last)]
     holds = is_before_draft & (chosen == fed[(place + 1).clamp(max=last)])
-    for stop_id in stop_ids.unbind(1):
-        holds &= chosen != stop_id[:, None]
     return holds.long().cumprod(1).sum(1)
 
 

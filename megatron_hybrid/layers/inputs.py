@@ -100,6 +100,11 @@ class StateSpec:
     inputs_dtype: torch.dtype = torch.float32
     writes_checkpoints: bool = True
 
+    def bytes_per_ring_place(self) -> int:
+        """What a ring keeps of one token."""
+        shapes = (self.conv_shape[:1], *self.inputs_shapes)
+        return sum(map(_prod, shapes)) * self.inputs_dtype.itemsize
+
     def bytes_per_slot(self) -> int:
         conv = _prod(self.conv_shape) * self.conv_dtype.itemsize
         return conv + _prod(self.ssm_shape) * self.ssm_dtype.itemsize

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.norm import RMSNorm
@@ -217,6 +218,19 @@ class HybridModel(nn.Module):
             return self.lm_head.weight
         assert self.embedding is not None
         return self.embedding.weight
+
+    @torch.inference_mode()
+    def fold(self, runs: DecodeRuns, caches: LayerCaches) -> None:
+        """Have states take up what is pending, by sequences without tokens."""
+        plans = {
+            kind: layer.plan(1, runs, None, self.kernels, caches.ring_length)
+            for kind, layer in self._recurrent.items()
+        }
+        step = Step(caches, self.kernels, recurrent=plans)
+        nothing = caches.end_logits.new_zeros((1, self.config.hidden_size), dtype=self.dtype)
+        for _, block in self._blocks():
+            if block.mixer.recurrent is not None:
+                block.mixer.recurrent(nothing, step)  # one token of padding
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
         """What kernels work out on the host once a step, for all layers."""

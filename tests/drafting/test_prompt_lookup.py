@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
-from megatron_hybrid.drafting import ngram_index
-from megatron_hybrid.drafting.ngram_index import GrowingText, NgramIndex
+from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.drafting.prompt_lookup import SIZES, PromptLookup
 
 WORDS = st.lists(st.integers(0, 3), max_size=40)
-PIECES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=12)
+# rows and what each of them goes on with
+STEP = st.dictionaries(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=6), min_size=1)
 
 
 def last_place(tokens: list[int], size: int) -> int | None:
@@ -24,62 +23,68 @@ def last_place(tokens: list[int], size: int) -> int | None:
     return max(ends, default=None)
 
 
-def by_hand(tokens: list[int]) -> int | None:
-    return next((e for size in SIZES if (e := last_place(tokens, size)) is not None), None)
+def by_hand(tokens: list[int], count: int) -> list[int]:
+    source = next((e for size in SIZES if (e := last_place(tokens, size)) is not None), None)
+    if source is None:
+        return [NO_GUESS] * count
+    longer = list(tokens)
+    for place in range(source, source + count):  # what it has guessed itself counts, too
+        longer.append(longer[place])
+    return longer[len(tokens) :]
 
 
-@given(WORDS, PIECES, st.integers(1, 5))
+def extend(lookup: PromptLookup, step: dict[int, list[int]]) -> None:
+    tokens = [token for part in step.values() for token in part]
+    counts = np.asarray([len(part) for part in step.values()])
+    lookup.extend(np.asarray(list(step)), np.asarray(tokens, dtype=np.int32), counts)
+
+
+@given(st.lists(WORDS, min_size=3, max_size=3), st.lists(STEP, max_size=12), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
-def test_the_last_earlier_place_is_found(first: list[int], pieces: list[list[int]], size: int):
-    text = GrowingText(first)
-    index = NgramIndex(text, size)
-    tokens = list(first)
-    assert index.find() == last_place(tokens, size)
-    for piece in pieces:
-        text.extend(piece)
-        tokens += piece
-        assert text.tokens.tolist() == tokens
-        assert index.find() == last_place(tokens, size)
-
-
-@given(WORDS, PIECES)
-@settings(max_examples=100, deadline=None)
-def test_runs_with_the_same_hash_are_told_apart(first: list[int], pieces: list[list[int]]):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram_index, "_MULTIPLIER", np.uint64(0))  # only the last token counts
-        text = GrowingText(first)
-        index, tokens = NgramIndex(text, 3), list(first)
-        for piece in pieces:
-            text.extend(piece)
-            tokens += piece
-            assert index.find() == last_place(tokens, 3)
-
-
-@given(WORDS, PIECES, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
-def test_a_guess_goes_on_from_where_the_text_was_before(
-    first: list[int], pieces: list[list[int]], count: int
+def test_a_guess_goes_on_from_where_the_text_was_last(
+    first: list[list[int]], steps: list[dict[int, list[int]]], count: int
 ):
-    """From the place where it was found first, while it goes on as it did there."""
-    lookup, tokens, source = PromptLookup(first), list(first), None
-    for piece in [[], *pieces]:
-        lookup.extend(piece)
-        tokens += piece
-        if source is not None:
-            went_on = tokens[source : source + len(piece)] == piece
-            source = source + len(piece) if went_on else None
-        source = by_hand(tokens) if source is None else source
-        expected = []
-        if source is not None:
-            longer = list(tokens)
-            for place in range(source, source + count):  # what it has guessed itself counts, too
-                longer.append(longer[place])
-            expected = longer[len(tokens) :]
-        assert lookup.guess(count).tolist() == expected
+    lookup, texts = PromptLookup(3, 150, table_bits=16), [list(text) for text in first]
+    for row, text in enumerate(texts):
+        lookup.begin(row, np.asarray(text, dtype=np.int32), "")
+    for step in [{}, *steps]:
+        if step:
+            extend(lookup, step)
+        for row, part in step.items():
+            texts[row] += part
+        rows = np.asarray([2, 0, 1])
+        found = lookup.guess(rows, count).tolist()
+        assert found == [by_hand(texts[row], count) for row in rows]
+
+
+@given(st.lists(WORDS, min_size=2, max_size=6), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_neither_runs_with_the_same_hash_nor_former_texts_are_mistaken(
+    texts: list[list[int]], count: int
+):
+    """A table of two entries: what it finds is right, or nothing is found."""
+    lookup = PromptLookup(1, 150, table_bits=1)
+    for text in texts:
+        lookup.begin(0, np.asarray(text, dtype=np.int32), "")
+        (found,) = lookup.guess(np.asarray([0]), count).tolist()
+        sources = [
+            e
+            for size in SIZES
+            for e in range(size, len(text))
+            if text[e - size : e] == text[-size:]
+        ]
+        possible = [(text[e:] * (count + 1))[:count] for e in sources]
+        assert found in [[NO_GUESS] * count, *possible]
 
 
 def test_a_text_that_repeats_is_guessed_to_repeat_on():
-    assert PromptLookup([7, 1, 2, 1, 2, 1]).guess(5).tolist() == [2, 1, 2, 1, 2]
-    assert PromptLookup([5, 6, 7, 8, 9, 5, 6]).guess(3).tolist() == [7, 8, 9]
-    assert PromptLookup([5, 6, 7, 8]).guess(3).tolist() == []
-    assert PromptLookup([]).guess(3).tolist() == []
+    lookup = PromptLookup(1, 100)
+
+    def guess(text: list[int], count: int) -> list[int]:
+        lookup.begin(0, np.asarray(text, dtype=np.int32), "")
+        return lookup.guess(np.asarray([0]), count)[0].tolist()
+
+    assert guess([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
+    assert guess([5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
+    assert guess([5, 6, 7, 8], 3) == [NO_GUESS] * 3
+    assert guess([], 3) == [NO_GUESS] * 3

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.execution.random_streams import stream_seed
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
@@ -336,9 +337,12 @@ def test_n_sampled_answers_are_those_of_their_own_streams(oracle: Oracle):
 
 def small_llm(oracle: Oracle, blocks: int = 12, **options: object) -> LLM:
     """Three requests at a time, two cached states, and this many KV blocks."""
-    geometry = oracle.llm(**options).engine.context.geometry
+    engine = oracle.llm(**options).engine
+    geometry, caches = engine.context.geometry, engine.runner._caches
     kv = (blocks + 1) * geometry.bytes_per_block  # one is the dummy block
     live = 3 * geometry.bytes_per_slot  # without recurrent layers: prompts' logits
+    for rings in caches.rings.values():
+        live += 3 * sum(ring[0].nbytes for ring in (rings.conv, *rings.inputs))
     return oracle.llm(
         inference_dynamic_batching_max_requests=3,
         inference_dynamic_batching_buffer_size_gb=(kv + live + 1) / GIB,
@@ -410,6 +414,80 @@ def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
         assert llm.stats()["preemptions"] > 0
     for one, other in zip(roomy, tight, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
+
+
+class Knowing:
+    """A drafter that has seen the answers, and is wrong at every fifth place."""
+
+    def __init__(self, texts: list[Prompt]) -> None:
+        self._known = texts
+        self._texts: dict[int, Prompt] = {}
+
+    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
+        self._texts[row] = text.tolist()
+
+    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            self._texts[row] += part.tolist()
+
+    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
+        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        for guesses, row in zip(found, rows.tolist(), strict=True):
+            text = self._texts[row]
+            whole = next((known for known in self._known if known[: len(text)] == text), [])
+            following = whole[len(text) : len(text) + width]
+            guesses[: len(following)] = following
+            wrong = (len(text) + np.arange(width)) % 5 == 0
+            guesses[wrong] = (guesses[wrong] + 1) % 100
+        return found
+
+
+def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
+    assert llm.engine.scheduler._speculation is not None
+    llm.engine.scheduler._speculation._drafter = drafter
+    return llm
+
+
+# All together every number of drafts from 1 to 8; ORACLE=all: each family with each.
+def numbers_of_drafts(kind: str) -> list[int]:
+    if os.environ.get("ORACLE") == "all":
+        return list(range(1, 9))
+    every = [one for kinds in KINDS.values() for one in kinds]
+    return [1 + every.index(kind) % 8]
+
+
+def test_drafts_change_neither_answers_nor_what_is_cached(oracle: Oracle):
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    roomy = {"inference_dynamic_batching_buffer_size_gb": 0.03}  # for what is kept of drafts, too
+    plain, prompts = oracle.llm(**roomy), oracle.prompts
+    batches = [prompts, prompts, [prompt for prompt in prompts[::3] for _ in (0, 1)]]
+    expected = [generate(plain, batch, params) for batch in batches]
+    oracle.check(expected[0])
+    texts = [output.prompt_token_ids + output.token_ids for output in expected[0]]
+    # the next turns, one after the other: from the exact ends of answers
+    turns = [generate(plain, [text + oracle.own[:3]])[0] for text in texts[::4]]
+    oracle.check(turns)
+    for number in numbers_of_drafts(oracle.kind):
+        llm = with_drafts(oracle.llm(num_speculative_tokens=number, **roomy), Knowing(texts))
+        for batch, right in zip(batches, expected, strict=True):
+            before = llm.stats()
+            found = generate(llm, batch, params)
+            assert [output.token_ids for output in found] == [output.token_ids for output in right]
+            cached = [output.cached_tokens for output in right]
+            assert [output.cached_tokens for output in found] == cached
+            for output, truth in zip(found, right, strict=True):
+                for entry, other in zip(output.logprobs, truth.logprobs, strict=True):
+                    assert abs(entry.logprob - other.logprob) < TOLERANCE
+            assert llm.stats()["accepted_tokens"] - before["accepted_tokens"] > 2 * len(batch)
+        for truth in turns:
+            (turn,) = generate(llm, [truth.prompt_token_ids])
+            assert turn.token_ids == truth.token_ids
+            assert turn.cached_tokens == truth.cached_tokens
+        tight = small_llm(oracle, blocks=11, num_speculative_tokens=number)
+        with_drafts(tight, Knowing(texts))
+        for _ in range(2):
+            found = generate(tight, prompts, params)
+            assert [o.token_ids for o in found] == [o.token_ids for o in expected[0]]
 
 
 @MODES

@@ -15,10 +15,12 @@ import numpy as np
 from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import Fold, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
 VOCAB = 97
@@ -59,6 +61,33 @@ class SymbolicLaunch:
         return self._result
 
 
+class GoodGuesses:
+    """A drafter that knows how answers go on, and is wrong now and then."""
+
+    def __init__(self, max_requests: int, right: float, seed: int = 0) -> None:
+        """`right`: how likely each guess is right."""
+        self.texts: list[list[int]] = [[] for _ in range(max_requests)]
+        self._right = right
+        self._random = np.random.default_rng(seed)
+
+    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
+        self.texts[row] = text.tolist()
+
+    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        assert len(set(rows.tolist())) == len(rows) and counts.sum() == len(tokens)
+        for row, part in zip(rows, np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            self.texts[row] += part.tolist()
+
+    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
+        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        for guesses, row in zip(found, rows.tolist(), strict=True):
+            count = width - self._random.choice([0, 0, 1, width])
+            answer = np.asarray(expected_answer(self.texts[row], count), dtype=np.int64)
+            wrong = self._random.random(count) > self._right
+            guesses[:count] = np.where(wrong, (answer + 1) % VOCAB, answer)
+        return found
+
+
 class SymbolicRunner:
     """Holds what the tensors would hold. `fail_next` makes the coming launch raise, `lose_next` the
     result of the coming step.
@@ -71,7 +100,9 @@ class SymbolicRunner:
         self._context = context
         self.asynchronous = asynchronous
         self.in_flight: list[SymbolicLaunch] = []
-        self._last_token = np.full(context.geometry.max_requests, -1)
+        # by row: what its last step has added to its text, with the drafts that hold
+        self._emitted: list[list[int]] = [[] for _ in range(context.geometry.max_requests)]
+        self._fed: list[list[int]] = [[] for _ in range(context.geometry.max_requests)]  # before
         self.lose_next: BaseException | None = None
         self._kv: dict[int, int] = {}
         self._states: dict[int, int] = {0: EMPTY}
@@ -99,38 +130,89 @@ class SymbolicRunner:
         except AssertionError as error:  # the engine survives a failing step, the test must not
             self.wrong = error
             raise
-        self._last_token[plan.sampled_rows] = result.tokens
         launched = SymbolicLaunch(self, result, self.lose_next)
         self.in_flight.append(launched)
         self.lose_next = None
         return launched
 
-    def _history(self, row: int) -> np.ndarray:
-        """The tokens of a row that decodes, the one that it feeds now being the last."""
-        request, position = self._context.requests[row], int(self._context.rows.position[row])
+    def _text(self, row: int) -> list[int]:
+        """What a row that decodes has written and its state includes, and drafts that hold; then
+        the token that it feeds now."""
+        request, rows = self._context.requests[row], self._context.rows
         assert request is not None
-        if not self.asynchronous:
-            assert request.output[-1] == self._context.rows.last_token[row]
-            return request.tokens(0, position + 1)
-        if not self.in_flight:  # the engine has asked for all results
-            assert request.output[-1] == self._last_token[row]
+        position, held = int(rows.position[row]), len(self._emitted[row]) - 1
+        if not self.asynchronous or not self.in_flight:  # the engine has asked for all results
+            assert request.num_tokens == position + held + 1
+            assert request.output[-1] == self._emitted[row][-1]
+            assert rows.pending[row] == held and not rows.unknown[row]
         else:
             assert request.num_tokens == position, "the engine knows a token that is in flight"
-        return np.append(request.tokens(0, position), self._last_token[row])
+            assert rows.pending[row] == 0 and held <= rows.unknown[row]
+        if not self.asynchronous:
+            assert request.output[-1] == rows.last_token[row]
+        return request.tokens(0, position).tolist() + self._emitted[row]
+
+    def _fold(self, fold: Fold) -> None:
+        """The state of a row whose request has left; the engine knows all that it has written."""
+        text = self._fed[fold.row] + self._emitted[fold.row]
+        hashes = prefix_hashes(text)
+        assert fold.position == len(text) - 1 and fold.pending == len(self._emitted[fold.row]) - 1
+        if self._context.geometry.has_recurrent:
+            begin = fold.position - fold.pending
+            assert self._states[fold.slot] == hashes[begin], "wrong state to fold into"
+            self._states[fold.slot] = hashes[fold.position]
+            if fold.checkpoint_slot:
+                assert begin < fold.checkpoint_position <= fold.position
+                self._states[fold.checkpoint_slot] = hashes[fold.checkpoint_position]
+
+    def _decode(
+        self, plan: StepPlan, index: int, writes: list[tuple[int, int]]
+    ) -> tuple[list[int], int]:
+        """The tokens that a row adds, and how many of its drafts hold."""
+        rows, row = self._context.rows, int(plan.decode_rows[index])
+        text = self._fed[row] = self._text(row)
+        if plan.runs is None:
+            assert len(self._emitted[row]) == 1, "drafts that hold are not in the state"
+            reads = int(rows.read_slot[row]), int(rows.write_slot[row])
+            history, end = np.asarray(text), len(text)
+            return [self._segment(row, history, end - 1, end, 0, *reads, (), writes)], 0
+        runs, held = plan.runs, len(self._emitted[row]) - 1
+        assert rows.write_slot[row] == self._context.request_in(row).lease.live_slot
+        checkpoint = int(runs.checkpoint_position[index]), int(runs.checkpoint_slot[index])
+        passed = [checkpoint] if checkpoint[1] and checkpoint[0] <= len(text) else []
+        drafts, start = [], int(runs.window_start[index])
+        window = dict(enumerate(runs.windows[index].tolist(), start))
+        if all(window.get(p, text[p]) == text[p] for p in range(start, len(text))):
+            wanted = range(len(text), len(text) + int(runs.num_drafts[index]))
+            drafts = [window.get(p, NO_GUESS) for p in wanted]
+        fed = text + [max(draft, 0) for draft in drafts]
+        hashes, end = prefix_hashes(fed), len(text)
+        self._attend(row, hashes, end - 1)
+        # the state takes up what holds, and the next token, but no draft
+        slots = int(rows.read_slot[row]), int(rows.write_slot[row])
+        self._advance(hashes, end - 1 - held, end, slots, passed, writes)
+        sampled = [value % VOCAB for value in hashes[end:]]
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
+            accepted += 1
+        return sampled[: accepted + 1], accepted
 
     def _execute(self, plan: StepPlan) -> StepResult:
         context, rows = self._context, self._context.rows
-        assert len(plan.decode_rows) + plan.num_prefill_tokens <= context.max_tokens
+        fed = len(plan.decode_rows) + plan.num_drafts + plan.num_prefill_tokens
+        assert fed <= context.max_tokens
         writes: list[tuple[int, int]] = []  # of states: all reads come first
-        tokens: list[int] = []
+        written: list[list[int]] = []  # tokens by sampled row
+        accepted: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         kept_logits = dict(self._logits)  # what is read was stored by an earlier step
+        for fold in plan.folds:
+            self._fold(fold)
         self._copy_blocks(plan)
-        for row in plan.decode_rows.tolist():
-            history = self._history(row)
-            end = len(history)
-            reads = int(rows.read_slot[row]), int(rows.write_slot[row])
-            tokens.append(self._segment(row, history, end - 1, end, 0, *reads, (), writes))
+        for index in range(len(plan.decode_rows)):
+            tokens, holds = self._decode(plan, index, writes)
+            written.append(tokens)
+            accepted.append(holds)
         for chunk in plan.prefills:
             assert chunk.length >= 1
             history = chunk.owner.tokens(0, chunk.end)
@@ -147,7 +229,7 @@ class SymbolicRunner:
                 writes,
             )
             if chunk.samples:
-                tokens.append(token)
+                written.append([token])
                 if chunk.logits_slot:
                     self._logits[chunk.logits_slot] = prefix_hashes(history.tolist())[-1]
             else:
@@ -161,7 +243,7 @@ class SymbolicRunner:
             expected = prefix_hashes(history.tolist())[-1]
             assert kept_logits.get(resumed.logits_slot) == expected, "wrong logits"
             self._check_kv(resumed.row, history)
-            tokens.append(expected % VOCAB)
+            written.append([expected % VOCAB])
         slots = [slot for slot, _ in writes]
         assert 0 not in slots or not context.geometry.has_recurrent, "the null slot is written"
         assert len(set(slots)) == len(slots) or not context.geometry.has_recurrent
@@ -170,36 +252,58 @@ class SymbolicRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the step was made to fail")
-        sampled = zip(plan.sampled_rows.tolist(), tokens, strict=True)
-        logprobs = {r: TokenLogprob(t, -2.0) for r, t in sampled if rows.logprobs[r] >= 0}
-        return StepResult(np.asarray(tokens, dtype=np.int64), logprobs, prompt_logprobs)
+        sampled = list(zip(plan.sampled_rows.tolist(), written, strict=True))
+        for row, tokens in sampled:
+            self._emitted[row] = tokens
+        logprobs = {
+            row: [TokenLogprob(token, -2.0) for token in tokens]
+            for row, tokens in sampled
+            if rows.logprobs[row] >= 0
+        }
+        flat = np.asarray([token for tokens in written for token in tokens], dtype=np.int64)
+        held = None if plan.runs is None else np.asarray(accepted, dtype=np.int64)
+        return StepResult(flat, logprobs, prompt_logprobs, held)
 
     def _segment(
         self, row: int, history: np.ndarray, start: int, end: int, write_from: int,
         read_slot: int, write_slot: int, checkpoints: Sequence[tuple[int, int]],
         writes: list[tuple[int, int]],
     ) -> int:  # fmt: skip
-        geometry = self._context.geometry
         hashes = prefix_hashes(history.tolist())
-        if geometry.has_attention:
-            size = geometry.block_size
-            table = self._context.rows.block_table[row]
-            for position in range(end):
-                place = int(table[position // size]) * size + position % size
-                assert place >= size, "the dummy block is in a table"
-                if position >= max(start, write_from):
-                    # what others can find is never written again
-                    assert not self._is_mapped(int(table[position // size]))
-                    assert not self._in_tail(int(table[position // size]), position)
-                    self._kv[place] = hashes[position + 1]
-                assert self._kv.get(place) == hashes[position + 1], f"wrong KV at {position}"
-        if geometry.has_recurrent:
-            assert self._states[read_slot] == hashes[start], f"wrong state at {start}"
-            writes.append((write_slot, hashes[end]))
-            for position, slot in checkpoints:
-                assert start < position < end and position % geometry.grid == 0
-                writes.append((slot, hashes[position]))
+        self._attend(row, hashes[: end + 1], max(start, write_from))
+        assert all(start < position < end for position, _ in checkpoints)
+        self._advance(hashes, start, end, (read_slot, write_slot), checkpoints, writes)
         return hashes[end] % VOCAB
+
+    def _attend(self, row: int, hashes: Sequence[int], write_from: int) -> None:
+        """Write the KV of tokens from this position on, and read that of all."""
+        if not self._context.geometry.has_attention:
+            return
+        size = self._context.geometry.block_size
+        table = self._context.rows.block_table[row]
+        for position, expected in enumerate(hashes[1:]):
+            block = int(table[position // size])
+            place = block * size + position % size
+            assert block, "the dummy block is in a table"
+            if position >= write_from:
+                assert position // size < self._context.rows.num_blocks[row]
+                # what others can find is never written again
+                assert not self._is_mapped(block)
+                assert not self._in_tail(block, position)
+                self._kv[place] = expected
+            assert self._kv.get(place) == expected, f"wrong KV at {position}"
+
+    def _advance(
+        self, hashes: Sequence[int], start: int, end: int, slots: tuple[int, int],
+        checkpoints: Sequence[tuple[int, int]], writes: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        geometry = self._context.geometry
+        if geometry.has_recurrent:
+            assert self._states[slots[0]] == hashes[start], f"wrong state at {start}"
+            writes.append((slots[1], hashes[end]))
+            for position, slot in checkpoints:
+                assert position % geometry.grid == 0
+                writes.append((slot, hashes[position]))
 
     def _check_kv(self, row: int, history: np.ndarray) -> None:
         if self._context.geometry.has_attention:
@@ -266,8 +370,11 @@ def make_engine(
     policy: str = "replay_cost",
     asynchronous: bool | None = None,
     clock: Callable[[], float] = time.monotonic,
+    drafts: int = 0,
+    right: float = 0.7,
 ) -> CheckedEngine:
-    """`asynchronous`: None for what the test is run with, see conftest.py."""
+    """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
+    request in a step. `right`: see GoodGuesses."""
     geometry = CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk if recurrent else 1,
@@ -293,6 +400,9 @@ def make_engine(
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",
         clock=clock,
+        speculation=Speculation(context.rows, GoodGuesses(max_requests, right), drafts)
+        if drafts
+        else None,
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,8 @@ class Crowd:
             "interval": int(rng.choice([0, 8, 24])),
             "policy": str(rng.choice(["replay_cost", "lru", "ref_zero"])),
             "asynchronous": seed // 5 % 2 == 1,
+            "drafts": int(rng.choice([0, 1, 3])),
+            "right": float(rng.choice([0.3, 0.8, 1.0])),
         }
         self.engine = make_engine(**(options | fixed))  # type: ignore[arg-type]
         self.runner = self.engine.runner
@@ -162,6 +165,8 @@ def _decided(plan: StepPlan) -> tuple[object, ...]:
         ],
         [(resumed.row, resumed.logits_slot) for resumed in plan.resumed],
         [tuple(copy) for copy in plan.copies],
+        [tuple(fold) for fold in plan.folds],
+        None if plan.runs is None else [part.tolist() for part in astuple(plan.runs)],
     )  # fmt: skip
 
 

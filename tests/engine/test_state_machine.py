@@ -33,6 +33,8 @@ class EngineMachine(RuleBasedStateMachine):
         interval=st.sampled_from([0, 8, 20]),
         policy=st.sampled_from(["replay_cost", "replay_cost", "lru", "ref_zero"]),
         asynchronous=st.booleans(),
+        drafts=st.sampled_from([0, 1, 3]),
+        right=st.sampled_from([0.3, 0.8, 1.0]),
     )
     def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
         self.exact_ends = options["exact_ends"]

@@ -76,8 +76,8 @@ class Both:
         assert self.graphs.replays == ([] if expected is None else [expected])
         assert found.tokens.tolist() == truth.tokens.tolist()
         assert set(found.logprobs) == set(truth.logprobs)
-        for row, entry in found.logprobs.items():
-            assert entry.logprob == pytest.approx(truth.logprobs[row].logprob, abs=1e-4)
+        for row, (entry,) in found.logprobs.items():
+            assert entry.logprob == pytest.approx(truth.logprobs[row][0].logprob, abs=1e-4)
         for ours, theirs in zip(self.tensors(self.padded), self.tensors(self.plain), strict=True):
             torch.testing.assert_close(ours[1:], theirs[1:], atol=2e-4, rtol=2e-4, equal_nan=True)
 

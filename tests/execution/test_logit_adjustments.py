@@ -280,7 +280,7 @@ def test_reported_logprobs_are_the_models_own():
         logit_bias=bias(t17=100.0), min_tokens=1, stop_ids=np.asarray([3]),
     )  # fmt: skip
     before = rows.logits.clone()
-    entry = rows.step([], ended=[0]).logprobs[0]
+    (entry,) = rows.step([], ended=[0]).logprobs[0]
     truth = torch.log_softmax(before[0], dim=-1)
     assert torch.equal(rows.logits, before)
     assert entry.token_id == 17 and entry.logprob == pytest.approx(float(truth[17]), abs=1e-5)

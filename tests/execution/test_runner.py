@@ -29,7 +29,7 @@ def kept_end(steps: Steps) -> TokenLogprob:
     """Row 0 computes PROMPT; its state stays in slot 20, with the logits. Returns its token."""
     steps.row(0, BLOCKS, slot=20)
     result = steps.step(prefills=[chunk(0, 0, 37, prompt=PROMPT, write_slot=20, logits_slot=20)])
-    return result.logprobs[0]
+    return result.logprobs[0][0]
 
 
 def close(found: TokenLogprob, expected: Tensor, tolerance: float = 2e-4) -> None:
@@ -62,7 +62,7 @@ def test_a_resumed_row_samples_what_the_prompts_end_did(
     expected = alone.step(decodes=[0], prefills=prefills)
     result = steps.step(decodes=[0], prefills=prefills, resumed=[(4, 20)])
     assert result.tokens.tolist() == [*expected.tokens, first.token_id]
-    assert result.logprobs == expected.logprobs | {4: first}
+    assert result.logprobs == expected.logprobs | {4: [first]}
     assert result.prompt_logprobs == expected.prompt_logprobs
     assert len(result.prompt_logprobs[2]) == 22
     assert torch.equal(steps.caches.end_logits[21], alone.caches.end_logits[21])
@@ -80,14 +80,14 @@ def test_resumed_rows_alone_compute_nothing_and_then_decode(
         patch.setattr(HybridModel, "forward", None)  # calling it would fail
         result = steps.step(resumed=[(1, 20), (2, 20)], copies=[(4, 21, 5), (4, 22, 5)])
     assert result.tokens.tolist() == [first.token_id] * 2
-    assert result.logprobs == {1: first, 2: first}
+    assert result.logprobs == {1: [first], 2: [first]}
     text = [*PROMPT, first.token_id]
     for _ in range(14):  # into the next block, which row 0 shares with nobody
         steps.rows.block_table[:3, 3] = [5, 23, 24]
         result = steps.step(decodes=[0, 1, 2])
         expected = tiny(family).expected(text)[-1]
         for row in range(3):
-            close(result.logprobs[row], expected)
+            close(result.logprobs[row][0], expected)
         text.append(int(result.tokens[0]))
 
 
@@ -141,7 +141,7 @@ def test_only_the_ends_that_are_asked_for_are_kept(
     changed = (~torch.isclose(table, before, rtol=0, atol=0, equal_nan=True)).any(1)
     assert changed.nonzero().flatten().tolist() == [7]
     logprobs = torch.log_softmax(table[7], dim=-1)
-    assert result.logprobs[3].logprob == float(logprobs.max())
+    assert result.logprobs[3][0].logprob == float(logprobs.max())
 
 
 def test_copied_tokens_are_what_the_source_held_before_the_step(steps: Steps) -> None:
@@ -189,7 +189,7 @@ def test_a_chunk_goes_on_from_any_position(
             following.append((part, [copy] if fill else []))
         (part, copies), *both = following
         result = steps.step(prefills=[part], copies=copies)
-        close(result.logprobs[1], expected[end - 1])
+        close(result.logprobs[1][0], expected[end - 1])
         steps.rows.last_token[:2] = text[start], text[end]
         steps.rows.block_table[0, 3] = 28
         result = steps.step(
@@ -197,10 +197,10 @@ def test_a_chunk_goes_on_from_any_position(
             prefills=[part for part, _ in both],
             copies=[copy for _, copies in both for copy in copies],
         )
-        close(result.logprobs[0], expected[start])
-        close(result.logprobs[1], expected[end])
+        close(result.logprobs[0][0], expected[start])
+        close(result.logprobs[1][0], expected[end])
         for row in (2, 3):
-            close(result.logprobs[row], expected[end - 1])
+            close(result.logprobs[row][0], expected[end - 1])
 
 
 def test_no_logits_are_kept_unless_asked_for() -> None:

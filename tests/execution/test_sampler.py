@@ -125,13 +125,13 @@ def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
     found = sample(logits, rows)
     assert set(found.logprobs) == {1, 2}
     truth = np.log(softmax(LOGITS))
-    for row, entry in found.logprobs.items():
+    for row, (entry,) in found.logprobs.items():
         assert entry.token_id == found.tokens[row]
         assert entry.logprob == pytest.approx(truth[entry.token_id], abs=1e-5)
-    assert found.logprobs[1].top == ()
-    assert [token for token, _ in found.logprobs[2].top] == [3, 1]
+    assert found.logprobs[1][0].top == ()
+    assert [token for token, _ in found.logprobs[2][0].top] == [3, 1]
 
 
 def test_logprobs_ask_for_no_more_than_the_vocabulary_has():
     found = sample(torch.tensor([[0.0, 1.0]]), table(1, temperature=0.0, logprobs=20))
-    assert len(found.logprobs[0].top) == 2
+    assert len(found.logprobs[0][0].top) == 2

@@ -1,0 +1,108 @@
+"""How many drafts each decoding request gets, and which: as many as have paid for it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hybrid.drafting.drafter import Drafter
+from megatron_hybrid.execution.plan import NO_DRAFT
+from megatron_hybrid.execution.rows import RowTable
+
+Ints = npt.NDArray[np.int64]
+
+MOST_STOP_IDS = 16  # a request with more has no drafts
+LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without a draft that held
+
+
+class Guesses(NamedTuple):
+    """See RunsPlan."""
+
+    num_drafts: Ints  # [decodes]
+    windows: Ints  # [decodes, width]
+    window_start: Ints  # [decodes]
+
+
+class Speculation:
+    """Between the scheduler and a drafter. All figures are by row of the row table.
+
+    A request's drafts double in number while all of them hold, up to num_tokens; where some do not,
+    the next ones are one more than did. After a step in which none held it goes without for a
+    while, and twice as long each time.
+    """
+
+    def __init__(self, rows: RowTable, drafter: Drafter, num_tokens: int) -> None:
+        """num_tokens: the most drafts of a request in a step."""
+        self.num_tokens = num_tokens
+        self._rows = rows
+        self._drafter = drafter
+        count = len(rows.decoding)
+        self._can_draft = np.zeros(count, dtype=bool)
+        self._stop_ids = np.full((count, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
+        self._known = np.zeros(count, dtype=np.int64)  # tokens of its text
+        self._next = np.zeros(count, dtype=np.int64)  # drafts in its next step
+        self._pause = np.zeros(count, dtype=np.int64)  # steps until then
+        self._failures = np.zeros(count, dtype=np.int64)  # steps without one that held, on end
+
+    def begin(
+        self, row: int, text: npt.NDArray[np.int32], stop_ids: Sequence[int], cache_salt: str
+    ) -> None:
+        """A request with this text, prompt and answer so far, has the row from now on."""
+        self._can_draft[row] = len(stop_ids) <= MOST_STOP_IDS
+        if not self._can_draft[row]:
+            return
+        self._stop_ids[row] = NO_DRAFT
+        self._stop_ids[row, : len(stop_ids)] = stop_ids
+        self._known[row] = len(text)
+        self._next[row] = self.num_tokens
+        self._pause[row] = self._failures[row] = 0
+        self._drafter.begin(row, text, cache_salt)
+
+    def extend(self, who: Ints, tokens: Sequence[list[int]]) -> None:
+        """The requests of the rows `who` [n], each once, have written these tokens."""
+        counts = np.asarray([len(part) for part in tokens], dtype=np.int64)
+        flat = np.asarray([token for part in tokens for token in part], dtype=np.int32)
+        drafts = self._can_draft[who]
+        if not drafts.all():
+            who, flat, counts = who[drafts], flat[np.repeat(drafts, counts)], counts[drafts]
+        self._known[who] += counts
+        self._drafter.extend(who, flat, counts)
+
+    def choose(self, decodes: Ints, most: Ints) -> Guesses | None:
+        """Drafts for the coming step: at most so many for each of its decode rows. None: for no
+        row. Called once a step."""
+        rows = self._rows
+        waits = self._pause[decodes] > 0
+        self._pause[decodes[waits]] -= 1
+        most = np.minimum(most, self._next[decodes])
+        is_own = rows.adjusted[decodes] | (rows.generated[decodes] < rows.min_tokens[decodes])
+        tries = self._can_draft[decodes] & ~waits & ~is_own & (most > 0)
+        if not tries.any():
+            return None
+        # Tokens between the known text and the drafts: the step in flight adds one at least.
+        between = rows.next_position(decodes) + 1 - self._known[decodes]
+        width = self.num_tokens + int(between[tries].max())
+        windows = np.full((len(decodes), width), NO_DRAFT, dtype=np.int64)
+        guesses = self._drafter.guess(decodes[tries], width)
+        ends = (guesses[:, :, None] == self._stop_ids[decodes[tries], None, :]).any(2)
+        ends |= guesses == NO_DRAFT
+        found = np.where(ends.any(1), ends.argmax(1), width)
+        num_drafts = np.zeros(len(decodes), dtype=np.int64)
+        num_drafts[tries] = np.minimum(most[tries], (found - between[tries]).clip(min=0))
+        windows[tries] = np.where(np.arange(width) < found[:, None], guesses, NO_DRAFT)
+        if not num_drafts.any():
+            return None
+        return Guesses(num_drafts, windows, self._known[decodes])
+
+    def note(self, decodes: Ints, drafted: Ints, accepted: Ints) -> None:
+        """What has become of a step's drafts, for the rows that still have their requests."""
+        tried = drafted > 0
+        who, drafted, accepted = decodes[tried], drafted[tried], accepted[tried]
+        some = accepted > 0
+        self._next[who] = np.where(accepted == drafted, 2 * drafted, accepted + 1)
+        self._next[who] = np.minimum(self._next[who], self.num_tokens)
+        self._failures[who] = np.where(some, 0, np.minimum(self._failures[who] + 1, LONGEST_PAUSE))
+        self._pause[who] = np.where(some, 0, 2 ** self._failures[who] - 1)
