@@ -179,7 +179,7 @@ class DynamicInferenceEngine:
             raise _ResultLostError from error
         self._in_flight = None
         received = self.scheduler.receive(plan, result)
-        self.latencies.was_received(plan, len(received))
+        self.latencies.was_received(plan, len(received), result)
         return received
 
     def _fail_everything(self, error: BaseException) -> None:

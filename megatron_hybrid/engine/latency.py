@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.plan import StepPlan, StepResult
 
 Clock = Callable[[], float]  # seconds, with the zero of `time.monotonic`: front ends read it too
 
@@ -117,27 +117,32 @@ class Latencies:
             request.last_token = float(self._last_token[request.row])
 
     def was_launched(self, plan: StepPlan) -> None:
-        self.iteration_tokens.observe(len(plan.decode_rows) + plan.num_prefill_tokens)
+        decoded = len(plan.decode_rows) + plan.num_drafts
+        self.iteration_tokens.observe(decoded + plan.num_prefill_tokens)
 
-    def was_received(self, plan: StepPlan, tokens: int) -> None:
+    def was_received(self, plan: StepPlan, answers: int, result: StepResult) -> None:
         """A step's tokens are here, and nobody has ended with them yet.
 
-        tokens: how many; fewer than were sampled if some belong to requests that ended before.
+        answers: how many go on; fewer than were sampled if some requests ended before.
         """
         now = self.clock()
         for chunk in plan.prefills:
             if chunk.samples and chunk.owner.is_open:
-                tokens -= 1
+                answers -= 1
                 self._observe_prompt(chunk.row, chunk.owner, now)
         for resumed in plan.resumed:
             if resumed.owner.is_open:
-                tokens -= 1
+                answers -= 1
                 self._observe_prompt(resumed.row, resumed.owner, now)
         rows = plan.decode_rows
-        if tokens < len(rows):
-            rows = rows[[owner.is_open for owner in plan.decode_owners]]
+        tokens = np.ones(len(rows), dtype=np.int64)
+        if result.accepted is not None:
+            tokens += result.accepted
+        if answers < len(rows):
+            is_open = [owner.is_open for owner in plan.decode_owners]
+            rows, tokens = rows[is_open], tokens[is_open]
         if len(rows):
-            self._observe_decodes(rows, now)
+            self._observe_decodes(rows, tokens, now)
 
     def has_finished(self, request: TrackedRequest) -> None:
         """For whatever reason, running or still waiting."""
@@ -147,8 +152,12 @@ class Latencies:
         """Every latency's figures, in seconds."""
         return {name: histogram.as_dict() for name, histogram in self.histograms.items()}
 
-    def _observe_decodes(self, rows: npt.NDArray[np.int64], now: float) -> None:
-        self.histograms["inter_token_latency_seconds"].observe_all(now - self._last_token[rows])
+    def _observe_decodes(
+        self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], now: float
+    ) -> None:
+        """Tokens of a row that come together share the time evenly."""
+        seconds = np.repeat((now - self._last_token[rows]) / tokens, tokens)
+        self.histograms["inter_token_latency_seconds"].observe_all(seconds)
         self._last_token[rows] = now
 
     def _observe_prompt(self, row: int, request: TrackedRequest, now: float) -> None:

@@ -31,7 +31,7 @@ TOTALS = (
     "twins_waited",  # requests
     "twin_deferrals",  # requests times steps
     "twin_tokens_saved",
-    "drafts",  # requests times steps
+    "drafts",  # requests times steps that had any
     "draft_tokens",
     "accepted_tokens",  # drafts that hold
 )
@@ -47,7 +47,7 @@ class Statistics:
         self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.requests_finished: Counter[str] = Counter()  # by finish reason
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
-        self._accepted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by place
+        self._accepted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by position
         self.step = 0
         self.running = 0
         self.waiting = 0
@@ -109,7 +109,7 @@ class Statistics:
         self.totals["drafts"] += int(np.count_nonzero(drafted))
         self.totals["draft_tokens"] += int(drafted.sum())
         self.totals["accepted_tokens"] += int(accepted.sum())
-        # of n drafts that hold each of the first n places has one
+        # of n drafts that hold each of the first n positions has one
         here = np.bincount(accepted)[::-1].cumsum()[::-1][1:]
         if len(here) > len(self._accepted):
             self._accepted = np.pad(self._accepted, (0, len(here) - len(self._accepted)))
@@ -143,6 +143,13 @@ class Statistics:
         for name, counts in more.items():
             if counts:
                 line += f" | {name}: " + ", ".join(f"{k} {n}" for k, n in sorted(counts.items()))
+        if totals["drafts"]:
+            share = 100.0 * totals["accepted_tokens"] / max(totals["draft_tokens"], 1)
+            length = 1 + totals["accepted_tokens"] / totals["drafts"]
+            line += (
+                f" | drafts: {share:.1f}% of {totals['draft_tokens']} tokens accepted, "
+                f"{length:.2f} tokens a step"
+            )
         others = {
             "checkpoints skipped": self._cache.checkpoints_skipped,
             "evicted blocks": self._cache.kv.evictions,
@@ -166,7 +173,7 @@ class Statistics:
             **self.totals,
             "requests_finished": dict(self.requests_finished),
             "lost_tokens": dict(self.lost_tokens),
-            "accepted_by_place": {str(i): int(n) for i, n in enumerate(self._accepted)},
+            "accepted_by_position": {str(i): int(n) for i, n in enumerate(self._accepted)},
             "checkpoints_published": dict(cache.checkpoints_published),
             "checkpoints_read": dict(cache.checkpoints_read),
             "checkpoints_skipped": cache.checkpoints_skipped,

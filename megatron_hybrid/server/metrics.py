@@ -38,6 +38,9 @@ _COUNTERS = {
     "state_cache_queries": ("matched_tokens", "Prompt tokens with KV, for which a state is needed"),
     "state_cache_hits": ("skipped_tokens", "Prompt tokens that a cached state let us skip"),
     "num_preemptions": ("preemptions", "Times that a running request had to make room"),
+    "spec_decode_num_drafts": ("drafts", "Steps of requests that had drafts"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Drafted tokens"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens that held"),
     "kv_blocks_evicted": ("kv_evictions", "KV blocks that made room for others"),
     "states_evicted": ("state_evictions", "Cached states that made room for others"),
 }
@@ -46,6 +49,11 @@ _LABELLED_COUNTERS = {
     "state_checkpoints_published": ("checkpoints_published", "kind", "States kept"),
     "state_checkpoints_read": ("checkpoints_read", "kind", "States used"),
     "prefix_lost_tokens": ("lost_tokens", "cause", "Tokens that matched but were computed again"),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "accepted_by_position",
+        "position",
+        "Drafted tokens that held, by their place in the draft",
+    ),
 }
 # There from the start, or the first of its kind would be no increase to Prometheus.
 _LABEL_VALUES = {
@@ -53,6 +61,7 @@ _LABEL_VALUES = {
     "state_checkpoints_published": KINDS,
     "state_checkpoints_read": KINDS,
     "prefix_lost_tokens": LOST_CAUSES,
+    "spec_decode_num_accepted_tokens_per_pos": (),
 }
 _GAUGES = {
     "num_requests_running": ("requests_running", "Requests that run"),

@@ -21,11 +21,20 @@ COUNTERS = (
     "twins_waited",
     "twin_deferrals",
     "twin_tokens_saved",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
     "checkpoints_skipped",
     "kv_evictions",
     "state_evictions",
 )
-COUNTERS_BY_NAME = ("requests_finished", "lost_tokens", "checkpoints_published", "checkpoints_read")
+COUNTERS_BY_NAME = (
+    "requests_finished",
+    "lost_tokens",
+    "checkpoints_published",
+    "checkpoints_read",
+    "accepted_by_position",
+)
 _GAUGES = (
     "requests_running",
     "requests_waiting",

@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 # What depends on how many steps there are, or on drafts themselves.
 OF_STEPS = {
     "steps", "last_step", "latency", "iteration_tokens", "started", "kv_cached_by_age",
-    "state_cached_by_age", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_place",
+    "state_cached_by_age", "drafts", "draft_tokens", "accepted_tokens", "accepted_by_position",
     "twin_deferrals",
 }  # fmt: skip
 
@@ -150,6 +150,6 @@ def test_as_many_drafts_as_hold():
     generate(engine, [T[:20]], max_tokens=200)
     stats = engine.stats()
     assert stats["steps"] < 80 and stats["decode_tokens"] == 199
-    held = list(stats["accepted_by_place"].values())
+    held = list(stats["accepted_by_position"].values())
     assert len(held) == 8 and held == sorted(held, reverse=True) and held[-1] > 5
     assert sum(held) == stats["accepted_tokens"]

@@ -197,6 +197,7 @@ class FakeEngine:
             "lost_tokens": {"grid": 3},
             "checkpoints_published": {"divergence": 1},
             "checkpoints_read": {},
+            "accepted_by_position": {},
             "requests_running": len(self._running),
             "requests_waiting": 0,
             "kv_blocks": 4,
