@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ class RunningLoop:
         self._context.term()
 
 
-@pytest.fixture(scope="session")
-def reference_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
-    """Requests to the application before the real engine with the reference model."""
+@contextmanager
+def reference_server(folder: Path, **changes: Any) -> Iterator[tuple[FlaskClient, RunningLoop]]:
+    """The application before the real engine with the reference model, and its loop."""
     from megatron_hybrid import reference_model
     from megatron_hybrid.config import EngineConfig
     from megatron_hybrid.engine.build import build_engine
@@ -92,13 +93,21 @@ def reference_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskCl
         inference_dynamic_batching_buffer_size_gb=0.1,
         inference_dynamic_batching_max_requests=8,
         inference_max_seq_length=2048,
+        **changes,
     )
-    running = RunningLoop(build_engine(config), tmp_path_factory.mktemp("s"), max_queue=64)
-    folder = str(reference_model.path())
-    options = ServerOptions(tokenizer_folder=folder, model_name="reference_model")
-    tokenizer = Tokenizer.load(folder)
-    yield create_app(Serving(running.client, tokenizer, options, running.answers)).test_client()
+    running = RunningLoop(build_engine(config), folder, max_queue=64)
+    model = str(reference_model.path())
+    options = ServerOptions(tokenizer_folder=model, model_name="reference_model")
+    serving = Serving(running.client, Tokenizer.load(model), options, running.answers)
+    yield create_app(serving).test_client(), running
     running.close()
+
+
+@pytest.fixture(scope="session")
+def reference_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskClient]:
+    """Requests to the application before the real engine with the reference model."""
+    with reference_server(tmp_path_factory.mktemp("s")) as (http, _):
+        yield http
 
 
 @pytest.fixture
