@@ -42,8 +42,7 @@ def streamed_text(http: FlaskClient, body: dict[str, Any]) -> str:
     return "".join(choice["text"] for piece in pieces for choice in piece["choices"])
 
 
-@pytest.mark.parametrize("logprobs", [None, 2])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature, logprobs", [(0.0, 2), (0.7, None)])
 @pytest.mark.parametrize("stop", [None, [" old"], ["harbour, the"], ["e o"]])
 def test_answers_are_those_without_drafts(
     reference_http: FlaskClient,
@@ -54,7 +53,7 @@ def test_answers_are_those_without_drafts(
 ) -> None:
     """Those that end within several tokens that come at once, too."""
     body = {
-        "prompt": PROMPT, "max_tokens": 50, "temperature": temperature, "seed": 5, "stop": stop,
+        "prompt": PROMPT, "max_tokens": 40, "temperature": temperature, "seed": 5, "stop": stop,
         "logprobs": logprobs, "return_token_ids": True,
     }  # fmt: skip
     expected = answer(reference_http, body)
