@@ -374,6 +374,7 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
         config.inference_dynamic_batching_cuda_graph_mixed_prefill_count,
         max_requests,
         config.inference_dynamic_batching_max_tokens,
+        config.num_speculative_tokens,
     )
 
 

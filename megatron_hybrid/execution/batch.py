@@ -24,7 +24,7 @@ Then some figures are known to the device alone: they are put in place there, se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
-from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
+from megatron_hybrid.execution.plan import NO_DRAFT, PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.runs import LastSteps, RunTables, place_kv, take_up
+from megatron_hybrid.execution.runs import LastSteps, RunTables, take_up
 from megatron_hybrid.kernels.contract import (
     DecodeRuns,
     DecodeSlots,
@@ -72,13 +72,15 @@ class BatchBuilder:
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
+        of_runs = 0
         if last_steps is not None:  # two figures a token, and what RunTables has of each request
-            self._origin += 2 * max_tokens + requests * (2 * last_steps.longest + 16) + 64
+            of_runs = 2 * max_tokens + requests * (last_steps.window_width + 8) + 64
         self._buffer = torch.empty(
             self._origin
             + (8 + len(self._chunk_sizes)) * max_tokens
             + (32 + 2 * len(self._chunk_sizes)) * requests
             + requests * blocks
+            + of_runs
             + 128,
             dtype=torch.int64 if device.type == "cpu" else torch.int32,
             device=device,
@@ -86,7 +88,7 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, size: GraphSize | None = None) -> StepInputs:
         """`size`: of the captured step that will compute it; it must have room for the plan."""
-        rows, block_size, runs = self._rows, self._block_size, plan.runs
+        rows, block_size = self._rows, self._block_size
         decodes, chunks = plan.decode_rows, plan.prefills
         n = len(decodes)
         lengths = np.asarray([chunk.length for chunk in chunks], dtype=np.int64)
@@ -95,9 +97,10 @@ class BatchBuilder:
         used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints), plan.num_drafts)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
+        has_runs = plan.runs is not None or room.drafts > 0
 
         token_ids, positions, kv_slot = np.zeros((3, room.tokens), dtype=np.int64)
-        if runs is None:
+        if not has_runs:
             position = rows.position[decodes]
             token_ids[:n] = rows.last_token[decodes]
             positions[:n] = position
@@ -138,46 +141,46 @@ class BatchBuilder:
             _filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
             logits_index,
             *self._chunk_bounds(chunks, lengths, room),
+            *(self._run_parts(plan, room) if has_runs else ()),
             paged.kv_indices,
         ]
-        loose = [plan.sampled_rows, *self._run_parts(plan), *self._moves(plan)]
-        loose_tensors, tensors = self._upload(loose, parts)
+        loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
         (
             token_ids_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
             rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
-            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *bounds_t, indices_t,
+            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *others, indices_t,
         ) = tensors  # fmt: skip
+        bounds_t, run_tensors = others[: len(self._chunk_sizes)], others[len(self._chunk_sizes) :]
         if size is not None:  # a later step of this size may have more blocks
             indices_t = self._buffer[indices_t.storage_offset() :]
-        sampled_t, *others = loose_tensors
+        sampled_t, *moves = loose
         decode: DecodeSlots | DecodeRuns | None = None
-        if runs is not None:
-            certain, sequence, offset, start, windows, at, slot, *others = others
-            width = runs.windows.shape[1]
+        take_up_runs: Callable[[], None] | None = None
+        longest_run = 0
+        if has_runs:
+            last = self._last_steps
+            assert last is not None
+            who, certain, sequence, offset, start, windows, *figures = run_tensors
+            position_t, pending_t, at, slot = figures
+            longest_run = 1 + last.longest
+            cu_runs = cu_t[: room.decodes + 1]
             tables = RunTables(
-                rows_t, certain, cu_t[: n + 1], sequence, offset, start, windows.view(n, width)
+                who, certain, cu_runs, sequence, offset, start, windows.view(room.decodes, -1)
             )
-            assert self._last_steps is not None
-            taken = take_up(tables, self._last_steps)
-            kv = place_kv(taken, tables, indptr_t, indices_t, block_size)
-            known = zip(
-                (token_ids_t, positions_t, kv_slot_t, kv_length_t),
-                (taken.fed, taken.position, *kv),
-                strict=True,
-            )
-            for target, values in known:
-                target[: len(values)].copy_(values)
+            targets = (token_ids_t, positions_t, kv_slot_t, kv_length_t, position_t, pending_t)
+
+            def put_in_place() -> None:
+                taken = take_up(tables, last, indptr_t, indices_t, block_size)
+                for target, values in zip(targets, taken, strict=True):
+                    target[: len(values)].copy_(values)
+
             decode = DecodeRuns(
-                cu_seqlens=tables.cu_seqlens,
-                position=taken.first_position.to(rows_t.dtype),
-                pending=taken.pending.to(rows_t.dtype),
-                read_slot=decode_read,
-                write_slot=decode_write,
-                ring=rows_t,
-                checkpoint_position=at,
-                checkpoint_slot=slot,
+                cu_runs, position_t, pending_t, decode_read, decode_write, rows_t, at, slot
             )
+            take_up_runs = put_in_place
             if kv_length_t.device.type == "cpu":  # whose kernels are planned with exact lengths
+                put_in_place()
+                take_up_runs = put_in_place if size is not None else None
                 paged = paged._replace(kv_length=kv_length_t.numpy())
         elif room.decodes:
             decode = DecodeSlots(decode_read, decode_write)
@@ -195,6 +198,7 @@ class BatchBuilder:
                 num_decodes=room.decodes,
                 host=paged,
                 static=size is not None,
+                longest_run=longest_run,
             ),
             decode=decode,
             prefill=PrefillSegments(
@@ -215,8 +219,9 @@ class BatchBuilder:
             logits_index=logits_t,
             decode_rows=rows_t,
             sampled_rows=sampled_t,
-            moves=CacheMoves(*others) if others else None,
+            moves=CacheMoves(*moves) if moves else None,
             num_drafts=room.drafts,
+            take_up=take_up_runs,
         )
 
     def build_dummy(self, size: GraphSize) -> StepInputs:
@@ -232,6 +237,8 @@ class BatchBuilder:
         sequences = room.decodes + room.prompts
         queries, kv_length = np.ones((2, sequences), dtype=np.int64)
         queries[room.decodes :] = _filled(lengths, room.prompts)
+        if room.drafts:
+            queries[len(plan.decode_rows) : room.decodes] = 0
         if plan.runs is not None:
             queries[decodes] += plan.runs.num_drafts
         # of runs: as long as they may be
@@ -243,21 +250,32 @@ class BatchBuilder:
         table[prompts] = rows.block_table[[chunk.row for chunk in chunks], :width]
         return PagedHost.of(queries, kv_length, table, self._block_size)
 
-    def _run_parts(self, plan: StepPlan) -> list[Ints]:
-        """What `RunTables` and `DecodeRuns` have of the host; none where the step has no runs."""
-        runs, n = plan.runs, len(plan.decode_rows)
-        if runs is None:
-            return []
-        lengths = 1 + runs.num_drafts
-        first = np.cumsum(lengths) - lengths
+    def _run_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
+        """What RunTables and DecodeRuns have of the host, and room for what they have not."""
+        n, runs, last = len(plan.decode_rows), plan.runs, self._last_steps
+        assert last is not None
+        windows = np.full((room.decodes, last.window_width), NO_DRAFT, dtype=np.int64)
+        lengths, window_start, position, slot = np.zeros((4, room.decodes), dtype=np.int64)
+        lengths[:n] = 1
+        if runs is not None:
+            lengths[:n] += runs.num_drafts
+            windows[:n, : runs.windows.shape[1]] = runs.windows
+            window_start[:n] = runs.window_start
+            position[:n], slot[:n] = runs.checkpoint_position, runs.checkpoint_slot
+        sequence = np.repeat(np.arange(room.decodes), lengths)
+        offset = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        nothing = np.zeros(room.decodes, dtype=np.int64)
         return [
-            self._rows.position[plan.decode_rows],
-            np.repeat(np.arange(n), lengths),
-            np.arange(lengths.sum()) - np.repeat(first, lengths),
-            runs.window_start,
-            runs.windows.reshape(-1),
-            runs.checkpoint_position,
-            runs.checkpoint_slot,
+            _filled(plan.decode_rows, room.decodes, last.nobody),
+            _filled(self._rows.position[plan.decode_rows], room.decodes),
+            _filled(sequence, room.decode_tokens, -1),
+            _filled(offset, room.decode_tokens),
+            window_start,
+            windows.reshape(-1),
+            nothing,
+            nothing,
+            position,
+            slot,
         ]
 
     def _chunk_bounds(

@@ -122,6 +122,8 @@ def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | 
         size
         for size in sizes
         if demand.decodes <= size.decodes
+        and demand.drafts <= size.drafts
+        and bool(demand.runs) == bool(size.drafts)
         and demand.prefill_tokens <= size.prefill_tokens
         and demand.prompts <= size.prompts
         and demand.checkpoints <= size.checkpoints
@@ -131,13 +133,18 @@ def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | 
 
 
 def graph_sizes(
-    count: int, mixed_prompts: int, max_requests: int, max_tokens: int
+    count: int, mixed_prompts: int, max_requests: int, max_tokens: int, num_drafts: int = 0
 ) -> tuple[GraphSize, ...]:
     """All sizes that get a graph: at most `count` of decodes alone (-1: as many as are of use) and,
-    unless that is 0, mixed ones for up to `mixed_prompts` prompts (0: none)."""
+    unless that is 0, mixed ones for up to `mixed_prompts` prompts (0: none). Where a decode may
+    have `num_drafts` drafts, the decodes alone have graphs with and without them."""
     if count == 0:
         return ()
-    decodes = tuple(GraphSize(n) for n in decode_sizes(count, max_requests))
+    numbers = decode_sizes(count, max_requests)
+    decodes = tuple(GraphSize(n) for n in numbers)
+    if num_drafts:
+        room = [GraphSize(n, drafts=n * num_drafts) for n in numbers]
+        decodes += tuple(size for size in room if size.tokens <= max_tokens)
     return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens)
 
 

@@ -144,7 +144,9 @@ class StepDemand(NamedTuple):
     prefill_tokens: int = 0
     prompts: int = 0
     checkpoints: int = 0  # stored in the middle of prompts
-    eager: int = 0  # 1: no graph fits, because of drafts, or log-probabilities of a prompt
+    eager: int = 0  # 1: no graph fits, because prompts want log-probabilities
+    drafts: int = 0
+    runs: int = 0  # 1: decodes take up what holds of drafts, or have some
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
@@ -159,7 +161,9 @@ class StepDemand(NamedTuple):
             prefill_tokens=prefill_tokens,
             prompts=len(chunks),
             checkpoints=sum(len(chunk.checkpoints) for chunk in chunks),
-            eager=int(bool(targets) or plan.runs is not None),
+            eager=int(bool(targets)),
+            drafts=drafts,
+            runs=int(plan.runs is not None),
         )
 
 

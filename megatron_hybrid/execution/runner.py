@@ -221,7 +221,9 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, step: Step) -> Tensor:
         """The part of a step that is captured."""
-        if self.asynchronous and isinstance(inputs.decode, DecodeSlots):
+        if inputs.take_up is not None:
+            inputs.take_up()
+        elif self.asynchronous and isinstance(inputs.decode, DecodeSlots):
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
         return self._stage.compute(inputs, step)

@@ -22,15 +22,22 @@ from megatron_hybrid.execution.verification import (
 
 
 class LastSteps:
-    """Of every row of the row table: what its last step has added to its text."""
+    """Of every row of the row table: what its last step has added to its text. Behind the last row
+    stands one of nobody's, for padding."""
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         """longest: the most drafts of a row in a step."""
         self.longest = longest
+        self.nobody = rows
         self.emitted = Emitted(
-            torch.zeros((rows, longest + 1), dtype=torch.int64, device=device),
-            torch.ones(rows, dtype=torch.int64, device=device),
+            torch.zeros((rows + 1, longest + 1), dtype=torch.int64, device=device),
+            torch.ones(rows + 1, dtype=torch.int64, device=device),
         )
+
+    @property
+    def window_width(self) -> int:
+        """Of RunsPlan's windows at most: the step in flight adds up to longest + 1 tokens."""
+        return 2 * self.longest + 1
 
     def of(self, rows: Tensor) -> Emitted:
         """rows [n]"""
@@ -51,48 +58,55 @@ class LastSteps:
 class RunTables(NamedTuple):
     """What the host says of a step's runs, on the device. n rows decode, T tokens in all."""
 
-    rows: Tensor  # [n] of the row table
+    rows: Tensor  # [n] of LastSteps
     certain: Tensor  # [n] tokens that the state includes
     cu_seqlens: Tensor  # [n + 1]
-    sequence: Tensor  # [T] that each token belongs to
+    sequence: Tensor  # [T] that each token belongs to; -1: padding
     offset: Tensor  # [T] 0: the next token; 1, 2, ...: a draft
     window_start: Tensor  # [n]
     windows: Tensor  # [n, width]: see RunsPlan
 
 
 class Runs(NamedTuple):
-    """The tokens of a step's runs."""
+    """What the device works out of a step's runs."""
 
-    fed: Tensor  # [T]
-    position: Tensor  # [T]
-    first_position: Tensor  # [n] of each row's next token
-    pending: Tensor  # [n] drafts of the last step that hold
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    kv_slot: Tensor  # [T], as in PagedSequences
+    kv_length: Tensor  # [n], as there
+    position: Tensor  # [n], as in DecodeRuns
+    pending: Tensor  # [n], as there
 
 
-def take_up(tables: RunTables, last: LastSteps) -> Runs:
-    """What is fed, and where. In place of a guess that was shown to be wrong the next token stands
-    once more: as a draft it is as good as any, and it does not end an answer."""
+def take_up(
+    tables: RunTables, last: LastSteps, kv_indptr: Tensor, kv_indices: Tensor, block_size: int
+) -> Runs:
+    """What is fed, and where it goes. The tables of PagedSequences have room for the longest that
+    a sequence may be.
+
+    In place of a guess that was shown to be wrong the next token stands once more: as a draft it is
+    as good as any, and it does not end an answer.
+    """
     before = last.of(tables.rows.long())
     pending = before.number - 1
     position = tables.certain.long() + pending
-    sequence, offset = tables.sequence.long(), tables.offset.long()
-    tokens = before.tokens.gather(1, pending[:, None])
-    if tables.windows.shape[1]:
-        windows, start = tables.windows.long(), tables.window_start.long()
-        drafts = choose_drafts(windows, start, before, position, last.longest)
-        tokens = torch.cat((tokens, torch.where(drafts == NO_DRAFT, tokens, drafts)), dim=1)
-    return Runs(tokens[sequence, offset], position[sequence] + offset, position, pending)
+    token = before.tokens.gather(1, pending[:, None])
+    windows, start = tables.windows.long(), tables.window_start.long()
+    drafts = choose_drafts(windows, start, before, position, last.longest)
+    tokens = torch.cat((token, torch.where(drafts == NO_DRAFT, token, drafts)), dim=1)
 
-
-def place_kv(
-    runs: Runs, tables: RunTables, kv_indptr: Tensor, kv_indices: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """PagedSequences' kv_slot [T] and kv_length [n]. Its tables have room for the longest that a
-    sequence may be."""
-    first_block = kv_indptr[tables.sequence.long()].long()
-    block = kv_indices[first_block + runs.position // block_size].long()
-    kv_slot = block * block_size + runs.position % block_size
-    return kv_slot, runs.first_position + tables.cu_seqlens.diff()
+    is_token = tables.sequence >= 0
+    sequence, offset = tables.sequence.long().clamp(min=0), tables.offset.long()
+    positions = torch.where(is_token, position[sequence] + offset, 0)
+    block = kv_indices[kv_indptr[sequence].long() + positions // block_size].long()
+    return Runs(
+        token_ids=torch.where(is_token, tokens[sequence, offset], 0),
+        positions=positions,
+        kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
+        kv_length=(position + tables.cu_seqlens.diff()).clamp(min=1),
+        position=position,
+        pending=pending,
+    )
 
 
 def verify(sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, longest: int) -> Emitted:

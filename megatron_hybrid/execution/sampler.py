@@ -81,7 +81,7 @@ class Sampler:
         sampled_rows, newest, accepted = sampled_rows.long(), tokens, None
         if runs is not None:
             assert inputs is not None
-            newest, accepted = self._verify(tokens, sampled_rows, inputs)
+            newest, accepted = self._verify(tokens, sampled_rows, runs.num_drafts, inputs)
         elif self._last_steps is not None:
             self._last_steps.note_single(sampled_rows, tokens)
         last_token.index_copy_(0, sampled_rows, newest)
@@ -108,14 +108,20 @@ class Sampler:
         )
 
     def _verify(
-        self, tokens: Tensor, sampled_rows: Tensor, inputs: StepInputs
+        self,
+        tokens: Tensor,
+        sampled_rows: Tensor,
+        drafts: npt.NDArray[np.int64],
+        inputs: StepInputs,
     ) -> tuple[Tensor, Tensor]:
-        """tokens: of decodes with drafts, then of rows that get one each. Each row's last new token
-        [sampled rows], and how many drafts hold [decodes]."""
+        """tokens: of decodes with so many drafts [decodes], then of rows that get one each. Each
+        row's last new token [sampled rows], and how many drafts hold [decodes]."""
         last, decode = self._last_steps, inputs.decode
         assert last is not None and isinstance(decode, DecodeRuns)
-        decodes, fed = len(decode.position), inputs.num_decode_tokens
-        step = verify(tokens[:fed], inputs.token_ids[:fed].long(), decode.cu_seqlens, last.longest)
+        # what is behind them may be padding
+        decodes, fed = len(drafts), len(drafts) + int(drafts.sum())
+        cu_seqlens = decode.cu_seqlens[: decodes + 1]
+        step = verify(tokens[:fed], inputs.token_ids[:fed].long(), cu_seqlens, last.longest)
         accepted = step.number - 1
         last.note(sampled_rows[:decodes], step)
         last.note_single(sampled_rows[decodes:], tokens[fed:])
@@ -158,7 +164,7 @@ class Sampler:
         drawn[adjusted] = False  # on their own, below
         if drawn.any():
             places = np.flatnonzero(drawn)
-            point = None if inputs is None else self._points(owners, places, inputs)
+            point = None if inputs is None else self._points(owners, places, plan, inputs)
             self._draw(logits, tokens, owners, places, point)
         if len(adjusted):
             self._choose_adjusted(logits, tokens, plan, owners, adjusted)
@@ -184,11 +190,15 @@ class Sampler:
         tokens.index_copy_(0, index, chosen)
 
     def _points(
-        self, owners: npt.NDArray[np.int64], places: npt.NDArray[np.int64], inputs: StepInputs
+        self,
+        owners: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        plan: StepPlan,
+        inputs: StepInputs,
     ) -> Tensor:
         """The random numbers of some of a step's sampled tokens. Those of runs are as far in their
         answers as the fed tokens' positions say."""
-        rows, decoded = self._rows, inputs.num_decode_tokens
+        rows, decoded = self._rows, len(plan.decode_rows) + plan.num_drafts
         who, is_run = owners[places], places < decoded
         before = rows.generated[who] - np.where(is_run, rows.position[who], 0)
         figures = np.stack([np.where(is_run, places, 0), is_run, before, rows.seed[who].view("i8")])

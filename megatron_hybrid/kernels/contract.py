@@ -134,6 +134,9 @@ class PagedSequences:
     the lengths, which differ from step to step. Padded decodes, and padded prompts without queries,
     stand behind the real ones and have one token of KV, the first of block 0; tokens past
     cu_seqlens[sequences] are padding, whose attention nobody reads.
+
+    `longest_run`: not 0 where decodes have drafts: so many queries each at most. Then on a GPU only
+    the device knows their kv_length; the host's is the largest that is possible.
     """
 
     cu_seqlens: Tensor  # [sequences + 1], over all tokens, decodes included
@@ -145,6 +148,7 @@ class PagedSequences:
     num_decodes: int
     host: PagedHost
     static: bool = False
+    longest_run: int = 0
 
 
 class PagedHost(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ class StepInputs:
     moves: CacheMoves | None = None  # None when the step moves nothing
     lockstep: LockstepSize | None = None  # None: nobody computes more than we do
     num_drafts: int = 0  # tokens of the decodes behind each sequence's first one
+    # Puts in place what only the device knows of decodes with drafts; before the model computes.
+    take_up: Callable[[], None] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -504,6 +504,56 @@ def test_drafts_change_neither_answers_nor_what_is_cached(oracle: Oracle):
             assert [o.token_ids for o in found] == [o.token_ids for o in expected[0]]
 
 
+def test_samples_with_drafts_are_those_without(oracle: Oracle):
+    """The same seed gives the same answer, with filters or without."""
+    for options in ({"temperature": 1.0}, {"temperature": 2.0, "top_p": 0.8, "top_k": 40}):
+        params = SamplingParams(max_tokens=16, ignore_eos=True, seed=3, n=4, **options)
+        expected = generate(oracle.llm(), oracle.prompts[-4:], params)
+        answers = [choice for output in expected for choice in output.choices]
+        texts = [choice.prompt_token_ids + choice.token_ids for choice in answers]
+        llm = with_drafts(oracle.llm(num_speculative_tokens=3), Knowing(texts))
+        before = llm.stats()["accepted_tokens"]
+        found = generate(llm, oracle.prompts[-4:], params)
+        assert [c.token_ids for o in found for c in o.choices] == [c.token_ids for c in answers]
+        assert llm.stats()["accepted_tokens"] > before + 16
+
+
+@pytest.mark.skipif(os.environ.get("ORACLE") != "all", reason="takes minutes: ORACLE=all")
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}], ids=["temperature 1", "top-p 0.7"])
+def test_20000_draws_with_drafts_have_the_distribution_of_those_without(
+    oracle: Oracle, options: dict[str, float]
+):
+    """Of the third token, behind drafts that hold or do not: a chi-square test of homogeneity."""
+    if oracle.kind not in ("nemotron_h", "in_flight"):
+        pytest.skip("drawing does not depend on the family")
+    counts, accepted = [], 0
+    for number, first_seed in ((0, 0), (4, 10**6)):  # other seeds: else they are the same draws
+        llm = oracle.llm(num_speculative_tokens=number)
+        if number:
+            with_drafts(llm, Knowing([oracle.prompts[3] + oracle.greedy(oracle.prompts[3], 12)]))
+        drawn: list[int] = []
+        for seed in range(first_seed, first_seed + 20_000, 1000):
+            params = [
+                SamplingParams(max_tokens=6, ignore_eos=True, seed=seed + i, **options)
+                for i in range(1000)
+            ]
+            outputs = llm.generate([oracle.prompts[3]] * 1000, params, progress=False)
+            drawn += [output.token_ids[2] for output in outputs]
+        counts.append(np.bincount(drawn, minlength=200))
+        accepted = llm.stats()["accepted_tokens"]
+    assert accepted > 100
+    plain, drafted = counts
+    rare = plain + drafted < 20
+    table = np.stack([np.append(c[~rare], c[rare].sum()) for c in counts])
+    table = table[:, table.sum(0) > 0]
+    expected = table.sum(0) / 2
+    statistic = float(((table - expected) ** 2 / expected).sum())
+    freedom = table.shape[1] - 1
+    # Wilson and Hilferty, 1931: its cube root is nearly normal; 3.1: one in a thousand
+    scale = 2 / (9 * freedom)
+    assert ((statistic / freedom) ** (1 / 3) - (1 - scale)) / scale**0.5 < 3.1
+
+
 @MODES
 def test_every_kept_state_is_that_of_a_prompt_that_ends_there(oracle: Oracle, mode: str):
     llm = oracle.llm(

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from megatron_hybrid.execution.plan import (
+    NO_DRAFT,
     BlockCopy,
+    Fold,
     PrefillChunk,
     ResumedRow,
+    RunsPlan,
     StepPlan,
     StepResult,
 )
@@ -40,11 +43,19 @@ def chunk(row: int, start: int, end: int, **changes: Any) -> PrefillChunk:
 class Steps:
     """A model's runner with poisoned caches: what is read before it is written shows as NaN."""
 
-    def __init__(self, model: HybridModel, parallel: ParallelContext) -> None:
+    def __init__(self, model: HybridModel, parallel: ParallelContext, num_drafts: int = 0) -> None:
         device = torch.device("cpu")
         self.rows = RowTable(12, 4)
         self.caches = allocate_caches(
-            model.kv_specs, model.state_specs, 32, BLOCK, 24, device, end_logits_vocab=VOCAB
+            model.kv_specs,
+            model.state_specs,
+            32,
+            BLOCK,
+            24,
+            device,
+            end_logits_vocab=VOCAB,
+            num_rings=12 if num_drafts else 0,
+            ring_length=2 * num_drafts + 1,
         )
         for kv in self.caches.kv.values():
             kv.key.fill_(torch.nan)
@@ -53,7 +64,9 @@ class Steps:
             state.conv.fill_(torch.nan)
             state.ssm.fill_(torch.nan)
         self.caches.end_logits.fill_(torch.nan)
-        self.runner = ModelRunner(model, self.caches, self.rows, BLOCK, device, parallel)
+        self.runner = ModelRunner(
+            model, self.caches, self.rows, BLOCK, device, parallel, num_drafts=num_drafts
+        )
 
     def row(self, row: int, blocks: list[int], *, slot: int = 0, position: int = 0) -> None:
         """A greedy request that wants log-probabilities. `position` tokens are in its cache and
@@ -69,6 +82,9 @@ class Steps:
         prefills: Iterable[PrefillChunk] = (),
         resumed: Iterable[tuple[int, int]] = (),  # (row, logits slot)
         copies: Iterable[tuple[int, int, int]] = (),
+        drafts: Sequence[Sequence[int]] | None = None,  # of each decode
+        checkpoint: tuple[int, int] = (0, 0),  # position and slot, of the first decode
+        folds: Iterable[Fold] = (),
     ) -> StepResult:
         plan = StepPlan(
             step=0,
@@ -76,13 +92,30 @@ class Steps:
             prefills=list(prefills),
             resumed=[ResumedRow(row, None, slot) for row, slot in resumed],
             copies=[BlockCopy(*copy) for copy in copies],
+            folds=list(folds),
         )
+        rows, sampled, who = self.rows, plan.sampled_rows, plan.decode_rows
+        if drafts is not None:
+            plan.runs = self._runs(who, drafts, checkpoint)
         result = self.runner.execute(plan)
-        rows, sampled = self.rows, plan.sampled_rows
-        rows.position[plan.decode_rows] += 1
+        rows.position[who] += 1 + rows.pending[who]
+        rows.generated[who] += rows.pending[who]
+        rows.pending[who] = 0 if result.accepted is None else result.accepted
         rows.read_slot[plan.decode_rows] = rows.write_slot[plan.decode_rows]
         for part in plan.prefills:
             rows.position[part.row] = part.end
-        rows.last_token[sampled] = result.tokens
+        rows.last_token[sampled] = [tokens[-1] for tokens in result.tokens_by_row()]
         rows.generated[sampled] += 1
         return result
+
+    def _runs(
+        self, decodes: np.ndarray, drafts: Sequence[Sequence[int]], checkpoint: tuple[int, int]
+    ) -> RunsPlan:
+        windows = np.full((len(decodes), max(map(len, drafts))), NO_DRAFT, dtype=np.int64)
+        for window, own in zip(windows, drafts, strict=True):
+            window[: len(own)] = own
+        position, slot = np.zeros((2, len(decodes)), dtype=np.int64)
+        position[0], slot[0] = checkpoint
+        num_drafts = np.asarray([len(own) for own in drafts], dtype=np.int64)
+        start = self.rows.next_position(decodes) + 1
+        return RunsPlan(num_drafts, windows, start, position, slot)

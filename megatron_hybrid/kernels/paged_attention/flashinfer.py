@@ -12,7 +12,7 @@ of mixed graphs run on FlashAttention 2, which splits long KV over programs, and
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flashinfer
@@ -22,7 +22,13 @@ from flashinfer.decode import fast_decode_plan
 from flashinfer.prefill import get_batch_prefill_module
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, Ints, KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import (
+    AttentionShape,
+    Ints,
+    KVCache,
+    PagedHost,
+    PagedSequences,
+)
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
     TritonPlan,
@@ -42,9 +48,9 @@ _Graph = tuple[int, int, int, int, int]
 class FlashInferPlan:
     """The wrappers as they are planned: only the latest plan of a FlashInferAttention may run."""
 
-    decode: Any  # None where the step has no decodes
+    decode: Any  # None where the step has no decodes; a TritonPlan where they have drafts
     prefill: Any  # None where it has no prefills
-    num_decodes: int
+    num_decode_tokens: int
     num_tokens: int
     kv_slot: Tensor  # [tokens]
 
@@ -69,12 +75,19 @@ class FlashInferAttention:
         wrappers = self._wrappers[shape]
         if wrappers is None:
             return self._triton.plan(paged, shape)
-        decodes = paged.num_decodes
+        decodes, tokens = paged.num_decodes, len(paged.kv_slot)
+        has_prefills = len(paged.kv_length) > decodes
+        decode = None
+        if paged.longest_run:
+            # flashinfer plans with lengths that only the device knows
+            decode = self._triton.plan(_decodes_of(paged), shape)
+        elif decodes:
+            decode = wrappers.plan_decodes(paged)
         return FlashInferPlan(
-            decode=wrappers.plan_decodes(paged) if decodes else None,
-            prefill=wrappers.plan_prefills(paged) if len(paged.kv_length) > decodes else None,
-            num_decodes=decodes,
-            num_tokens=len(paged.kv_slot),
+            decode=decode,
+            prefill=wrappers.plan_prefills(paged) if has_prefills else None,
+            num_decode_tokens=int(paged.host.cu_seqlens[decodes]) if has_prefills else tokens,
+            num_tokens=tokens,
             kv_slot=paged.kv_slot,
         )
 
@@ -90,8 +103,10 @@ class FlashInferAttention:
             return self._triton.attend(query, cache, plan)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         kv = (cache.key, cache.value)
-        middle, end = plan.num_decodes, plan.num_tokens
-        if plan.decode is not None:
+        middle, end = plan.num_decode_tokens, plan.num_tokens
+        if isinstance(plan.decode, TritonPlan):
+            output[:middle] = self._triton.attend(query[:middle], cache, plan.decode)
+        elif plan.decode is not None:
             plan.decode.run(query[:middle], kv, out=output[:middle])
         if plan.prefill is not None:
             plan.prefill.run(query[middle:end], kv, out=output[middle:end])
@@ -176,7 +191,7 @@ class _Wrappers:
             wrapper = self._prefill[graph] = self._new_prefill_wrapper(paged)
         # The blocks keep their places in kv_indices, the queries are counted from the first one.
         query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
-        tokens = len(paged.kv_slot) - first
+        tokens = len(paged.kv_slot) - int(host.cu_seqlens[first])
         longest = tokens if paged.static else int(np.diff(query_indptr).max())
         wrapper.plan(
             _pinned(query_indptr),
@@ -241,6 +256,20 @@ class _Wrappers:
             _GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.device
         )
         wrapper.reset_workspace_buffer(self._workspace, schedule)
+
+
+def _decodes_of(paged: PagedSequences) -> PagedSequences:
+    """The first sequences, without the prompts behind them."""
+    count, host = paged.num_decodes, paged.host
+    ends = host.cu_seqlens[: count + 1], host.kv_length[:count], host.kv_indptr[: count + 1]
+    return replace(
+        paged,
+        cu_seqlens=paged.cu_seqlens[: count + 1],
+        kv_length=paged.kv_length[:count],
+        kv_indptr=paged.kv_indptr[: count + 1],
+        last_block_length=paged.last_block_length[:count],
+        host=PagedHost(*ends, host.kv_indices, host.last_block_length[:count]),
+    )
 
 
 def _graph_of(paged: PagedSequences) -> _Graph | None:

@@ -50,7 +50,9 @@ class TritonAttention:
         """Once a step."""
         longest = int(np.diff(paged.host.cu_seqlens).max(initial=0))
         if paged.static:  # the grid has room for any step that the graph may run
-            longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
+            longest = max(paged.longest_run, 1)
+            if len(paged.kv_length) > paged.num_decodes:
+                longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
         return TritonPlan(paged, shape, longest)
 
     def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: TritonPlan) -> None:
