@@ -21,7 +21,8 @@ Answers = dict[str, list[list[Any]]]
 
 def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     """[tokens, cached tokens] of each prompt: cold, warm, cold with a step in flight, sampled in
-    chunks, several samples of one prompt, and from a cache so small that requests are preempted."""
+    chunks, several samples of one prompt, from a cache so small that requests are preempted, and
+    with drafts."""
     rng = random.Random(0)
     shared = [rng.randrange(160) for _ in range(60)]
     prompts = [shared[:n] + [rng.randrange(160) for _ in range(n % 7)] for n in range(30, 60, 3)]
@@ -51,6 +52,12 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     choices = [choice for output in outputs for choice in output.choices]
     answers["choices"] = [[choice.token_ids, choice.cached_tokens] for choice in choices]
     answers["preempted"] = _preempted(folder, options, prompts)
+    drafting = LLM(folder, **options, num_speculative_tokens=3)
+    repeated = [prompt[:9] * 3 for prompt in prompts]
+    longer = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    outputs = drafting.generate(repeated, longer, progress=False)
+    answers["drafts"] = [[output.token_ids, output.cached_tokens] for output in outputs]
+    answers["accepted"] = [[drafting.stats()["accepted_tokens"]]]
     return answers
 
 

@@ -24,10 +24,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_two_ranks_decide_and_answer_like_one(folders, tmp_path):
     found = run_on_two_ranks("tests.parallel.engine_worker", tmp_path, *map(str, folders))
+    accepted = 0
     for folder in folders:
         alone = generate_all(str(folder), tensor_model_parallel_size=1)
         assert found[folder.name] == alone, folder.name
         assert any(cached for _, cached in alone["warm"])
         assert alone["in flight"] == alone["cold"]
         assert any(cached for _, cached in alone["choices"])
+        accepted += alone["accepted"][0][0]
+    assert accepted > 20
     assert found["adjusted"] == adjusted_answers(tensor_model_parallel_size=1)
