@@ -125,6 +125,11 @@ class EngineConfig:
         "guesses of a request's next tokens that a step verifies at most; they are taken from the "
         "request's own text, where it repeats itself. 0: none. Answers are the same",
     )
+    prompt_lookup_shares_texts: bool = _option(
+        False,
+        "let guesses come from other requests with the same cache_salt, too, which may show by how "
+        "fast an answer comes",
+    )
     prefill_checkpoint_mode: str = _option(
         "extract",
         "extract: kernels store states inside a chunk; break: chunks end where a state is kept",

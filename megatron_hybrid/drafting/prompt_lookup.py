@@ -6,11 +6,14 @@ The texts of all requests that run lie in one array, a row each. For each of som
 says of every run of so many tokens where it stood last: by its hash alone, so that a place may be
 another run's, which is seen when the tokens are compared. What a step asks for is looked up for all
 its rows at once.
+
+Texts of the same cache_salt may be shared: then a row that does not repeat itself is guessed to go
+on as another one did, which runs, or ran in a row that nobody has taken since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,7 @@ from megatron_hybrid.drafting.drafter import NO_GUESS, Ints, Tokens
 
 # How many of the last tokens have to have stood together before, the most telling first.
 SIZES = (4, 2)
+SHARED_SIZES = (4,)
 TABLE_BITS = 22  # entries of 8 bytes, which take memory when they are written
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with its bits in no order
 
@@ -31,44 +35,70 @@ class PromptLookup:
         self,
         max_requests: int,
         max_length: int,
-        sizes: Sequence[int] = SIZES,
+        *,
+        shares: bool = False,
         table_bits: int = TABLE_BITS,
     ) -> None:
-        """max_length: the most tokens of a text."""
+        """max_length: the most tokens of a text. shares: those of the same salt."""
         self._width = max_length
         # Memory is taken where something is written.
         self._texts = np.zeros(max_requests * max_length, dtype=np.int32)
         self._lengths = np.zeros(max_requests, dtype=np.int64)
-        self._tables = [_Table(size, table_bits) for size in sizes]
+        self._scopes = np.zeros(max_requests, dtype=np.uint64)  # of the texts' salts
+        self._own = [_Table(size, table_bits) for size in SIZES]
+        self._shared = [_Table(size, table_bits) for size in SHARED_SIZES] if shares else []
 
     def begin(self, row: int, text: Tokens, cache_salt: str) -> None:
         self._lengths[row] = 0
+        digest = blake2b(cache_salt.encode(), digest_size=8).digest()
+        self._scopes[row] = int.from_bytes(digest, "little")
         self.extend(np.asarray([row]), text, np.asarray([len(text)]))
 
     def extend(self, rows: Ints, tokens: Tokens, counts: Ints) -> None:
         number = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
         offset = np.repeat(self._lengths[rows], counts) + number  # in each one's text
-        begin = np.repeat(rows * self._width, counts)
-        self._texts[begin + offset] = tokens
+        row = np.repeat(rows, counts)
+        place = row * self._width + offset
+        self._texts[place] = tokens
         self._lengths[rows] += counts
-        for table in self._tables:
-            # runs that one of the new tokens follows
-            known = offset >= table.size
-            table.note(self._texts, begin[known], (begin + offset)[known])
+        for tables, scopes in ((self._own, row), (self._shared, self._scopes[row])):
+            for table in tables:
+                # runs that one of the new tokens follows
+                known = offset >= table.size
+                table.note(self._texts, scopes[known], place[known])
 
     def guess(self, rows: Ints, width: int) -> Ints:
-        begin = rows * self._width
-        end = begin + self._lengths[rows]
-        source = np.full(len(rows), -1, dtype=np.int64)
-        for table in self._tables:
-            missing = np.flatnonzero((source < 0) & (end - begin >= table.size))
-            if len(missing):
-                source[missing] = table.find(self._texts, begin[missing], end[missing])
-        found = source >= 0
-        # What is repeated may end where the text does: then it begins anew.
-        period = np.where(found, end - source, 1)
-        places = source[:, None] + np.arange(width) % period[:, None]
-        return np.where(found[:, None], self._texts[places.clip(min=0)], NO_GUESS).astype(np.int64)
+        lengths = self._lengths[rows]
+        end = rows * self._width + lengths
+        source = np.full(len(rows), -1, dtype=np.int64)  # the place to go on from
+        for tables, scopes in ((self._own, rows), (self._shared, self._scopes[rows])):
+            for table in tables:
+                missing = np.flatnonzero((source < 0) & (lengths >= table.size))
+                if len(missing):
+                    found = table.find(self._texts, scopes[missing], end[missing])
+                    is_valid = self._may_read(rows[missing], found, table.size, tables is self._own)
+                    source[missing] = np.where(is_valid, found, -1)
+        whose = source // self._width
+        is_own = whose == rows
+        # What is repeated may end where the text does: then it begins anew, if it is the row's own.
+        steps = np.arange(width)
+        steps = np.where(is_own[:, None], steps % np.maximum(end - source, 1)[:, None], steps)
+        places = source[:, None] + steps
+        ends = whose * self._width + self._lengths[whose]
+        has_guess = (source >= 0)[:, None] & (places < ends[:, None])
+        guesses = self._texts[np.where(has_guess, places, 0)]
+        return np.where(has_guess, guesses, NO_GUESS).astype(np.int64)
+
+    def _may_read(
+        self, rows: Ints, found: Ints, size: int, only_own: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Whether what stands at the places `found` (-1: nowhere) is of a text that each of the
+        rows [n] may know, and behind `size` tokens of it."""
+        whose, offset = found // self._width, found % self._width
+        is_inside = (found >= 0) & (offset >= size) & (offset < self._lengths[whose])
+        if only_own:
+            return is_inside & (whose == rows)
+        return is_inside & (self._scopes[whose] == self._scopes[rows])
 
 
 class _Table:
@@ -79,24 +109,26 @@ class _Table:
         self._shift = np.uint64(64 - bits)
         self._behind = np.zeros(1 << bits, dtype=np.int64)
 
-    def note(self, texts: Tokens, begin: Ints, behind: Ints) -> None:
-        """Runs that end before the places behind [n], of texts that begin at begin [n]. Of those
-        with the same hash the last one stays."""
-        self._behind[self._hash(texts, begin, behind)] = behind
+    def note(self, texts: Tokens, scopes: npt.NDArray[np.integer], behind: Ints) -> None:
+        """Runs before the places behind [n], in these scopes [n]. Of those with the same hash the
+        last one stays."""
+        self._behind[self._hash(texts, scopes, behind)] = behind
 
-    def find(self, texts: Tokens, begin: Ints, end: Ints) -> Ints:
-        """[n]: the place behind the last earlier run that is the same as the one before end [n], in
-        the same text; -1 where there is none."""
-        behind = self._behind[self._hash(texts, begin, end)]
-        same = (behind >= begin + self.size) & (behind < end)
+    def find(self, texts: Tokens, scopes: npt.NDArray[np.integer], end: Ints) -> Ints:
+        """[n]: the place behind the last run that is the same as the one before end [n] and was
+        noted in its scope, or in another one with the same hash; -1 where there is none."""
+        behind = self._behind[self._hash(texts, scopes, end)]
+        same = (behind >= self.size) & (behind != end)
         for back in range(1, self.size + 1):
             same &= texts[behind - back] == texts[end - back]
         return np.where(same, behind, -1)
 
-    def _hash(self, texts: Tokens, begin: Ints, end: Ints) -> npt.NDArray[np.int64]:
-        """Of the texts' beginnings and their `size` tokens before end [n]."""
+    def _hash(
+        self, texts: Tokens, scopes: npt.NDArray[np.integer], end: Ints
+    ) -> npt.NDArray[np.int64]:
+        """Of the scopes and the `size` tokens before end [n]."""
         with np.errstate(over="ignore"):
-            mixed = begin.astype(np.uint64) + np.uint64(1)
+            mixed = scopes.astype(np.uint64) + np.uint64(1)
             for back in range(self.size, 0, -1):
                 mixed = (mixed * _MULTIPLIER) ^ (mixed >> np.uint64(29))
                 mixed += texts[end - back].astype(np.uint64)

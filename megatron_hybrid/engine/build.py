@@ -137,15 +137,19 @@ def build_engine(
         ),
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
-        speculation=_speculation(context, drafts),
+        speculation=_speculation(config, context),
     )
 
 
-def _speculation(context: DynamicInferenceContext, drafts: int) -> Speculation | None:
-    if not drafts:
+def _speculation(config: EngineConfig, context: DynamicInferenceContext) -> Speculation | None:
+    if not config.num_speculative_tokens:
         return None
-    lookup = PromptLookup(context.geometry.max_requests, context.max_seq_length)
-    return Speculation(context.rows, lookup, drafts)
+    lookup = PromptLookup(
+        context.geometry.max_requests,
+        context.max_seq_length,
+        shares=config.prompt_lookup_shares_texts,
+    )
+    return Speculation(context.rows, lookup, config.num_speculative_tokens)
 
 
 def _all_to_all_from(

@@ -73,7 +73,7 @@ class Scheduler:
         self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
         self._twins = Twins(context.cache) if twins is None else twins
-        self._speculation = speculation
+        self.speculation = speculation
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
         self._folds: list[Fold] = []  # for the coming step
         self._events: list[RequestEvent] = []  # not handed out yet
@@ -247,14 +247,14 @@ class Scheduler:
         context, rows, decodes = self._context, self._context.rows, plan.decode_rows
         num_decodes = len(decodes)
         guesses = None
-        if self._speculation is not None and num_decodes and not plan.prefills:
+        if self.speculation is not None and num_decodes and not plan.prefills:
             # An answer's last token is never that behind a draft: when it is launched, everything
             # else of the answer is in the state.
             written = rows.generated[decodes] + rows.pending[decodes] + rows.unknown[decodes]
             most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
             if (budget := context.max_tokens - num_decodes) < most.sum():
                 most = np.minimum(most, budget // num_decodes)
-            guesses = self._speculation.choose(decodes, most)
+            guesses = self.speculation.choose(decodes, most)
         checkpoints = [
             (row, checkpoint)
             for row, own in self._checkpoints.items()
@@ -459,9 +459,9 @@ class Scheduler:
 
     def _start_decoding(self, request: TrackedRequest) -> None:
         self._context.start_decoding(request)
-        if self._speculation is not None:
+        if self.speculation is not None:
             text = request.tokens(0, request.num_tokens)
-            self._speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
+            self.speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
 
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
@@ -489,7 +489,7 @@ class Scheduler:
                 event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             received.append((request, event))
         self._totals["generated_tokens"] += count
-        if self._speculation is not None:
+        if self.speculation is not None:
             self._note_drafts(plan, result, written)
         return received
 
@@ -497,7 +497,7 @@ class Scheduler:
         self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]
     ) -> None:
         """What holds of a step's drafts, and the texts as they are now."""
-        rows, speculation = self._context.rows, self._speculation
+        rows, speculation = self._context.rows, self.speculation
         assert speculation is not None
         owners = plan.sampled_owners
         stay = np.asarray([request.lease is not None for request in owners], dtype=bool)

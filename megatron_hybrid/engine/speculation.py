@@ -38,7 +38,7 @@ class Speculation:
         """num_tokens: the most drafts of a request in a step."""
         self.num_tokens = num_tokens
         self._rows = rows
-        self._drafter = drafter
+        self.drafter = drafter
         count = len(rows.decoding)
         self._can_draft = np.zeros(count, dtype=bool)
         self._stop_ids = np.full((count, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
@@ -59,7 +59,7 @@ class Speculation:
         self._known[row] = len(text)
         self._next[row] = self.num_tokens
         self._pause[row] = self._failures[row] = 0
-        self._drafter.begin(row, text, cache_salt)
+        self.drafter.begin(row, text, cache_salt)
 
     def extend(self, who: Ints, tokens: Sequence[list[int]]) -> None:
         """The requests of the rows `who` [n], each once, have written these tokens."""
@@ -69,7 +69,7 @@ class Speculation:
         if not drafts.all():
             who, flat, counts = who[drafts], flat[np.repeat(drafts, counts)], counts[drafts]
         self._known[who] += counts
-        self._drafter.extend(who, flat, counts)
+        self.drafter.extend(who, flat, counts)
 
     def choose(self, decodes: Ints, most: Ints) -> Guesses | None:
         """Drafts for the coming step: at most so many for each of its decode rows. None: for no
@@ -86,7 +86,7 @@ class Speculation:
         between = rows.next_position(decodes) + 1 - self._known[decodes]
         width = self.num_tokens + int(between[tries].max())
         windows = np.full((len(decodes), width), NO_DRAFT, dtype=np.int64)
-        guesses = self._drafter.guess(decodes[tries], width)
+        guesses = self.drafter.guess(decodes[tries], width)
         ends = (guesses[:, :, None] == self._stop_ids[decodes[tries], None, :]).any(2)
         ends |= guesses == NO_DRAFT
         found = np.where(ends.any(1), ends.argmax(1), width)

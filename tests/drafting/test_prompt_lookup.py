@@ -77,6 +77,39 @@ def test_neither_runs_with_the_same_hash_nor_former_texts_are_mistaken(
         assert found in [[NO_GUESS] * count, *possible]
 
 
+TEXTS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["", "a"]), WORDS), min_size=1, max_size=8
+)
+
+
+@given(TEXTS, st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_texts_of_the_same_salt_are_shared_and_no_others(
+    begun: list[tuple[int, str, list[int]]], count: int
+):
+    lookup = PromptLookup(3, 150, shares=True, table_bits=16)
+    texts: dict[int, tuple[str, list[int]]] = {}
+    for row, salt, text in begun:
+        lookup.begin(row, np.asarray(text, dtype=np.int32), salt)
+        texts[row] = salt, text
+        (found,) = lookup.guess(np.asarray([row]), count).tolist()
+        if (own := by_hand(text, count))[0] != NO_GUESS:
+            assert found == own
+            continue
+        others = [other for whose, other in texts.values() if whose == salt and other is not text]
+        tail = text[-4:]
+        possible = [
+            (other[e:] + [NO_GUESS] * count)[:count]
+            for other in others
+            for e in range(4, len(other))
+            if len(text) >= 4 and other[e - 4 : e] == tail
+        ]
+        # a place may have been forgotten for another text's
+        assert found in [[NO_GUESS] * count, *possible]
+        if len(begun) == len(texts) and possible and all(salt == s for s, _ in texts.values()):
+            assert found != [NO_GUESS] * count
+
+
 def test_a_text_that_repeats_is_guessed_to_repeat_on():
     lookup = PromptLookup(1, 100)
 

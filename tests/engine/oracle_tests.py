@@ -457,8 +457,8 @@ class Knowing:
 
 
 def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
-    assert llm.engine.scheduler._speculation is not None
-    llm.engine.scheduler._speculation._drafter = drafter
+    assert llm.engine.scheduler.speculation is not None
+    llm.engine.scheduler.speculation.drafter = drafter
     return llm
 
 

@@ -1,0 +1,84 @@
+"""Drafts on a GPU: the tokens of the reference without them, from graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hybrid import LLM, SamplingParams
+from megatron_hybrid.drafting.drafter import NO_GUESS
+from tests.gpu.test_engine_gpu import OPTIONS, prompts
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GRAPHS = "inference_dynamic_batching_num_cuda_graphs"
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+ROOM = {"inference_dynamic_batching_buffer_size_gb": 0.1}
+
+
+class Knowing:
+    """A drafter that has seen the answers, and is wrong at every seventh place."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._known = texts
+        self._texts: dict[int, list[int]] = {}
+
+    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
+        self._texts[row] = text.tolist()
+
+    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            self._texts[row] += part.tolist()
+
+    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
+        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        for guesses, row in zip(found, rows.tolist(), strict=True):
+            text = self._texts[row]
+            whole = next((known for known in self._known if known[: len(text)] == text), [])
+            following = whole[len(text) : len(text) + width]
+            guesses[: len(following)] = following
+            guesses[(len(text) + np.arange(width)) % 7 == 0] = 1
+        return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_what_is_cached_are_those_without_drafts(family: str, tmp_path: Path) -> None:
+    make_tiny_model(family, tmp_path)
+    plain = LLM(str(tmp_path), device="cuda", **(OPTIONS | ROOM))  # type: ignore[arg-type]
+    expected = [plain.generate(prompts(), PARAMS, progress=False) for _ in range(2)]
+    texts = [output.prompt_token_ids + output.token_ids for output in expected[0]]
+    for drafts, graphs in ((1, 6), (3, 6), (8, 6), (4, 0)):
+        options = OPTIONS | ROOM | {"num_speculative_tokens": drafts, GRAPHS: graphs}
+        llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        speculation.drafter = Knowing(texts)
+        for right in expected:
+            found = llm.generate(prompts(), PARAMS, progress=False)
+            assert [o.token_ids for o in found] == [o.token_ids for o in right], (drafts, graphs)
+            assert [o.cached_tokens for o in found] == [o.cached_tokens for o in right]
+        assert llm.stats()["accepted_tokens"] > 50
+        llm.engine.check_integrity()
+
+
+def test_samples_are_those_without_drafts(tmp_path: Path) -> None:
+    make_tiny_model("nemotron_h", tmp_path)
+    plain = LLM(str(tmp_path), device="cuda", **(OPTIONS | ROOM))  # type: ignore[arg-type]
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=4, max_tokens=24, ignore_eos=True)
+    expected = plain.generate(prompts(), params, progress=False)
+    texts = [output.prompt_token_ids + output.token_ids for output in expected]
+    options = OPTIONS | ROOM | {"num_speculative_tokens": 4}
+    llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    speculation.drafter = Knowing(texts)
+    found = llm.generate(prompts(), params, progress=False)
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    assert llm.stats()["accepted_tokens"] > 50
