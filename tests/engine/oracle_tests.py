@@ -5,7 +5,6 @@ The test_oracle_*.py files run these tests on their families, so that they can r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.execution.random_streams import stream_seed
+from tests.thorough import EVERYTHING
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
 # What each test_oracle_*.py runs.
@@ -50,12 +50,12 @@ Prompt = list[int]
 
 
 # One family of each kind of layer goes through everything, the others through less: where chunks
-# end, who is preempted and what is kept does not depend on the family. ORACLE=all: all of them.
-THOROUGH = ("nemotron_h", "jamba", "qwen3_next", "falcon_h1", "in_flight", "llama")
+# end, who is preempted and what is kept does not depend on the family. TESTS=all: all of them.
+THOROUGH = ("nemotron_h", "qwen3_next", "in_flight")
 
 
 def is_thorough(kind: str) -> bool:
-    return kind in THOROUGH or os.environ.get("ORACLE") == "all"
+    return kind in THOROUGH or EVERYTHING
 
 
 @dataclass
@@ -130,7 +130,7 @@ def mode(request: pytest.FixtureRequest, oracle: Oracle) -> str:
     """Where chunks of prompts end."""
     found = str(request.param)
     if found == "break" and not is_thorough(oracle.kind):
-        pytest.skip("for every family: ORACLE=all")
+        pytest.skip("for every family: TESTS=all")
     return found
 
 
@@ -462,9 +462,9 @@ def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
     return llm
 
 
-# All together every number of drafts from 1 to 8; ORACLE=all: each family with each.
+# All together every number of drafts from 1 to 8; TESTS=all: each family with each.
 def numbers_of_drafts(kind: str) -> list[int]:
-    if os.environ.get("ORACLE") == "all":
+    if EVERYTHING:
         return list(range(1, 9))
     every = [one for kinds in KINDS.values() for one in kinds]
     return [1 + every.index(kind) % 8]
@@ -518,7 +518,7 @@ def test_samples_with_drafts_are_those_without(oracle: Oracle):
         assert llm.stats()["accepted_tokens"] > before + 16
 
 
-@pytest.mark.skipif(os.environ.get("ORACLE") != "all", reason="takes minutes: ORACLE=all")
+@pytest.mark.skipif(not EVERYTHING, reason="takes minutes: TESTS=all")
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.7}], ids=["temperature 1", "top-p 0.7"])
 def test_20000_draws_with_drafts_have_the_distribution_of_those_without(
     oracle: Oracle, options: dict[str, float]

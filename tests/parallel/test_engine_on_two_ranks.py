@@ -8,10 +8,11 @@ import pytest
 
 from tests.parallel.engine_worker import adjusted_answers, generate_all
 from tests.parallel.ranks import run_on_two_ranks
+from tests.thorough import usually
 from tests.tiny_models import make_tiny_model
 
 # All of them: PARALLEL_FAMILIES=all python -m pytest tests/parallel/test_lockstep.py
-FAMILIES = ("nemotron_h", "granite_moe_hybrid", "llama")
+FAMILIES = usually(("granite_moe_hybrid",), ("nemotron_h", "granite_moe_hybrid", "llama"))
 
 
 @pytest.fixture(scope="module")
@@ -32,5 +33,5 @@ def test_two_ranks_decide_and_answer_like_one(folders, tmp_path):
         assert alone["in flight"] == alone["cold"]
         assert any(cached for _, cached in alone["choices"])
         accepted += alone["accepted"][0][0]
-    assert accepted > 20
+    assert accepted > 5
     assert found["adjusted"] == adjusted_answers(tensor_model_parallel_size=1)

@@ -36,17 +36,12 @@ class Layout(NamedTuple):
 # In one launch each: starting processes takes longer than what they do.
 ON_TWO_RANKS = {
     "expert 2": Layout(EXPERT_2, ("nemotron_h_moe", "jamba")),
-    "expert 2, all-to-all": Layout(EXPERT_2 | ALL_TO_ALL, ("nemotron_h_moe",)),
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("qwen3_next",)),
     "expert 2 among tensor 2": Layout(
         TENSOR_2 | EXPERT_2 | {"expert_tensor_parallel_size": 1}, ("nemotron_h_moe",)
     ),
-    "whole experts among tensor 2": Layout(
-        TENSOR_2 | {"expert_tensor_parallel_size": 1}, ("granite_moe_hybrid",)
-    ),
 }
 ON_FOUR_RANKS = {
-    "tensor 2 x expert 2": Layout(TENSOR_2 | EXPERT_2, ("nemotron_h_moe",)),
     "tensor 2 x expert 2, all-to-all": Layout(
         TENSOR_2 | EXPERT_2 | ALL_TO_ALL, ("nemotron_h_moe",)
     ),
@@ -62,6 +57,9 @@ EVERYTHING = {
         "expert 2": Layout(EXPERT_2, FAMILIES),
         "expert 2, all-to-all": Layout(EXPERT_2 | ALL_TO_ALL, FAMILIES),
         "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, FAMILIES),
+        "whole experts among tensor 2": Layout(
+            TENSOR_2 | {"expert_tensor_parallel_size": 1}, FAMILIES
+        ),
     },
     4: {
         "tensor 2 x expert 2": Layout(TENSOR_2 | EXPERT_2, FAMILIES),
