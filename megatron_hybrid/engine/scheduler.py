@@ -521,7 +521,7 @@ class Scheduler:
         """Hand out the tokens of `receive`, and end the requests that end with them. The step
         that was launched meanwhile is published: their states include what it fed."""
         for request, event in received:
-            token = event.token_ids[-1]  # none of those before it ends the answer: see verification
+            token = event.token_ids[-1]  # an end is never drafted: it comes last
             if token in request.stop_ids:
                 event.stop_token_id = token
                 self._finish(request, FinishReason.STOP, event)

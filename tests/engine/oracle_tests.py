@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
-from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.execution.random_streams import stream_seed
+from tests.knowing_drafter import Knowing
 from tests.thorough import EVERYTHING
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
@@ -428,32 +428,6 @@ def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
         assert llm.stats()["preemptions"] > 0
     for one, other in zip(roomy, tight, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
-
-
-class Knowing:
-    """A drafter that has seen the answers, and is wrong at every fifth place."""
-
-    def __init__(self, texts: list[Prompt]) -> None:
-        self._known = texts
-        self._texts: dict[int, Prompt] = {}
-
-    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
-        self._texts[row] = text.tolist()
-
-    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
-            self._texts[row] += part.tolist()
-
-    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
-        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
-        for guesses, row in zip(found, rows.tolist(), strict=True):
-            text = self._texts[row]
-            whole = next((known for known in self._known if known[: len(text)] == text), [])
-            following = whole[len(text) : len(text) + width]
-            guesses[: len(following)] = following
-            wrong = (len(text) + np.arange(width)) % 5 == 0
-            guesses[wrong] = (guesses[wrong] + 1) % 100
-        return found
 
 
 def with_drafts(llm: LLM, drafter: Knowing) -> LLM:

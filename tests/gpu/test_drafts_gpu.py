@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.drafting.drafter import NO_GUESS
 from tests.gpu.test_engine_gpu import OPTIONS, prompts
+from tests.knowing_drafter import Knowing
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = [
@@ -21,31 +20,6 @@ pytestmark = [
 GRAPHS = "inference_dynamic_batching_num_cuda_graphs"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 ROOM = {"inference_dynamic_batching_buffer_size_gb": 0.1}
-
-
-class Knowing:
-    """A drafter that has seen the answers, and is wrong at every seventh place."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self._known = texts
-        self._texts: dict[int, list[int]] = {}
-
-    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
-        self._texts[row] = text.tolist()
-
-    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
-            self._texts[row] += part.tolist()
-
-    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
-        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
-        for guesses, row in zip(found, rows.tolist(), strict=True):
-            text = self._texts[row]
-            whole = next((known for known in self._known if known[: len(text)] == text), [])
-            following = whole[len(text) : len(text) + width]
-            guesses[: len(following)] = following
-            guesses[(len(text) + np.arange(width)) % 7 == 0] = 1
-        return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +33,7 @@ def test_tokens_and_what_is_cached_are_those_without_drafts(family: str, tmp_pat
         llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
         speculation = llm.engine.scheduler.speculation
         assert speculation is not None
-        speculation.drafter = Knowing(texts)
+        speculation.drafter = Knowing(texts, wrong_every=7)
         for right in expected:
             found = llm.generate(prompts(), PARAMS, progress=False)
             assert [o.token_ids for o in found] == [o.token_ids for o in right], (drafts, graphs)
@@ -78,7 +52,7 @@ def test_samples_are_those_without_drafts(tmp_path: Path) -> None:
     llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None
-    speculation.drafter = Knowing(texts)
+    speculation.drafter = Knowing(texts, wrong_every=7)
     found = llm.generate(prompts(), params, progress=False)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert llm.stats()["accepted_tokens"] > 50

@@ -1,0 +1,37 @@
+"""A drafter for tests, whose drafts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hybrid.drafting.drafter import NO_GUESS
+
+
+class Knowing:
+    """Has seen the answers, and is wrong at every place that `wrong_every` divides."""
+
+    def __init__(self, texts: Sequence[list[int]], wrong_every: int = 5) -> None:
+        """texts: prompts and their answers."""
+        self._known = texts
+        self._wrong_every = wrong_every
+        self._texts: dict[int, list[int]] = {}
+
+    def begin(self, row: int, text: np.ndarray, cache_salt: str) -> None:
+        self._texts[row] = text.tolist()
+
+    def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            self._texts[row] += part.tolist()
+
+    def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
+        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        for guesses, row in zip(found, rows.tolist(), strict=True):
+            text = self._texts[row]
+            whole = next((known for known in self._known if known[: len(text)] == text), [])
+            following = whole[len(text) : len(text) + width]
+            guesses[: len(following)] = following
+            wrong = (len(text) + np.arange(width)) % self._wrong_every == 0
+            guesses[wrong] = (guesses[wrong] + 1) % 100
+        return found
