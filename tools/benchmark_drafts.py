@@ -4,11 +4,11 @@
     python tools/benchmark_drafts.py --config configs/nemotron-h-8b.yaml \\
         --num-speculative-tokens 4 decode_1 decode_32
 
-`decode_N`: N requests of 1,024 random tokens that decode greedily. The weights should be such that
-answers repeat themselves, as those of random weights do. Three ways:
+`decode_N`: N requests of 1,024 random tokens that decode greedily. Embedding and head are changed
+so that answers repeat themselves every 16 tokens. Three ways:
 
     plain     an engine without drafts, before and after the others
-    lookup    drafts from the answers, which repeat themselves
+    lookup    drafts from the answers
     wrong     drafts that are tokens at random
 
 Tokens a second are counted from the step on in which all requests decode. All engines share the
@@ -35,6 +35,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models import HybridModel
 
 PROMPT = 1024  # tokens
+PERIOD = 16  # tokens after which answers repeat themselves
 
 
 class WrongGuesses:
@@ -52,6 +53,22 @@ class WrongGuesses:
 
     def guess(self, rows: Ints, width: int) -> Ints:
         return self._random.integers(0, self._vocab_size, size=(len(rows), width))
+
+
+@torch.no_grad()
+def make_answers_repeat(model: HybridModel) -> None:
+    """After token t comes t + 1, and after the last of each PERIOD tokens the first of them; where
+    embedding and head are one, t itself. All layers compute what they did, but an embedding so
+    much larger than what they add decides alone."""
+    assert model.embedding is not None
+    embedding = model.embedding.weight
+    embedding.mul_(64 / embedding.float().std())
+    if model.lm_head is not None:
+        tokens = torch.arange(len(embedding), device=embedding.device)
+        last = (tokens + PERIOD - 1).clamp(max=len(embedding) - 1)
+        before = torch.where(tokens % PERIOD == 0, last, tokens - 1)
+        head = model.lm_head.weight
+        head.copy_(embedding[before] * (head.float().std() / embedding.float().std()))
 
 
 def rate(engine: DynamicInferenceEngine, count: int, tokens: int, prompt: int) -> float:
@@ -86,6 +103,7 @@ class Ways:
         self._loads = loads
         self._length = tokens, prompt
         self._model: HybridModel = load_weights(config)
+        make_answers_repeat(self._model)
 
     def measure(self, drafts: int, wrong: bool = False) -> list[float]:
         """Tokens a second of each load. `wrong`: guesses are."""
