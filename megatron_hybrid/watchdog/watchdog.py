@@ -172,9 +172,11 @@ class Watchdog:
 
     def _wait_for_cause(self) -> None:
         """Of a connection that broke. If it is found, this process ends."""
+        self._look_now()  # it may be the first look: a small model serves in less than a second
         seconds = CAUSE_SECONDS_OF_NODES if self._remote() else CAUSE_SECONDS
         seconds = min(seconds, self._limit)
         time.sleep(seconds)
+        self._look_now()
         if (fault := self._finder.silence(seconds / 2, even_loading=True)) is not None:
             self._end(*fault)
 
@@ -194,14 +196,14 @@ class Watchdog:
                 self._finder.look(beats, now)
                 ready |= self._open_processes()
             for rank in ready:
-                self._judge_death(exchange, rank)
+                self._judge_death(rank)
             if (fault := self._finder.fault()) is not None:
                 self._end(*fault)
             if exchange.silence > self._limit:
                 self._judge_silence(exchange.silence)
             if self._questions:
                 for rank in self._wait(0):  # who died before the question, as we may not know yet
-                    self._judge_death(exchange, rank)
+                    self._judge_death(rank)
                 self._answer_questions()
 
     def _wait(self, seconds: float) -> set[int]:
@@ -236,9 +238,14 @@ class Watchdog:
                 self._poll.register(self._processes[beat.rank], select.POLLIN)
         return ended
 
-    def _judge_death(self, exchange: BeatExchange, rank: int) -> None:
-        if (beats := exchange.read_now()) is not None:  # its last words
+    def _look_now(self) -> None:
+        """At everybody's latest beats, if the store says them."""
+        assert self._exchange is not None
+        if (beats := self._exchange.read_now()) is not None:
             self._finder.look(beats, time.monotonic())
+
+    def _judge_death(self, rank: int) -> None:
+        self._look_now()  # its last words
         message = self._finder.death(rank)
         if message is None or self._left:
             return
