@@ -19,7 +19,7 @@ from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
 from tests.knowing_drafter import Knowing
-from tests.thorough import EVERYTHING
+from tests.thorough import EVERYTHING, usually
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
 # What each test_oracle_*.py runs.
@@ -399,8 +399,13 @@ def preemptions_of(kind: str) -> list[tuple[str, bool, str]]:
     return [PREEMPTIONS[others.index(kind) % len(PREEMPTIONS)]]
 
 
+ALSO_PREEMPTED = ("jamba", "zamba2", "lfm2", "llama")
+
+
 def test_preempted_requests_give_the_right_answers(oracle: Oracle):
     """Answers of 40 tokens in a pool that holds two of the longest requests and no third one."""
+    if not (is_thorough(oracle.kind) or oracle.kind in ALSO_PREEMPTED):
+        pytest.skip("differs little from family to family: TESTS=all")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
     for mode, exact_ends, policy in preemptions_of(oracle.kind):
         options = {"prefill_checkpoint_mode": mode, EXACT_ENDS: exact_ends, POLICY: policy}
@@ -420,6 +425,8 @@ def test_preempted_requests_give_the_right_answers(oracle: Oracle):
 
 
 def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
+    if not is_thorough(oracle.kind):
+        pytest.skip("differs little from family to family: TESTS=all")
     params = SamplingParams(temperature=4.0, seed=5, max_tokens=40, ignore_eos=True, n=3)
     roomy = generate(oracle.llm(), oracle.prompts[-4:], params)
     llm = small_llm(oracle, blocks=11)
@@ -473,7 +480,7 @@ def test_drafts_change_neither_answers_nor_what_is_cached(oracle: Oracle):
             assert turn.cached_tokens == truth.cached_tokens
         tight = small_llm(oracle, blocks=11, num_speculative_tokens=number)
         with_drafts(tight, Knowing(texts))
-        for _ in range(2):
+        for _ in range(usually(1, 2)):
             found = generate(tight, prompts, params)
             assert [o.token_ids for o in found] == [o.token_ids for o in expected[0]]
 

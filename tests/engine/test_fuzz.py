@@ -17,8 +17,10 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
+from tests.thorough import usually
 
 ROOT = Path(__file__).parents[2]
+SEEDS = usually((1, 6), (1, 2, 6, 7))
 Answer = tuple[str, int]  # request id and index
 SCOPES = [("", ""), ("s", ""), ("", "a")]  # salt and adapter
 
@@ -217,10 +219,10 @@ def test_the_same_stream_of_events_gives_the_same_decisions():
     """Every rank of a model-parallel group decides alike, however its process hashes strings."""
     code = (
         "from tests.engine.test_fuzz import Crowd\n"
-        "print([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 6, 7)])"
+        f"print([Crowd(seed, 150, num_blocks=32).decisions() for seed in {SEEDS}])"
     )
-    mine = str([Crowd(seed, 150, num_blocks=32).decisions() for seed in (1, 2, 6, 7)])
-    for hash_seed in ("1", "2"):
+    mine = str([Crowd(seed, 150, num_blocks=32).decisions() for seed in SEEDS])
+    for hash_seed in usually(("1",), ("1", "2")):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True,

@@ -13,7 +13,7 @@ import torch
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.parallel.pipeline_worker import adjusted_answers, answers_of, logits_of
 from tests.parallel.ranks import run_on_ranks
-from tests.thorough import usually
+from tests.thorough import thorough, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 # Engines: the usual mixture (and new weights for it); a stage without attention before one without
@@ -92,6 +92,7 @@ def test_two_stages_adjust_logits_like_one(two_stages: tuple[Path, Any]) -> None
     assert two_stages[1]["adjusted"] == adjusted_answers(1, 1)
 
 
+@thorough
 def test_two_stages_of_two_ranks_decide_and_answer_like_one(
     folder: Path, two_by_two: tuple[Path, Any]
 ) -> None:
@@ -104,6 +105,7 @@ def test_two_stages_of_two_ranks_decide_and_answer_like_one(
     check(found, expected, tolerance=1e-4)
 
 
+@thorough
 @pytest.mark.parametrize("rank", [0, 1])
 def test_both_ranks_of_the_last_stage_have_the_logits_of_one(
     rank: int, folder: Path, two_by_two: tuple[Path, Any], alone: ParallelContext

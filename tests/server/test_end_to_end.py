@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from tests.server.make_tokenizers import byte_level, save
 from tests.server.processes import ServerProcess, is_alive, wait_until
+from tests.thorough import thorough
 from tests.tiny_models import make_tiny_model
 
 TOOL = "tools/run_text_generation_server.py"
@@ -138,6 +139,7 @@ def test_the_engines_counters_are_on_the_metrics_page(
         assert float(figures[f"megatron_hybrid:{name}"]) > 0
 
 
+@thorough  # tests/parallel/test_launch_files.py
 def test_two_ranks_answer_like_one_and_end_together(
     model_folder: Path, client: openai.OpenAI
 ) -> None:
@@ -163,6 +165,7 @@ def test_ranks_end_when_torchrun_is_killed(model_folder: Path) -> None:
         wait_until(lambda: not any(is_alive(rank) for rank in ranks))
 
 
+@thorough  # tests/parallel/test_faults.py
 def test_a_rank_killed_in_mid_stream_is_restarted_by_torchrun_behind_the_same_front_end(
     model_folder: Path,
 ) -> None:

@@ -10,6 +10,7 @@ from megatron_hybrid.simulation.driver import Simulation
 from megatron_hybrid.simulation.policies import POLICIES
 from megatron_hybrid.simulation.pools import SHAPES, divide_pool, unlimited_pool
 from megatron_hybrid.simulation.traces import make_trace
+from tests.thorough import usually
 
 SHAPE = SHAPES["nemotron-h-8b"]
 GIB = 2**30
@@ -33,7 +34,7 @@ def simulate(name, requests, geometry, policy="ours", *, fast_forward=True, seed
 
 CASES = [
     # (trace, requests, GiB, share for states, policy)
-    ("mixed", 1_000, 40, 0.7, "ours"),
+    ("mixed", usually(600, 1_000), usually(30, 40), 0.7, "ours"),
     ("chat", 500, 12, 0.7, "ours"),
     ("agents", 400, 16, 0.95, "ours"),
     ("forks", 150, 8, 0.7, "ours"),
