@@ -393,8 +393,10 @@ PREEMPTIONS = [
 
 
 def preemptions_of(kind: str) -> list[tuple[str, bool, str]]:
-    if is_thorough(kind):
+    if EVERYTHING:
         return PREEMPTIONS
+    if kind in THOROUGH:
+        return PREEMPTIONS[THOROUGH.index(kind) :: 2]
     others = [one for kinds in KINDS.values() for one in kinds if one not in THOROUGH]
     return [PREEMPTIONS[others.index(kind) % len(PREEMPTIONS)]]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
 from megatron_hybrid.kernels.mamba2_scan import reference
 from megatron_hybrid.kernels.slots import plan_decode
+from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -206,7 +207,7 @@ def test_segments_cut_on_the_grid_give_the_very_same_bits() -> None:
     assert torch.equal(whole[1:3], cut[1:3])
 
 
-@pytest.mark.parametrize("starts", [(0, 0, 0), (7, 30, 32), (33, 64, 1)])
+@pytest.mark.parametrize("starts", usually([(7, 30, 32)], [(0, 0, 0), (7, 30, 32), (33, 64, 1)]))
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_parts_give_the_very_same_bits(part: int, starts: tuple[int, ...]) -> None:
     """Several sequences, some shorter than a part; the first in place, so that no part may read the
@@ -227,7 +228,7 @@ def test_parts_give_the_very_same_bits(part: int, starts: tuple[int, ...]) -> No
     assert torch.equal(split.nan_to_num(7.0), whole.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", usually([0], [0, 1]))
 def test_more_sequences_than_are_looked_at_at_once(part: int) -> None:
     lengths = [1 + i % 3 for i in range(70)]
     lengths[66] = 40

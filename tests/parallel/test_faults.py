@@ -14,6 +14,7 @@ import pytest
 from tests.parallel.hang.sitecustomize import HANGS
 from tests.parallel.launches import ROOT, Client, Node, front_end_of, gone, wait_until
 from tests.server.processes import free_port
+from tests.thorough import thorough
 
 WATCHED = ("--inference-rank-timeout", "5")
 HANGING = {HANGS: "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'parallel' / 'hang'}"}
@@ -91,6 +92,7 @@ def test_a_lost_rank_is_named_and_service_comes_back_behind_the_same_front_end(
     assert not any(gone([process]) for process in front_end)
 
 
+@thorough
 def test_a_replica_of_one_rank_that_hangs_is_named_and_started_again(
     answer: str, tmp_path: Path
 ) -> None:
