@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_hybrid import LLM
 from megatron_hybrid.drafting.drafter import NO_GUESS
 
 
@@ -35,3 +36,10 @@ class Knowing:
             wrong = (len(text) + np.arange(width)) % self._wrong_every == 0
             guesses[wrong] = (guesses[wrong] + 1) % 100
         return found
+
+
+def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
+    """The same, which has its drafts from this drafter now."""
+    assert llm.engine.scheduler.speculation is not None
+    llm.engine.scheduler.speculation.drafter = drafter
+    return llm

@@ -18,7 +18,7 @@ from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
-from tests.knowing_drafter import Knowing
+from tests.knowing_drafter import Knowing, with_drafts
 from tests.thorough import EVERYTHING, usually
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 
@@ -392,24 +392,25 @@ PREEMPTIONS = [
 ]
 
 
-def preemptions_of(kind: str) -> list[tuple[str, bool, str]]:
-    if EVERYTHING:
-        return PREEMPTIONS
-    if kind in THOROUGH:
-        return PREEMPTIONS[THOROUGH.index(kind) :: 2]
-    others = [one for kinds in KINDS.values() for one in kinds if one not in THOROUGH]
-    return [PREEMPTIONS[others.index(kind) % len(PREEMPTIONS)]]
-
-
-ALSO_PREEMPTED = ("jamba", "zamba2", "lfm2", "llama")
+# Who is preempted in which of these ways; TESTS=all: every family in each.
+PREEMPTED = {
+    "nemotron_h": PREEMPTIONS[::2],
+    "qwen3_next": PREEMPTIONS[1::2],
+    "in_flight": PREEMPTIONS[2::2],
+    "jamba": PREEMPTIONS[1:2],
+    "zamba2": PREEMPTIONS[:1],
+    "lfm2": PREEMPTIONS[2:3],
+    "llama": PREEMPTIONS[2:3],
+}
 
 
 def test_preempted_requests_give_the_right_answers(oracle: Oracle):
     """Answers of 40 tokens in a pool that holds two of the longest requests and no third one."""
-    if not (is_thorough(oracle.kind) or oracle.kind in ALSO_PREEMPTED):
+    ways = PREEMPTIONS if EVERYTHING else PREEMPTED.get(oracle.kind)
+    if not ways:
         pytest.skip("differs little from family to family: TESTS=all")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
-    for mode, exact_ends, policy in preemptions_of(oracle.kind):
+    for mode, exact_ends, policy in ways:
         options = {"prefill_checkpoint_mode": mode, EXACT_ENDS: exact_ends, POLICY: policy}
         llm = small_llm(oracle, blocks=11, **options)
         if not llm.engine.context.geometry.has_attention:
@@ -437,12 +438,6 @@ def test_preempted_samples_are_those_of_an_engine_with_room(oracle: Oracle):
         assert llm.stats()["preemptions"] > 0
     for one, other in zip(roomy, tight, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
-
-
-def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
-    assert llm.engine.scheduler.speculation is not None
-    llm.engine.scheduler.speculation.drafter = drafter
-    return llm
 
 
 # All together every number of drafts from 1 to 8; TESTS=all: each family with each.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_hybrid import LLM, SamplingParams
-from tests.gpu.test_engine_gpu import OPTIONS, prompts
-from tests.knowing_drafter import Knowing
+from tests.gpu.test_engine_gpu import GRAPHS, OPTIONS, prompts
+from tests.knowing_drafter import Knowing, with_drafts
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = [
@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-GRAPHS = "inference_dynamic_batching_num_cuda_graphs"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 ROOM = {"inference_dynamic_batching_buffer_size_gb": 0.1}
 
@@ -31,9 +30,7 @@ def test_tokens_and_what_is_cached_are_those_without_drafts(family: str, tmp_pat
     for drafts, graphs in ((1, 6), (3, 6), (8, 6), (4, 0)):
         options = OPTIONS | ROOM | {"num_speculative_tokens": drafts, GRAPHS: graphs}
         llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
-        speculation = llm.engine.scheduler.speculation
-        assert speculation is not None
-        speculation.drafter = Knowing(texts, wrong_every=7)
+        with_drafts(llm, Knowing(texts, wrong_every=7))
         for right in expected:
             found = llm.generate(prompts(), PARAMS, progress=False)
             assert [o.token_ids for o in found] == [o.token_ids for o in right], (drafts, graphs)
@@ -50,9 +47,7 @@ def test_samples_are_those_without_drafts(tmp_path: Path) -> None:
     texts = [output.prompt_token_ids + output.token_ids for output in expected]
     options = OPTIONS | ROOM | {"num_speculative_tokens": 4}
     llm = LLM(str(tmp_path), device="cuda", **options)  # type: ignore[arg-type]
-    speculation = llm.engine.scheduler.speculation
-    assert speculation is not None
-    speculation.drafter = Knowing(texts, wrong_every=7)
+    with_drafts(llm, Knowing(texts, wrong_every=7))
     found = llm.generate(prompts(), params, progress=False)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert llm.stats()["accepted_tokens"] > 50

@@ -11,7 +11,7 @@ from tests.parallel.ranks import run_on_two_ranks
 from tests.thorough import usually
 from tests.tiny_models import make_tiny_model
 
-# All of them: PARALLEL_FAMILIES=all python -m pytest tests/parallel/test_lockstep.py
+# All of them: TESTS=all python -m pytest tests/parallel/test_lockstep.py
 FAMILIES = usually(("granite_moe_hybrid",), ("nemotron_h", "granite_moe_hybrid", "llama"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.parallel.lockstep_worker import Answers, answers_of
 from tests.parallel.ranks import torchrun
+from tests.thorough import thorough
 from tests.tiny_models import FAMILIES as ALL_FAMILIES
 from tests.tiny_models import make_tiny_model
 
@@ -47,7 +47,7 @@ ON_FOUR_RANKS = {
     ),
     "two groups": Layout(EXPERT_2, ("lfm2_moe",)),
 }
-# Every family, in minutes: PARALLEL_FAMILIES=all python -m pytest tests/parallel/test_lockstep.py
+# Every family, in minutes: TESTS=all python -m pytest tests/parallel/test_lockstep.py
 PIPELINE_2 = {"pipeline_model_parallel_size": 2}
 EVERYTHING = {
     2: {
@@ -102,9 +102,7 @@ def test_replicas_in_lockstep_answer_like_one_process(
     check_layouts(ranks, layouts, models, tmp_path)
 
 
-@pytest.mark.skipif(
-    os.environ.get("PARALLEL_FAMILIES") != "all", reason="takes minutes: PARALLEL_FAMILIES=all"
-)
+@thorough
 @pytest.mark.parametrize(
     ("ranks", "name"), [(ranks, name) for ranks, layouts in EVERYTHING.items() for name in layouts]
 )

@@ -34,7 +34,7 @@ def simulate(name, requests, geometry, policy="ours", *, fast_forward=True, seed
 
 CASES = [
     # (trace, requests, GiB, share for states, policy)
-    ("mixed", usually(600, 1_000), usually(30, 40), 0.7, "ours"),
+    usually(("mixed", 600, 30, 0.7, "ours"), ("mixed", 1_000, 40, 0.7, "ours")),
     ("chat", 500, 12, 0.7, "ours"),
     ("agents", 400, 16, 0.95, "ours"),
     ("forks", 150, 8, 0.7, "ours"),
