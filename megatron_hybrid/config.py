@@ -141,6 +141,12 @@ class EngineConfig:
     mamba_inference_ssm_states_dtype: str = _option(
         "float32", "type of the recurrent states", DTYPES
     )
+    mamba_inference_state_write_interval: int | None = _option(
+        None,
+        "tokens that a request decodes from one write of its recurrent states to the next; in "
+        "between what the states take in is kept, which is much less. Left out: chosen for the "
+        "device and the kind of layers; 1: every token",
+    )
     inference_logging_step_interval: int = _option(
         100, "steps between two lines of the periodic log; 0: none"
     )
@@ -156,6 +162,7 @@ class EngineConfig:
             PREFIX + "max_requests",
             PREFIX + "max_tokens",
             "inference_max_seq_length",
+            "mamba_inference_state_write_interval",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -20,6 +20,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import Computed, StepDemand, StepPlan
+from megatron_hybrid.execution.plan import Computed, Fold, StepDemand, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference as sampling
@@ -148,6 +149,9 @@ class FixedLogitsRunner:
         result = sampled.result()
         self.seconds += time.perf_counter() - start
         return Computed(result)
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        raise NotImplementedError
 
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass

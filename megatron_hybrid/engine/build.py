@@ -36,7 +36,14 @@ from megatron_hybrid.grammar import FolderGrammars
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
+from megatron_hybrid.models.config import (
+    GATED_DELTA_NET,
+    MAMBA,
+    SHARED_TRANSFORMER,
+    SIDE_BY_SIDE,
+    HybridModelConfig,
+    resolve_dtype,
+)
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.megatron_folder import described_in, end_tokens, is_megatron_folder
 from megatron_hybrid.models.weights import load_model
@@ -44,6 +51,9 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 
 logger = logging.getLogger(__name__)
 
+# Where states are large beside what they take in of a token: see docs/performance.md.
+SPARES_WRITES = {MAMBA, GATED_DELTA_NET, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+WRITE_INTERVAL = 4
 LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
 
 
@@ -79,6 +89,7 @@ def build_engine(
         max_tokens=config.inference_dynamic_batching_max_tokens,
         max_seq_length=plan.max_seq_length,
         cache=_cache(config, geometry),
+        write_interval=plan.write_interval,
     )
     keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
     drafts = config.num_speculative_tokens
@@ -96,8 +107,8 @@ def build_engine(
         num_slots=geometry.num_slots + 1,  # the null slot
         device=device,
         end_logits_vocab=model_config.vocab_size if keeps_logits and model.is_last_stage else 0,
-        num_rings=geometry.max_requests if drafts else 0,
-        ring_length=ring_length(drafts),
+        num_rings=geometry.max_requests if plan.ring_length else 0,
+        ring_length=plan.ring_length,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -119,6 +130,7 @@ def build_engine(
         max_tokens=config.inference_dynamic_batching_max_tokens,
         all_to_all_from=_all_to_all_from(config, parallel, model_config),
         num_drafts=drafts,
+        spares_writes=plan.write_interval > 1,
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)
@@ -195,6 +207,21 @@ class _Plan:
     parallel: ParallelContext
     shapes: HybridModel  # without weights
     kernels: KernelSet
+
+    @property
+    def write_interval(self) -> int:
+        """Tokens from one write of a decoding request's states to the next."""
+        given = self.config.mamba_inference_state_write_interval
+        if not self.shapes.stages.state_specs:
+            return 1
+        if given is not None:
+            return given
+        pays = self.device.type == "cuda" and set(self.model_config.pattern) & SPARES_WRITES
+        return WRITE_INTERVAL if pays else 1
+
+    @property
+    def ring_length(self) -> int:
+        return ring_length(self.config.num_speculative_tokens, self.write_interval)
 
     @classmethod
     def of(cls, config: EngineConfig) -> _Plan:
@@ -365,6 +392,7 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
         StageLayers(
             list(model.kv_specs.values()), list(model.state_specs.values()), model.is_last_stage
         ),
+        plan.ring_length,
     )
 
 

@@ -207,6 +207,8 @@ class Scheduler:
             if plan.is_empty and len(self._waiting) and self._twins.release_holds():
                 self._admit_waiting(plan, budget)
         self._plan_runs(plan)
+        if plan.runs is None:
+            plan.writes = context.choose_writes(decode_rows)
         if not plan.is_empty:
             plan.folds, self._folds = self._folds, []
         statistics.step = plan.step
@@ -226,7 +228,7 @@ class Scheduler:
     def _preempt(self, request: TrackedRequest) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
         self._statistics.count_preemption(request)
-        self._take_up_drafts(request)
+        self._bring_up_to_date(request)
         self._context.keep_end(request, placement.PREEMPTED)
         self._stop_running(request)
         request.status = RequestStatus.WAITING
@@ -406,6 +408,7 @@ class Scheduler:
         feeds is known; requests whose last token it samples leave."""
         context, rows, decodes = self._context, self._context.rows, plan.decode_rows
         context.states_were_read(decodes)
+        context.note_writes(decodes, plan.writes)
         self._totals["decode_tokens"] += context.advance(decodes)
         if plan.runs is not None:
             rows.unknown[decodes] = plan.runs.num_drafts
@@ -574,15 +577,16 @@ class Scheduler:
         """A running request computes nothing more: take back its row and lease."""
         # a prompt cut short is of no use
         if keeps_end and request not in self._prefilling:
-            self._take_up_drafts(request)
+            self._bring_up_to_date(request)
             self._context.keep_end(request, placement.ANSWER_END)
         self._stop_running(request)
 
-    def _take_up_drafts(self, request: TrackedRequest) -> None:
+    def _bring_up_to_date(self, request: TrackedRequest) -> None:
         """Have the state of a request that computes nothing more come to where it is without
-        drafts: those of its last step that hold are folded at the beginning of the coming step."""
+        drafts, and written in every step: what is pending, and the drafts of its last step that
+        hold, are folded at the beginning of the coming one."""
         context, lease, row = self._context, request.lease, np.asarray([request.row])
-        pending = int(context.rows.pending[request.row])
+        pending = int(context.rows.pending[request.row] + context.rows.unwritten[request.row])
         assert lease is not None
         if not pending:
             return
@@ -595,6 +599,18 @@ class Scheduler:
             fold = Fold(request.row, position, pending, lease.live_slot, *(passed or [(0, 0)])[0])
             self._folds.append(fold)
         self._publish_decoded_states((request.row,), at_end=False)
+
+    def write_states(self) -> list[Fold]:
+        """Where states of running requests are not written yet, they are to be."""
+        rows = self._context.rows
+        behind = np.flatnonzero(rows.decoding & (rows.unwritten > 0))
+        columns = rows.position, rows.unwritten, rows.read_slot
+        figures = np.stack([column[behind] for column in columns]).T.tolist()
+        rows.unwritten[behind] = 0
+        return [
+            Fold(row, position, unwritten, slot, 0, 0)
+            for row, (position, unwritten, slot) in zip(behind.tolist(), figures, strict=True)
+        ]
 
     def _stop_running(self, request: TrackedRequest) -> None:
         for checkpoint in self._checkpoints.pop(request.row, ()):

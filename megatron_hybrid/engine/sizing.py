@@ -71,6 +71,7 @@ def derive_geometry(
     minimum: Callable[[int], int] = lambda value: value,
     gpu_bytes: int | None = None,
     stage: StageLayers | None = None,
+    ring_length: int = 0,
 ) -> CacheGeometry:
     """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
     or too large.
@@ -78,7 +79,8 @@ def derive_geometry(
     The specs are of the whole model, and so are the bytes of what is returned: ranks that decide
     alike must be told the same. `stage`: what of it this rank keeps and has to pay for; None: all.
     `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
-    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU.
+    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU. `ring_length`: of a running
+    request's rings.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
     stage = stage or StageLayers(kv_specs, state_specs, has_logits=True)
@@ -89,7 +91,8 @@ def derive_geometry(
     own_logits = bytes_per_logits if stage.has_logits else 0
     own_block = _bytes_per_block(stage.kv_specs, block_size)
     own_slot = _bytes_per_state(stage.state_specs) + own_logits
-    own_live = own_slot + _bytes_per_ring(stage.state_specs, config.num_speculative_tokens)
+    ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
+    own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
     if gpu_bytes is None:
         buffer, states = _cpu_budgets(config)
@@ -131,13 +134,13 @@ def _bytes_per_state(specs: Iterable[StateSpec]) -> int:
     return sum(spec.bytes_per_slot() for spec in specs)
 
 
-def ring_length(drafts: int) -> int:
-    """Places of a ring: for the drafts of the last step that hold, and a step's own tokens."""
-    return 2 * drafts + 1 if drafts else 0
-
-
-def _bytes_per_ring(specs: Iterable[StateSpec], drafts: int) -> int:
-    return ring_length(drafts) * sum(spec.bytes_per_ring_place() for spec in specs)
+def ring_length(drafts: int, write_interval: int) -> int:
+    """Places of a ring: for a step's own tokens, and for what is pending: the drafts of the last
+    step that hold, or tokens since the state was written. Both at once are never: a step with
+    drafts writes it."""
+    if not drafts and write_interval == 1:
+        return 0
+    return max(drafts, write_interval - 1) + drafts + 1
 
 
 def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> ConfigurationError:

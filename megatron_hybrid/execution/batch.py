@@ -61,20 +61,22 @@ class BatchBuilder:
         max_tokens: int,
         chunk_sizes: Sequence[int] = (),
         last_steps: LastSteps | None = None,
+        spares_writes: bool = False,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts."""
+        where decodes have drafts. `spares_writes`: not every decode writes its state."""
         self._rows = rows
         self._last_steps = last_steps
+        self._spares_writes = spares_writes
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
-        of_runs = 0
+        of_runs = 4 * requests + 16 if spares_writes else 0
         if last_steps is not None:  # two figures a token, and what RunTables has of each request
-            of_runs = 2 * max_tokens + requests * (last_steps.window_width + 8) + 64
+            of_runs += 2 * max_tokens + requests * (last_steps.window_width + 9) + 64
         self._buffer = torch.empty(
             self._origin
             + (8 + len(self._chunk_sizes)) * max_tokens
@@ -116,6 +118,9 @@ class BatchBuilder:
             place = blocks * block_size + span % block_size
             kv_slot[here] = np.where(span < chunk.write_from, 0, place)
 
+        write_slot = rows.write_slot[decodes]
+        if plan.writes is not None:
+            write_slot = write_slot * plan.writes
         paged = self._paged(plan, lengths, room)
         logits_index = _logits_index(chunks, used.decode_tokens, room.decode_tokens + starts)
         if size is not None:
@@ -131,7 +136,7 @@ class BatchBuilder:
             paged.last_block_length,
             _filled(decodes, room.decodes),
             _filled(rows.read_slot[decodes], room.decodes),
-            _filled(rows.write_slot[decodes], room.decodes),
+            _filled(write_slot, room.decodes),
             _filled(starts, room.prompts + 1, used.prefill_tokens),
             _filled([chunk.start for chunk in chunks], room.prompts),
             _filled([chunk.read_slot for chunk in chunks], room.prompts),
@@ -141,7 +146,7 @@ class BatchBuilder:
             _filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
             logits_index,
             *self._chunk_bounds(chunks, lengths, room),
-            *(self._run_parts(plan, room) if has_runs else ()),
+            *(self._run_parts(plan, room) if has_runs else self._single_parts(plan, room)),
             paged.kv_indices,
         ]
         loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
@@ -160,13 +165,12 @@ class BatchBuilder:
         if has_runs:
             last = self._last_steps
             assert last is not None
-            who, certain, sequence, offset, start, windows, *figures = run_tensors
+            who, certain, unwritten, sequence, offset, start, windows, *figures = run_tensors
             position_t, pending_t, at, slot = figures
             longest_run = 1 + last.longest
             cu_runs = cu_t[: room.decodes + 1]
-            tables = RunTables(
-                who, certain, cu_runs, sequence, offset, start, windows.view(room.decodes, -1)
-            )
+            windows = windows.view(room.decodes, -1)
+            tables = RunTables(who, certain, unwritten, cu_runs, sequence, offset, start, windows)
             targets = (token_ids_t, positions_t, kv_slot_t, kv_length_t, position_t, pending_t)
 
             def put_in_place() -> None:
@@ -182,6 +186,12 @@ class BatchBuilder:
                 put_in_place()
                 take_up_runs = put_in_place if size is not None else None
                 paged = paged._replace(kv_length=kv_length_t.numpy())
+        elif room.decodes and self._spares_writes:
+            cu_runs, position_t, pending_t, nothing = run_tensors
+            decode = DecodeRuns(
+                cu_runs, position_t, pending_t, decode_read, decode_write, rows_t, nothing, nothing,
+                is_single=True,
+            )  # fmt: skip
         elif room.decodes:
             decode = DecodeSlots(decode_read, decode_write)
         return StepInputs(
@@ -268,6 +278,7 @@ class BatchBuilder:
         return [
             _filled(plan.decode_rows, room.decodes, last.nobody),
             _filled(self._rows.position[plan.decode_rows], room.decodes),
+            _filled(self._rows.unwritten[plan.decode_rows], room.decodes),
             _filled(sequence, room.decode_tokens, -1),
             _filled(offset, room.decode_tokens),
             window_start,
@@ -276,6 +287,19 @@ class BatchBuilder:
             nothing,
             position,
             slot,
+        ]
+
+    def _single_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
+        """What DecodeRuns has of decodes of one token each; nothing where all states are written in
+        every step."""
+        if not self._spares_writes:
+            return []
+        rows, decodes = self._rows, plan.decode_rows
+        return [
+            np.minimum(np.arange(room.decodes + 1), len(decodes)),
+            _filled(rows.position[decodes], room.decodes),
+            _filled(rows.unwritten[decodes], room.decodes),
+            np.zeros(room.decodes, dtype=np.int64),  # positions and slots of checkpoints
         ]
 
     def _chunk_bounds(

@@ -24,6 +24,7 @@ from megatron_hybrid.execution.plan import StepDemand
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
 # Decodes and prompt tokens of mixed graphs. Up to 128 tokens a step mostly waits for the weights,
 # so padding is nearly free; from about 500 on it runs for longer than it takes to launch.
+_FREE_TOKENS = 64
 _MIXED_DECODES = (0, 8, 32, 128, 256)
 _PREFILL_TOKENS = (16, 64, 128, 256, 384, 512)
 _MIXED_TOKENS = 544  # of both together, at most
@@ -143,9 +144,18 @@ def graph_sizes(
     numbers = decode_sizes(count, max_requests)
     decodes = tuple(GraphSize(n) for n in numbers)
     if num_drafts:
-        room = [GraphSize(n, drafts=n * num_drafts) for n in numbers]
+        room = [GraphSize(n, drafts=n * w) for n in numbers for w in _draft_widths(n, num_drafts)]
         decodes += tuple(size for size in room if size.tokens <= max_tokens)
     return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens)
+
+
+def _draft_widths(decodes: int, most: int) -> list[int]:
+    """Drafts that each of so many decodes has room for, in several graphs: requests of which few
+    drafts hold have one each, which must not cost what `most` of them do."""
+    widths = [most]
+    while widths[-1] > 1 and decodes * (1 + widths[-1]) > _FREE_TOKENS:
+        widths.append(widths[-1] // 2)
+    return widths
 
 
 def decode_sizes(count: int, max_requests: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -76,7 +76,7 @@ class RunsPlan:
 
 
 class Fold(NamedTuple):
-    """Drafts that held go into the state of a row that computes nothing more: the state is to be
+    """What is pending goes into the state of a row that computes nothing more: the state is to be
     the one after `position` tokens. Comes before all else in a step."""
 
     row: int
@@ -98,6 +98,9 @@ class StepPlan:
     prefills: list[PrefillChunk] = field(default_factory=list)
     resumed: list[ResumedRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    # [decodes] whose states are written; those of the others keep what they take in, for a later
+    # step. None: all. With runs all are written, too.
+    writes: npt.NDArray[np.bool_] | None = None
     runs: RunsPlan | None = None  # None: decodes are of one token, and nothing is to be taken up
     folds: list[Fold] = field(default_factory=list)
 
@@ -222,6 +225,9 @@ class Runner(Protocol):
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         """Run the model for nobody: join the collectives of a step for which the lockstep group's
         demand is `agreed`, change nothing."""
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        """These alone: a step that computes nothing."""
 
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights in place. Raises WeightsError, without any effect, for

@@ -34,8 +34,10 @@ class RowTable:
     def __init__(self, max_requests: int, max_blocks: int) -> None:
         n = max_requests
         self.decoding = np.zeros(n, dtype=bool)  # its prompt is computed
-        # Tokens that its state includes. Without drafts that is the next one's position.
+        # Tokens that its state includes, or what is kept for it: the last `unwritten` of them are
+        # not in the slot yet. Without drafts that is the next one's position.
         self.position = np.zeros(n, dtype=np.int64)
+        self.unwritten = np.zeros(n, dtype=np.int64)
         # Drafts of its last step: those that hold, and those of which nobody knows yet.
         self.pending = np.zeros(n, dtype=np.int64)
         self.unknown = np.zeros(n, dtype=np.int64)
@@ -76,7 +78,7 @@ class RowTable:
 
     def give_back(self, row: int) -> None:
         self.decoding[row] = False
-        self.pending[row] = self.unknown[row] = 0
+        self.pending[row] = self.unknown[row] = self.unwritten[row] = 0
         if self.adjusted[row] or self.min_tokens[row]:
             self._forget_adjustments(row)
         heapq.heappush(self._free, row)

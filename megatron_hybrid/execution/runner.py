@@ -25,7 +25,7 @@ from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.execution.sampler import Sampler, Sampling
 from megatron_hybrid.execution.transfer import upload
-from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -64,9 +64,11 @@ class ModelRunner:
         asynchronous: bool | None = None,
         all_to_all_from: int | None = None,
         num_drafts: int = 0,
+        spares_writes: bool = False,
     ) -> None:
-        """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step;
-        the caches have rings for them. `all_to_all_from`: where replicas share
+        """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step.
+        `spares_writes`: decodes need not write their states. For both the caches have rings.
+        `all_to_all_from`: where replicas share
         experts, the tokens of the largest one's step from which on they are reached by all-to-all,
         outside of CUDA graphs; None: never."""
         on_gpu = device.type == "cuda"
@@ -75,7 +77,7 @@ class ModelRunner:
         self._caches = caches
         last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
         self._batch_builder = BatchBuilder(
-            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps
+            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps, spares_writes
         )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(
@@ -115,6 +117,12 @@ class ModelRunner:
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         with _device_errors():
             self._compute_nothing(agreed or StepDemand(decodes=1))
+
+    @torch.inference_mode()
+    def fold(self, folds: Sequence[Fold]) -> None:
+        with _device_errors():
+            if folds:
+                self._fold(folds)
 
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights where they are; see `models.weights.update_model`."""
@@ -223,7 +231,7 @@ class ModelRunner:
         """The part of a step that is captured."""
         if inputs.take_up is not None:
             inputs.take_up()
-        elif self.asynchronous and isinstance(inputs.decode, DecodeSlots):
+        elif self.asynchronous and inputs.num_decodes:
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
         return self._stage.compute(inputs, step)

@@ -1,6 +1,6 @@
 """Decodes with drafts, where only the device knows how far each row has come.
 
-What is known on the host, which plans a step ahead, is how many tokens a row's state includes. How
+What is known on the host, which plans a step ahead, is how many tokens are certain of a row. How
 many drafts of the last step hold, what the next token is and which drafts are worth a try is worked
 out here, from what the last step has left; none of it waits for the device.
 """
@@ -59,7 +59,8 @@ class RunTables(NamedTuple):
     """What the host says of a step's runs, on the device. n rows decode, T tokens in all."""
 
     rows: Tensor  # [n] of LastSteps
-    certain: Tensor  # [n] tokens that the state includes
+    certain: Tensor  # [n] tokens that are the sequence's, whatever holds
+    unwritten: Tensor  # [n] the last of them, which its state does not include
     cu_seqlens: Tensor  # [n + 1]
     sequence: Tensor  # [T] that each token belongs to; -1: padding
     offset: Tensor  # [T] 0: the next token; 1, 2, ...: a draft
@@ -88,9 +89,9 @@ def take_up(
     as good as any, and it does not end an answer.
     """
     before = last.of(tables.rows.long())
-    pending = before.number - 1
-    position = tables.certain.long() + pending
-    token = before.tokens.gather(1, pending[:, None])
+    accepted = before.number - 1
+    position = tables.certain.long() + accepted
+    token = before.tokens.gather(1, accepted[:, None])
     windows, start = tables.windows.long(), tables.window_start.long()
     drafts = choose_drafts(windows, start, before, position, last.longest)
     tokens = torch.cat((token, torch.where(drafts == NO_DRAFT, token, drafts)), dim=1)
@@ -105,7 +106,7 @@ def take_up(
         kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
         kv_length=(position + tables.cu_seqlens.diff()).clamp(min=1),
         position=position,
-        pending=pending,
+        pending=accepted + tables.unwritten.long(),
     )
 
 

@@ -75,6 +75,7 @@ class DecodeRuns:
     ring: Tensor  # [decodes]
     checkpoint_position: Tensor  # [decodes]
     checkpoint_slot: Tensor  # [decodes]
+    is_single: bool = False  # no sequence has more than one token: there are no drafts
 
 
 @dataclass(frozen=True, slots=True)

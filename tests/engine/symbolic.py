@@ -152,11 +152,16 @@ class SymbolicRunner:
             assert request.output[-1] == rows.last_token[row]
         return request.tokens(0, position).tolist() + self._emitted[row]
 
+    def fold(self, folds: Sequence[Fold]) -> None:
+        assert not self.in_flight, "states change under a step"
+        for fold in folds:
+            self._fold(fold)
+
     def _fold(self, fold: Fold) -> None:
         """The state of a row whose request has left; the engine knows all that it has written."""
         text = self._fed[fold.row] + self._emitted[fold.row]
         hashes = prefix_hashes(text)
-        assert fold.position == len(text) - 1 and fold.pending == len(self._emitted[fold.row]) - 1
+        assert fold.position == len(text) - 1 and fold.pending >= len(self._emitted[fold.row]) - 1
         if self._context.geometry.has_recurrent:
             begin = fold.position - fold.pending
             assert self._states[fold.slot] == hashes[begin], "wrong state to fold into"
@@ -173,9 +178,12 @@ class SymbolicRunner:
         text = self._fed[row] = self._text(row)
         if plan.runs is None:
             assert len(self._emitted[row]) == 1, "drafts that hold are not in the state"
-            reads = int(rows.read_slot[row]), int(rows.write_slot[row])
-            history, end = np.asarray(text), len(text)
-            return [self._segment(row, history, end - 1, end, 0, *reads, (), writes)], 0
+            hashes, end = prefix_hashes(text), len(text)
+            self._attend(row, hashes, end - 1)
+            is_written = plan.writes is None or plan.writes[index]
+            slots = int(rows.read_slot[row]), int(rows.write_slot[row]) if is_written else None
+            self._advance(hashes, end - 1 - int(rows.unwritten[row]), end, slots, (), writes)
+            return [hashes[end] % VOCAB], 0
         runs, held = plan.runs, len(self._emitted[row]) - 1
         assert rows.write_slot[row] == self._context.request_in(row).lease.live_slot
         checkpoint = int(runs.checkpoint_position[index]), int(runs.checkpoint_slot[index])
@@ -190,7 +198,8 @@ class SymbolicRunner:
         self._attend(row, hashes, end - 1)
         # the state takes up what holds, and the next token, but no draft
         slots = int(rows.read_slot[row]), int(rows.write_slot[row])
-        self._advance(hashes, end - 1 - held, end, slots, passed, writes)
+        begin = end - 1 - held - int(rows.unwritten[row])
+        self._advance(hashes, begin, end, slots, passed, writes)
         sampled = [value % VOCAB for value in hashes[end:]]
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
@@ -294,13 +303,15 @@ class SymbolicRunner:
             assert self._kv.get(place) == expected, f"wrong KV at {position}"
 
     def _advance(
-        self, hashes: Sequence[int], start: int, end: int, slots: tuple[int, int],
+        self, hashes: Sequence[int], start: int, end: int, slots: tuple[int, int | None],
         checkpoints: Sequence[tuple[int, int]], writes: list[tuple[int, int]],
     ) -> None:  # fmt: skip
+        """From the state in the first slot to the second one's; None: that is not written."""
         geometry = self._context.geometry
         if geometry.has_recurrent:
             assert self._states[slots[0]] == hashes[start], f"wrong state at {start}"
-            writes.append((slots[1], hashes[end]))
+            if slots[1] is not None:
+                writes.append((slots[1], hashes[end]))
             for position, slot in checkpoints:
                 assert position % geometry.grid == 0
                 writes.append((slot, hashes[position]))
@@ -372,9 +383,14 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     drafts: int = 0,
     right: float = 0.7,
+    write_interval: int | None = None,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
-    request in a step. `right`: see GoodGuesses."""
+    request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
+    1 without."""
+    asynchronous = default_asynchronous if asynchronous is None else asynchronous
+    if write_interval is None:
+        write_interval = 3 if asynchronous else 1
     geometry = CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk if recurrent else 1,
@@ -390,12 +406,11 @@ def make_engine(
         max_tokens=max_tokens,
         max_seq_length=max_seq_length,
         cache=HybridCache(geometry, enabled=prefix_caching, policy=policy, checkpoints=placement),
+        write_interval=write_interval if recurrent else 1,
     )
     return CheckedEngine(
         context,
-        SymbolicRunner(
-            context, asynchronous=default_asynchronous if asynchronous is None else asynchronous
-        ),
+        SymbolicRunner(context, asynchronous=asynchronous),
         vocab_size=VOCAB,
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hybrid.engine.sizing import ring_length
 from megatron_hybrid.execution.plan import (
     NO_DRAFT,
     BlockCopy,
@@ -43,8 +44,15 @@ def chunk(row: int, start: int, end: int, **changes: Any) -> PrefillChunk:
 class Steps:
     """A model's runner with poisoned caches: what is read before it is written shows as NaN."""
 
-    def __init__(self, model: HybridModel, parallel: ParallelContext, num_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        parallel: ParallelContext,
+        num_drafts: int = 0,
+        write_interval: int = 1,
+    ) -> None:
         device = torch.device("cpu")
+        length = ring_length(num_drafts, write_interval)
         self.rows = RowTable(12, 4)
         self.caches = allocate_caches(
             model.kv_specs,
@@ -54,8 +62,8 @@ class Steps:
             24,
             device,
             end_logits_vocab=VOCAB,
-            num_rings=12 if num_drafts else 0,
-            ring_length=2 * num_drafts + 1,
+            num_rings=12 if length else 0,
+            ring_length=length,
         )
         for kv in self.caches.kv.values():
             kv.key.fill_(torch.nan)
@@ -65,7 +73,14 @@ class Steps:
             state.ssm.fill_(torch.nan)
         self.caches.end_logits.fill_(torch.nan)
         self.runner = ModelRunner(
-            model, self.caches, self.rows, BLOCK, device, parallel, num_drafts=num_drafts
+            model,
+            self.caches,
+            self.rows,
+            BLOCK,
+            device,
+            parallel,
+            num_drafts=num_drafts,
+            spares_writes=write_interval > 1,
         )
 
     def row(self, row: int, blocks: list[int], *, slot: int = 0, position: int = 0) -> None:
@@ -85,6 +100,7 @@ class Steps:
         drafts: Sequence[Sequence[int]] | None = None,  # of each decode
         checkpoint: tuple[int, int] = (0, 0),  # position and slot, of the first decode
         folds: Iterable[Fold] = (),
+        writes: Sequence[bool] | None = None,  # whether each decode's state is written
     ) -> StepResult:
         plan = StepPlan(
             step=0,
@@ -97,11 +113,15 @@ class Steps:
         rows, sampled, who = self.rows, plan.sampled_rows, plan.decode_rows
         if drafts is not None:
             plan.runs = self._runs(who, drafts, checkpoint)
+        if writes is not None:
+            plan.writes = np.asarray(writes)
         result = self.runner.execute(plan)
         rows.position[who] += 1 + rows.pending[who]
         rows.generated[who] += rows.pending[who]
         rows.pending[who] = 0 if result.accepted is None else result.accepted
-        rows.read_slot[plan.decode_rows] = rows.write_slot[plan.decode_rows]
+        is_written = np.ones(len(who), dtype=bool) if plan.writes is None else plan.writes
+        rows.unwritten[who] = np.where(is_written, 0, rows.unwritten[who] + 1)
+        rows.read_slot[who[is_written]] = rows.write_slot[who[is_written]]
         for part in plan.prefills:
             rows.position[part.row] = part.end
         rows.last_token[sampled] = [tokens[-1] for tokens in result.tokens_by_row()]

@@ -64,11 +64,12 @@ class Both:
         parallel: ParallelContext,
         sizes: Sequence[GraphSize] = SIZES,
         num_drafts: int = 0,
+        write_interval: int = 1,
     ) -> None:
         model = copy.copy(tiny.ours)
         model.kernels = kernel_set._gpu()
-        self.plain = Steps(tiny.ours, parallel, num_drafts)
-        self.padded = Steps(model, parallel, num_drafts)
+        self.plain = Steps(tiny.ours, parallel, num_drafts, write_interval)
+        self.padded = Steps(model, parallel, num_drafts, write_interval)
         with torch.inference_mode():
             self.graphs = Imitation(self.padded.runner, sizes)
         self.padded.runner._graphs = self.graphs  # type: ignore[assignment]
@@ -175,6 +176,49 @@ def test_padded_steps_with_drafts_compute_what_unpadded_ones_do(
         entry = steps.step(decodes=[5]).logprobs[5][0]
         expected = tiny(family).expected(text[:33])[-1]
         assert entry.token_id == int(expected.argmax())
+
+
+@pytest.mark.parametrize(
+    "family",
+    usually(["bamba"], ["bamba", "qwen3_next", "falcon_mamba", "zamba2", "lfm2"]),
+)
+def test_padded_steps_that_spare_writes_of_states(
+    tiny: Callable[[str], TinyModel], parallel: ParallelContext, family: str
+) -> None:
+    """Beside prompts and drafts, and a row that ends before its state is written."""
+    both = Both(tiny(family), parallel, [*WITH_DRAFTS, SIZES[3]], DRAFTS, write_interval=4)
+    prompts = [random_tokens(n, seed=n) for n in (28, 11)]
+    texts = [greedy(tiny(family), prompt, 14) for prompt in prompts]
+    for row, (prompt, size) in enumerate(zip(prompts, (None, SIZES[3]), strict=True)):
+        both.row(row, [8 + 4 * row, 9 + 4 * row, 10 + 4 * row])
+        both.step(size, prefills=[chunk(row, 0, len(prompt), prompt=prompt)])
+    both.row(2, [30])
+    done = [1, 1]
+
+    def step(size: GraphSize, **options: object) -> None:
+        found = both.step(size, decodes=[0, 1], **options)
+        for row, tokens in enumerate(found.tokens_by_row()[:2]):
+            assert tokens == texts[row][done[row] : done[row] + len(tokens)]
+            done[row] += len(tokens)
+
+    single, drafting = WITH_DRAFTS
+    step(single, writes=[True, True])
+    for writes in ((False, True), (False, False)):
+        step(single, writes=writes)
+    step(SIZES[3], writes=[False, False], prefills=[chunk(2, 0, 9, samples=False)])
+    step(single, writes=[True, False])
+    assert both.plain.rows.unwritten[:2].tolist() == [0, 3]
+    step(drafting, drafts=[texts[0][done[0] :][:2], [150]])  # which writes what is pending
+    step(drafting, drafts=[[], []])
+    step(single, writes=[False, True])
+    step(single, writes=[False, False])
+    position = int(both.plain.rows.position[0])
+    both.step(single, decodes=[1], folds=[Fold(0, position, 2, 1, 0, 0)], writes=[True])
+    both.row(5, [8, 9, 10], slot=1, position=position)
+    for steps in (both.plain, both.padded):
+        steps.rows.last_token[5] = texts[0][done[0] - 1]
+        (tokens,) = steps.step(decodes=[5]).tokens_by_row()
+        assert tokens == texts[0][done[0] :][:1]
 
 
 def greedy(tiny: TinyModel, prompt: list[int], count: int) -> list[int]:

@@ -50,6 +50,7 @@ class Call:
             ring=ints([s.ring for s in self.sequences] + nobody),
             checkpoint_position=ints([s.checkpoint[0] for s in self.sequences] + nobody),
             checkpoint_slot=ints([s.checkpoint[1] for s in self.sequences] + nobody),
+            is_single=max(self.lengths) <= 1,
         )
 
     def reached(self, s: int) -> bool:

@@ -49,6 +49,11 @@ def test_runs_equal_the_token_loop_whatever_holds(recurrence: Recurrence, seed: 
     check_runs(recurrence, Play(seed, count=3), padding=seed, calls=6)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_single_tokens_equal_the_token_loop(recurrence: Recurrence, seed: int) -> None:
+    check_runs(recurrence, Play(seed, count=3, ring_length=4, most=1), padding=seed, calls=8)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_convolutions_equal_the_loop_by_hand(seed: int) -> None:
     options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}

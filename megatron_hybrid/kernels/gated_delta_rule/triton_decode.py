@@ -194,9 +194,9 @@ def _runs_kernel(
         b = tl.load(ring_b_ptr + place * HEADS + head)
         s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, s, p, V_DIM)
+            store_state(state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], V_DIM)
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, s, p, V_DIM)
+        store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], V_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n)
@@ -209,9 +209,9 @@ def _runs_kernel(
         y = tl.sum(s * q[None, :], 1)
         tl.store(y_ptr + row * y_row + head * V_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, s, p, V_DIM)
+            store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], V_DIM)
             if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, s, p, V_DIM)
+                store_state(state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], V_DIM)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p, v)

@@ -221,9 +221,9 @@ def _runs_kernel(
         dt = softplus(tl.load(ring_dt_ptr + place * CHANNELS + d).to(tl.float32) + bias)
         h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane, BLOCK)
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], BLOCK)
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, h, lane, BLOCK)
+        store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], BLOCK)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + d)
@@ -237,9 +237,9 @@ def _runs_kernel(
         y = (tl.sum(h * c[None, :], 1) + skip * x) * silu(z)
         tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, h, lane, BLOCK)
+            store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], BLOCK)
             if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane, BLOCK)
+                store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], BLOCK)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * CHANNELS + d, raw_x)

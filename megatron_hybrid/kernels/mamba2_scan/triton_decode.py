@@ -60,15 +60,22 @@ def decode_runs(
     plan: DecodeRuns,
     out: Tensor | None = None,
     *,
-    block_p: int = 8,
+    block_p: int | None = None,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
+    """As in reference.py; rings are contiguous. The state stays in registers for the whole run. A
+    program takes block_p rows of it; None: as are best."""
     y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]
-    sequences = plan.read_slot.shape[0]
-    _runs_kernel[(head_dim // block_p, heads, sequences + 1)](
+    sequences, ring_length = plan.read_slot.shape[0], ring[0].shape[1]
+    kernel, constants = _runs_kernel, {}
+    if plan.is_single:  # whose programs have less to compute, and more of the state each
+        kernel = _single_kernel
+        block_p = block_p or min(head_dim, max(4096 // size, 8))
+        constants = {"TOKENS": triton.next_power_of_2(ring_length), "LANES": min(32, size)}
+    block_p = block_p or 8
+    kernel[(head_dim // block_p, heads, sequences + 1)](
         x, B, C, dt, A, D, dt_bias, state, *ring, y,
         plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens,
@@ -76,11 +83,12 @@ def decode_runs(
         heads // groups, *dt_limit,
         HEADS=heads,
         GROUPS=groups,
-        RING=ring[0].shape[1],
+        RING=ring_length,
         HEAD_DIM=head_dim,
         SIZE=size,
         BLOCK_P=block_p,
         num_warps=num_warps,
+        **constants,
     )  # fmt: skip
     return y
 
@@ -139,8 +147,9 @@ def _decode_kernel(
 
 @triton.jit
 def store_state(state_ptr, slot, state_slot, in_slot, state, row, ROWS: tl.constexpr):
-    """Rows of a state [ROWS, ...] to a slot; nothing to slots of 0 or less."""
-    is_written = (row < tl.where(slot > 0, ROWS, 0))[:, None]
+    """Rows of a state to a slot; nothing to slots of 0 or less. in_slot, state: of one shape; row:
+    of each, broadcast to it."""
+    is_written = row < tl.where(slot > 0, ROWS, 0)
     values = state.to(state_ptr.dtype.element_ty)
     tl.store(state_ptr + slot * state_slot + in_slot, values, mask=is_written)
 
@@ -195,9 +204,9 @@ def _runs_kernel(
         dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
         h = h * tl.exp2(dt * a) + (dt * x)[:, None] * b[None, :]
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, p, HEAD_DIM)
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], HEAD_DIM)
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, h, p, HEAD_DIM)
+        store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], HEAD_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p)
@@ -211,9 +220,9 @@ def _runs_kernel(
         y = tl.sum(h * c[None, :], 1) + d * x
         tl.store(y_ptr + row * y_row + head * HEAD_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, h, p, HEAD_DIM)
+            store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], HEAD_DIM)
             if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, h, p, HEAD_DIM)
+                store_state(state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], HEAD_DIM)
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, raw_x)
@@ -221,3 +230,146 @@ def _runs_kernel(
                 tl.store(ring_dt_ptr + place * HEADS + head, raw_dt)
                 if head % heads_per_group == 0:
                     tl.store(ring_b_ptr + place * (GROUPS * SIZE) + group * SIZE + n, raw_b)
+
+
+@triton.jit
+def take_from(values, index):
+    """values[index] of values [T]."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _single_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
+    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
+    x_row, b_row, c_row, dt_row, y_row, state_slot,
+    heads_per_group, dt_min, dt_max,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Of sequences of one token each. Where no state is written, none is formed: with h the state
+    that is read, and every token i since with what it decays by up to the last one, t,
+
+        C_t . h_t = decay (C_t . h) + sum over i of decay_i dt_i (C_t . B_i) x_i
+
+    which for each element of the state takes one multiplication, as in attention. A state's columns
+    are in LANES lanes, not in all 32, which share out the rows as well: so sums over columns are
+    mostly sums in a lane.
+    """
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    group = head // heads_per_group
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    begin = tl.load(cu_ptr + sequence)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        for token in range(begin, tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        return
+
+    count = tl.load(cu_ptr + sequence + 1) - begin  # 1, or 0: only folds
+    position = tl.load(position_ptr + sequence)
+    pending = tl.load(pending_ptr + sequence)
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
+    tokens_in = tl.load(checkpoint_position_ptr + sequence) - (position - pending)
+    if (pending + count == 0) & (write <= 0):
+        return
+
+    n = tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    of_row = p[None, :, None]
+    in_slot = head * (HEAD_DIM * SIZE) + of_row * SIZE + n[:, None, :]
+    h = tl.load(
+        state_ptr + read * state_slot + in_slot,
+        mask=of_row < tl.where(read > 0, HEAD_DIM, 0),
+        other=0.0,
+    ).to(tl.float32)
+
+    row = tl.cast(begin, tl.int64)
+    in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
+    raw_x = tl.load(x_ptr + row * x_row + in_x, mask=p < HEAD_DIM * count, other=0.0)
+    raw_b = tl.load(b_ptr + row * b_row + in_b, mask=n < SIZE * count, other=0.0)
+    c = tl.load(c_ptr + row * c_row + in_b, mask=n < SIZE * count, other=0.0).to(tl.float32)
+    # dt of the pending tokens, and behind them of the call's
+    i = tl.arange(0, TOKENS)
+    is_new = (i >= pending) & (i < pending + count)
+    kept_dt = ring_dt_ptr + (ring + (position - pending + i) % RING) * HEADS + head
+    new_dt = tl.load(dt_ptr + row * dt_row + head + i * 0, is_new, 0.0)
+    dt = tl.where(is_new, new_dt, tl.load(kept_dt, i < pending, 0.0)).to(tl.float32)
+    dt = softplus(dt + tl.load(bias_ptr + head))
+    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    log_decay = tl.where(i < pending + count, dt * (tl.load(a_ptr + head) * LOG2_E), 0.0)
+    cs = tl.cumsum(log_decay, 0)
+    total = tl.sum(log_decay, 0)
+    weight = tl.exp2(tl.minimum(total - cs, 0.0)) * dt
+    new_weight = take_from(dt, pending)
+    d = tl.load(d_ptr + head)
+    x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
+    y_ptrs = y_ptr + row * y_row + in_x
+
+    place = ring + (position - pending + i) % RING
+    has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= pending + count)
+    if (count > 0) & (write <= 0) & (has_checkpoint == 0):
+        columns = group * SIZE + tl.arange(0, SIZE)
+        is_kept = (i < pending)[:, None]
+        old_b = tl.load(
+            ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + columns[None, :], is_kept, 0.0
+        )
+        old_x = tl.load(
+            ring_x_ptr + (place * (HEADS * HEAD_DIM))[:, None] + in_x[None, :], is_kept, 0.0
+        )
+        own_c = tl.load(c_ptr + row * c_row + columns).to(tl.float32)
+        scores = tl.sum(old_b.to(tl.float32) * own_c[None, :], 1) * weight
+        y = tl.sum(old_x.to(tl.float32) * scores[:, None], 0)
+        y += (tl.sum(tl.sum(c * b, 0), 0) * new_weight + d) * x
+        y += tl.sum(tl.sum(h * c[:, None, :], 0), 1) * tl.exp2(total)
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
+    else:
+        reached, before = 0, 0.0  # the sum of log_decay up to there
+        if has_checkpoint & (tokens_in <= pending):
+            reached = tokens_in
+            before = take_from(cs, reached - 1)
+            h = _folded(
+                h, 0, reached, before, dt, before - cs, position - pending, ring,
+                ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
+            )  # fmt: skip
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
+        h = _folded(
+            h, reached, pending, total - before, dt, total - cs, position - pending, ring,
+            ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
+        )  # fmt: skip
+        h += (x * new_weight)[None, :, None] * b[:, None, :]
+        store_state(state_ptr, write, state_slot, in_slot, h, of_row, HEAD_DIM)
+        if tokens_in == pending + count:
+            store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
+        if count > 0:
+            y = tl.sum(tl.sum(h * c[:, None, :], 0), 1) + d * x
+            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
+    if (count > 0) & (write <= 0):
+        new_place = ring + position % RING
+        tl.store(ring_x_ptr + new_place * (HEADS * HEAD_DIM) + in_x, raw_x)
+        if part == 0:
+            tl.store(kept_dt, new_dt, is_new)
+            if head % heads_per_group == 0:
+                tl.store(ring_b_ptr + new_place * (GROUPS * SIZE) + in_b, raw_b)
+
+
+@triton.jit
+def _folded(
+    h, begin, end, log_decay, dt, log_weight, first, ring, ring_x_ptr, ring_b_ptr, in_x, in_b,
+    x_place, b_place, RING: tl.constexpr,
+):  # fmt: skip
+    """h * 2^log_decay, and the pending tokens [begin, end), each of them with dt * 2^log_weight."""
+    h *= tl.exp2(log_decay)
+    weight = tl.exp2(tl.minimum(log_weight, 0.0)) * dt
+    for j in range(begin, end):
+        place = ring + (first + j) % RING
+        x = tl.load(ring_x_ptr + place * x_place + in_x).to(tl.float32) * take_from(weight, j)
+        b = tl.load(ring_b_ptr + place * b_place + in_b).to(tl.float32)
+        h += x[None, :, None] * b[:, None, :]
+    return h
