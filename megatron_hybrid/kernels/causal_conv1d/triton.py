@@ -336,26 +336,34 @@ def _runs_kernel(
     tap3 = _tap(weights, WIDTH - 4, weight_tap, is_channel)
     offset = _bias(bias, channel, is_channel)
 
+    # The inputs before the next token, all at once: one after the other would wait for memory as
+    # often as there are pending ones.
     windows = state + channel * state_channel
-    has_window = channel < tl.where(read > 0, channels, 0)
     window = windows + read * state_slot
-    dtype: tl.constexpr = x.dtype.element_ty
-    back1 = tl.load(window + (WIDTH - 2) * state_column, mask=has_window, other=0).to(dtype)
+    inputs = ring + first_place * channels + channel
+    back1 = _input_before(
+        start, 1, first_pending, inputs, window, channel, channels, read, state_column, RING, WIDTH
+    )
     back2 = back1
     back3 = back1
     if WIDTH > 2:
-        back2 = tl.load(window + (WIDTH - 3) * state_column, mask=has_window, other=0).to(dtype)
+        back2 = _input_before(
+            start, 2, first_pending, inputs, window, channel, channels, read, state_column,
+            RING, WIDTH,
+        )  # fmt: skip
     if WIDTH > 3:
-        back3 = tl.load(window + (WIDTH - 4) * state_column, mask=has_window, other=0).to(dtype)
-    for earlier in range(first_pending, start):
-        back3 = back2
-        back2 = back1
-        place = first_place + earlier % RING
-        back1 = tl.load(ring + place * channels + channel, mask=is_channel, other=0)
-        is_there = (kept > 0) & (earlier + 1 == kept_position)
-        is_written = channel < tl.where(is_there, channels, 0)
-        window = windows + kept * state_slot
-        _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+        back3 = _input_before(
+            start, 3, first_pending, inputs, window, channel, channels, read, state_column,
+            RING, WIDTH,
+        )  # fmt: skip
+    if (kept > 0) & (first_pending < kept_position) & (kept_position <= start):
+        for column in tl.static_range(WIDTH - 1):
+            value = _input_before(
+                kept_position, WIDTH - 1 - column, first_pending, inputs, window, channel, channels,
+                read, state_column, RING, WIDTH,
+            )  # fmt: skip
+            target = windows + kept * state_slot + column * state_column
+            tl.store(target, value, mask=is_channel)
     if begin == end:
         is_written = channel < tl.where(write > 0, channels, 0)
         window = windows + write * state_slot
@@ -391,6 +399,23 @@ def _runs_kernel(
         if (token > begin) | (write <= 0):
             place = first_place + (start + token - begin) % RING
             tl.store(ring + place * channels + channel, newest, mask=is_channel)
+
+
+@triton.jit
+def _input_before(
+    position, back, first_pending, inputs, window, channel, channels, read, state_column,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The input of the token `back` positions before this one: from the ring, or, before the first
+    pending one, from the window that the state has."""
+    token = position - back
+    is_pending = token >= first_pending
+    in_ring = channel < tl.where(is_pending, channels, 0)
+    in_window = channel < tl.where(is_pending | (read <= 0), 0, channels)
+    pending = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
+    column = WIDTH - 1 - back + position - first_pending
+    old = tl.load(window + column * state_column, mask=in_window, other=0)
+    return tl.where(is_pending, pending, old.to(pending.dtype))
 
 
 @triton.jit
