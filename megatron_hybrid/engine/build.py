@@ -37,7 +37,6 @@ from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.config import (
-    GATED_DELTA_NET,
     MAMBA,
     SHARED_TRANSFORMER,
     SIDE_BY_SIDE,
@@ -51,8 +50,8 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 
 logger = logging.getLogger(__name__)
 
-# Where states are large beside what they take in of a token: see docs/performance.md.
-SPARES_WRITES = {MAMBA, GATED_DELTA_NET, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+# Of Mamba2, where it pays: see docs/performance.md.
+SPARES_WRITES = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER}
 WRITE_INTERVAL = 4
 LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
 
@@ -130,7 +129,7 @@ def build_engine(
         max_tokens=config.inference_dynamic_batching_max_tokens,
         all_to_all_from=_all_to_all_from(config, parallel, model_config),
         num_drafts=drafts,
-        spares_writes=plan.write_interval > 1,
+        write_interval=plan.write_interval,
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)

@@ -31,7 +31,8 @@ class Speculation:
 
     A request's drafts double in number while all of them hold, up to num_tokens; where some do not,
     the next ones are one more than did. After a step in which none held it goes without for a
-    while, and twice as long each time.
+    while, and twice as long each time; and until some have held again it has no drafts while the
+    last ones are in flight, which most likely do not hold either.
     """
 
     def __init__(self, rows: RowTable, drafter: Drafter, num_tokens: int) -> None:
@@ -46,6 +47,7 @@ class Speculation:
         self._next = np.zeros(count, dtype=np.int64)  # drafts in its next step
         self._pause = np.zeros(count, dtype=np.int64)  # steps until then
         self._failures = np.zeros(count, dtype=np.int64)  # steps without one that held, on end
+        self._is_proven = np.zeros(count, dtype=bool)  # some of its last drafts held
 
     def begin(
         self, row: int, text: npt.NDArray[np.int32], stop_ids: Sequence[int], cache_salt: str
@@ -59,6 +61,7 @@ class Speculation:
         self._known[row] = len(text)
         self._next[row] = self.num_tokens
         self._pause[row] = self._failures[row] = 0
+        self._is_proven[row] = False
         self.drafter.begin(row, text, cache_salt)
 
     def extend(self, who: Ints, tokens: Sequence[list[int]]) -> None:
@@ -80,6 +83,7 @@ class Speculation:
         most = np.minimum(most, self._next[decodes])
         is_own = rows.adjusted[decodes] | (rows.generated[decodes] < rows.min_tokens[decodes])
         tries = self._can_draft[decodes] & ~waits & ~is_own & (most > 0)
+        tries &= self._is_proven[decodes] | (rows.unknown[decodes] == 0)
         if not tries.any():
             return None
         # Tokens between the known text and the drafts: the step in flight adds one at least.
@@ -102,6 +106,7 @@ class Speculation:
         tried = drafted > 0
         who, drafted, accepted = decodes[tried], drafted[tried], accepted[tried]
         some = accepted > 0
+        self._is_proven[who] = some
         self._next[who] = np.where(accepted == drafted, 2 * drafted, accepted + 1)
         self._next[who] = np.minimum(self._next[who], self.num_tokens)
         self._failures[who] = np.where(some, 0, np.minimum(self._failures[who] + 1, LONGEST_PAUSE))

@@ -61,20 +61,21 @@ class BatchBuilder:
         max_tokens: int,
         chunk_sizes: Sequence[int] = (),
         last_steps: LastSteps | None = None,
-        spares_writes: bool = False,
+        write_interval: int = 1,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts. `spares_writes`: not every decode writes its state."""
+        where decodes have drafts. `write_interval`: decodes have fewer tokens than
+        that pending."""
         self._rows = rows
         self._last_steps = last_steps
-        self._spares_writes = spares_writes
+        self._write_interval = write_interval
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
-        of_runs = 4 * requests + 16 if spares_writes else 0
+        of_runs = 4 * requests + 16 if write_interval > 1 else 0
         if last_steps is not None:  # two figures a token, and what RunTables has of each request
             of_runs += 2 * max_tokens + requests * (last_steps.window_width + 9) + 64
         self._buffer = torch.empty(
@@ -186,11 +187,11 @@ class BatchBuilder:
                 put_in_place()
                 take_up_runs = put_in_place if size is not None else None
                 paged = paged._replace(kv_length=kv_length_t.numpy())
-        elif room.decodes and self._spares_writes:
+        elif room.decodes and self._write_interval > 1:
             cu_runs, position_t, pending_t, nothing = run_tensors
             decode = DecodeRuns(
                 cu_runs, position_t, pending_t, decode_read, decode_write, rows_t, nothing, nothing,
-                is_single=True,
+                most_pending=self._write_interval - 1,
             )  # fmt: skip
         elif room.decodes:
             decode = DecodeSlots(decode_read, decode_write)
@@ -292,7 +293,7 @@ class BatchBuilder:
     def _single_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
         """What DecodeRuns has of decodes of one token each; nothing where all states are written in
         every step."""
-        if not self._spares_writes:
+        if self._write_interval == 1:
             return []
         rows, decodes = self._rows, plan.decode_rows
         return [

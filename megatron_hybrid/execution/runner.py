@@ -64,10 +64,11 @@ class ModelRunner:
         asynchronous: bool | None = None,
         all_to_all_from: int | None = None,
         num_drafts: int = 0,
-        spares_writes: bool = False,
+        write_interval: int = 1,
     ) -> None:
         """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step.
-        `spares_writes`: decodes need not write their states. For both the caches have rings.
+        `write_interval`: tokens from one
+        write of a row's states to the next. For both the caches have rings.
         `all_to_all_from`: where replicas share
         experts, the tokens of the largest one's step from which on they are reached by all-to-all,
         outside of CUDA graphs; None: never."""
@@ -77,7 +78,7 @@ class ModelRunner:
         self._caches = caches
         last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
         self._batch_builder = BatchBuilder(
-            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps, spares_writes
+            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps, write_interval
         )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(

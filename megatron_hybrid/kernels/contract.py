@@ -75,7 +75,8 @@ class DecodeRuns:
     ring: Tensor  # [decodes]
     checkpoint_position: Tensor  # [decodes]
     checkpoint_slot: Tensor  # [decodes]
-    is_single: bool = False  # no sequence has more than one token: there are no drafts
+    # Where no sequence has more than one token: the most that are pending of one. None: not so.
+    most_pending: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

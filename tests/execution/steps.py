@@ -80,7 +80,7 @@ class Steps:
             device,
             parallel,
             num_drafts=num_drafts,
-            spares_writes=write_interval > 1,
+            write_interval=write_interval,
         )
 
     def row(self, row: int, blocks: list[int], *, slot: int = 0, position: int = 0) -> None:

@@ -41,14 +41,22 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
+@pytest.mark.parametrize("most", [6, 1], ids=["drafts", "single tokens"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "model", ["nemotron-h-8b", "granite-4.0-h-tiny", "falcon-mamba-7b", "qwen3-next-80b-a3b"]
+    "model",
+    [
+        "nemotron-h-8b",
+        "granite-4.0-h-tiny",
+        "falcon-h1-7b",
+        "falcon-mamba-7b",
+        "qwen3-next-80b-a3b",
+    ],
 )
-def test_recurrences(model: str, dtype: torch.dtype) -> None:
+def test_recurrences(model: str, dtype: torch.dtype, most: int) -> None:
     gpu = select("auto", torch.device("cuda"))
     ours, plain = kind_on(model, gpu, "cuda", dtype), kind_on(model, REFERENCE, "cpu", dtype)
-    play = Play(seed=3, ring_length=12, most=6)
+    play = Play(seed=3, ring_length=2 * most + 2, most=most)
     expected = normal(play.slots, *plain.state)
     state = expected.cuda()
     one = plain.inputs(1)

@@ -50,7 +50,7 @@ class Call:
             ring=ints([s.ring for s in self.sequences] + nobody),
             checkpoint_position=ints([s.checkpoint[0] for s in self.sequences] + nobody),
             checkpoint_slot=ints([s.checkpoint[1] for s in self.sequences] + nobody),
-            is_single=max(self.lengths) <= 1,
+            most_pending=max(s.pending for s in self.sequences) if max(self.lengths) <= 1 else None,
         )
 
     def reached(self, s: int) -> bool:

@@ -59,20 +59,14 @@ def decode_runs(
     plan: DecodeRuns,
     out: Tensor | None = None,
     *,
-    block_v: int | None = None,
+    block_v: int = 8,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; rings are contiguous. The state stays in registers for the whole run. A
-    program takes block_v rows of it; None: as are best."""
+    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
     y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
     tokens, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
-    kernel, constants = _runs_kernel, {}
-    if plan.is_single:  # whose programs have less to compute, and more of the state each
-        kernel, constants = _single_kernel, {"LANES": min(32, k_dim)}
-        block_v = block_v or min(v_dim, max(4096 // k_dim, 8))
-    block_v = block_v or 8
-    kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
+    _runs_kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
         q, k, v, a, b, A, dt_bias, state, *ring, y,
         plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens,
@@ -85,7 +79,6 @@ def decode_runs(
         V_DIM=v_dim,
         BLOCK_V=block_v,
         num_warps=num_warps,
-        **constants,
     )  # fmt: skip
     return y
 
@@ -227,102 +220,3 @@ def _runs_kernel(
                 tl.store(ring_b_ptr + place * HEADS + head, b)
                 if head % heads_per_key == 0:
                     tl.store(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n, k)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _single_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
-    state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
-    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
-    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
-    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
-    HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Of sequences of one token each: the last one is taken into the state only where that is
-    written. A state's columns are in LANES lanes, as in Mamba2's."""
-    part = tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    key_head = head // heads_per_key
-    p = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    begin = tl.load(cu_ptr + sequence)
-    if sequence == tl.num_programs(2) - 1:  # the padding
-        for token in range(begin, tokens):
-            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * V_DIM + p
-            tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
-        return
-
-    count = tl.load(cu_ptr + sequence + 1) - begin  # 1, or 0: only folds
-    position = tl.load(position_ptr + sequence)
-    pending = tl.load(pending_ptr + sequence)
-    read = tl.load(read_ptr + sequence).to(tl.int64)
-    write = tl.load(write_ptr + sequence).to(tl.int64)
-    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
-    checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
-    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
-    if (pending + count == 0) & (write <= 0):
-        return
-
-    n = tl.arange(0, K_DIM // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    of_row = p[None, :, None]
-    in_slot = head * (V_DIM * K_DIM) + of_row * K_DIM + n[:, None, :]
-    s = tl.load(
-        state_ptr + read * state_slot + in_slot,
-        mask=of_row < tl.where(read > 0, V_DIM, 0),
-        other=0.0,
-    ).to(tl.float32)
-    row, in_k, in_v = tl.cast(begin, tl.int64), key_head * K_DIM + n, head * V_DIM + p
-    raw_k = tl.load(k_ptr + row * k_row + in_k, n < K_DIM * count, 0.0)
-    q = tl.load(q_ptr + row * q_row + in_k, n < K_DIM * count, 0.0).to(tl.float32)
-    raw_v = tl.load(v_ptr + row * v_row + in_v, p < V_DIM * count, 0.0)
-    raw_a = tl.load(a_ptr + row * a_row + head, count > 0, 0.0)
-    raw_b = tl.load(b_ptr + row * b_row + head, count > 0, 0.0)
-
-    for earlier in range(position - pending, position):
-        place = ring + earlier % RING
-        k = _unit(tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + in_k))
-        v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + in_v).to(tl.float32)
-        a = tl.load(ring_a_ptr + place * HEADS + head)
-        b = tl.load(ring_b_ptr + place * HEADS + head)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
-        kept = tl.exp2(decay)
-        d = beta * (v - kept * _product(s, k))
-        s = s * kept + d[None, :, None] * k[:, None, :]
-        if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, s, of_row, V_DIM)
-    if count > 0:
-        k = _unit(raw_k)
-        q *= tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + EPS) * scale
-        decay, beta = gates(raw_a, raw_b, decay_ptr, bias_ptr, head)
-        kept = tl.exp2(decay)
-        d = beta * (raw_v.to(tl.float32) - kept * _product(s, k))
-        y = kept * _product(s, q) + d * tl.sum(tl.sum(k * q, 0), 0)
-        tl.store(y_ptr + row * y_row + in_v, y.to(y_ptr.dtype.element_ty))
-        is_checkpoint = (checkpoint > 0) & (position + 1 == checkpoint_position)
-        if (write > 0) | is_checkpoint:
-            s = s * kept + d[None, :, None] * k[:, None, :]
-            if is_checkpoint:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, s, of_row, V_DIM)
-        if write <= 0:
-            place = ring + position % RING
-            tl.store(ring_v_ptr + place * (HEADS * V_DIM) + in_v, raw_v)
-            if part == 0:
-                tl.store(ring_a_ptr + place * HEADS + head, raw_a)
-                tl.store(ring_b_ptr + place * HEADS + head, raw_b)
-                if head % heads_per_key == 0:
-                    tl.store(ring_k_ptr + place * (K_HEADS * K_DIM) + in_k, raw_k)
-    store_state(state_ptr, write, state_slot, in_slot, s, of_row, V_DIM)
-
-
-@triton.jit
-def _unit(k):
-    """k [K / lanes, lanes] of length 1."""
-    k = k.to(tl.float32)
-    return k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + EPS)
-
-
-@triton.jit
-def _product(s, k):
-    """S k [v], of s [K / lanes, v, lanes] and k [K / lanes, lanes]."""
-    return tl.sum(tl.sum(s * k[:, None, :], 0), 1)

@@ -70,10 +70,12 @@ def decode_runs(
     groups, size = B.shape[1:]
     sequences, ring_length = plan.read_slot.shape[0], ring[0].shape[1]
     kernel, constants = _runs_kernel, {}
-    if plan.is_single:  # whose programs have less to compute, and more of the state each
+    if plan.most_pending is not None:
+        # its programs have less to compute, and more of the state each
         kernel = _single_kernel
         block_p = block_p or min(head_dim, max(4096 // size, 8))
-        constants = {"TOKENS": triton.next_power_of_2(ring_length), "LANES": min(32, size)}
+        tokens_each = triton.next_power_of_2(plan.most_pending + 1)
+        constants = {"TOKENS": tokens_each, "LANES": min(32, size)}
     block_p = block_p or 8
     kernel[(head_dim // block_p, heads, sequences + 1)](
         x, B, C, dt, A, D, dt_bias, state, *ring, y,
