@@ -85,12 +85,15 @@ def test_preempted_requests_give_the_tokens_of_the_reference(tiny: Path) -> None
     geometry = plain.engine.context.geometry
     if not geometry.has_attention:
         pytest.skip("A model without attention never runs out of KV blocks.")
-    size = 8 * geometry.bytes_per_slot + 21 * geometry.bytes_per_block
+    stages = plain.engine.runner._model.stages  # type: ignore[attr-defined]
+    ring_place = sum(spec.bytes_per_ring_place() for spec in stages.state_specs.values())
+    interval = {"mamba_inference_state_write_interval": 4}
+    size = 8 * (geometry.bytes_per_slot + 4 * ring_place) + 21 * geometry.bytes_per_block
     few = {
         "inference_dynamic_batching_max_requests": 8,
         "inference_dynamic_batching_buffer_size_gb": size / GIB,
     }
-    llm = LLM(str(tiny), device="cuda", **(OPTIONS | few))  # type: ignore[arg-type]
+    llm = LLM(str(tiny), device="cuda", **(OPTIONS | few | interval))  # type: ignore[arg-type]
     found = [output.token_ids for output in llm.generate(prompts(), params)]
     assert found == [output.token_ids for output in plain.generate(prompts(), params)]
     assert llm.stats()["preemptions"] > 0
