@@ -197,7 +197,11 @@ def _cumulative(lengths: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same for every attention layer of a model, on this rank."""
+    """What is the same for every attention layer of a model, on this rank.
+
+    `first_position`: KV before it is not seen. A query before it sees nothing: its output is
+    undefined, or zeros on a GPU, where padded sequences have such queries.
+    """
 
     heads: int
     kv_heads: int
@@ -205,6 +209,7 @@ class AttentionShape:
     scale: float
     block_size: int
     dtype: torch.dtype  # of queries, keys and values
+    first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

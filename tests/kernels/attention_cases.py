@@ -21,9 +21,10 @@ def attention_shape(
     head_dim: int = 8,
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
+    first_position: int = 0,
 ) -> AttentionShape:
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
-    return AttentionShape(heads, kv_heads, head_dim, scale, block_size, dtype)
+    return AttentionShape(heads, kv_heads, head_dim, scale, block_size, dtype, first_position)
 
 
 @dataclass
@@ -85,7 +86,7 @@ def attention_step(
         slots.append(at[past:])
         if n:
             whole = torch.cat((old_key, key[new])), torch.cat((old_value, value[new]))
-            expected.append(naive(query[new], *whole, past, shape.scale))
+            expected.append(naive(query[new], *whole, past, shape))
     host = PagedHost.of(
         np.array([n for n, _ in lengths]), np.array([keys for _, keys in lengths]), table, size
     )
@@ -112,16 +113,17 @@ def paged_sequences(
     return PagedSequences(*arrays, kv_slot.to(device, kind), num_decodes, host)
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
+def naive(query: Tensor, key: Tensor, value: Tensor, start: int, shape: AttentionShape) -> Tensor:
     """In float64: query [n, heads, dim] from position `start`, key [kv, kv_heads, dim]."""
     n, heads, _ = query.shape
     repeat = heads // key.shape[1]
     k = key.double().repeat_interleave(repeat, 1)
     v = value.double().repeat_interleave(repeat, 1)
-    scores = torch.einsum("nhd,khd->hnk", query.double(), k) * scale
+    scores = torch.einsum("nhd,khd->hnk", query.double(), k) * shape.scale
     position = torch.arange(start, start + n, device=query.device)
-    future = torch.arange(len(key), device=query.device) > position[:, None]
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    at = torch.arange(len(key), device=query.device)
+    hidden = (at > position[:, None]) | (at < shape.first_position)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hnk,khd->nhd", weights, v)
 
 
@@ -141,6 +143,13 @@ def check(
     out = attention.attend(step.query, step.cache, plan)
     assert out.is_contiguous() and out.dtype == shape.dtype
     torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
+
+
+def check_first_position(attention: Any, lengths: Lengths, **kwargs: Any) -> None:
+    """What is not seen may be anything but NaN."""
+    for first in (1, 3):
+        shape = attention_shape(first_position=first)
+        check(attention, [(n, keys + first) for n, keys in lengths], shape, **kwargs)
 
 
 def check_masked_writes(attention: Any, device: str = "cpu") -> None:

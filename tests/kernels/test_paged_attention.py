@@ -8,6 +8,7 @@ from tests.kernels.attention_cases import (
     attention_shape,
     check,
     check_copied_tokens,
+    check_first_position,
     check_masked_writes,
 )
 
@@ -66,6 +67,14 @@ def test_sequences_without_queries_are_skipped() -> None:
 def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
     shape = attention_shape(heads=heads, kv_heads=kv_heads)
     check(reference, [(1, 6), (1, 9), (3, 8), (5, 5)], shape)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_the_first_positions_may_be_hidden(scattered: bool) -> None:
+    lengths = [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (130, 131), (140, 140), (600, 700)]
+    check_first_position(reference, lengths, scattered=scattered)
+    for one in lengths:
+        check_first_position(reference, [one], scattered=scattered)
 
 
 def test_bfloat16_follows_float32() -> None:

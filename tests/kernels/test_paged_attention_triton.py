@@ -16,8 +16,10 @@ pytest.importorskip("triton")
 from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     attention_shape,
+    attention_step,
     check,
     check_copied_tokens,
+    check_first_position,
     check_masked_writes,
 )
 
@@ -73,6 +75,18 @@ def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
     shape = attention_shape(heads=heads, kv_heads=kv_heads)
     check(TritonAttention(), [(1, 6), (1, 9)], shape)
     check(TritonAttention(), [(1, 6), (1, 9), (3, 8), (5, 5)], shape)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_first_positions_may_be_hidden(splits: int) -> None:
+    """Where nothing is seen, the result is 0."""
+    attention = SplitAttention(splits)
+    check_first_position(attention, [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (3, 100)])
+    shape = attention_shape(first_position=1)
+    step = attention_step([(1, 1), (1, 9)], shape)
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    assert not attention.attend(step.query, step.cache, plan)[0].any()
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16)])

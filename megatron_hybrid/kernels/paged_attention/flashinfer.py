@@ -70,6 +70,8 @@ class FlashInferAttention:
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> FlashInferPlan | TritonPlan:
         """Once a step. Waits for nothing."""
+        if shape.first_position:
+            return self._triton.plan(paged, shape)
         if shape not in self._wrappers:
             self._wrappers[shape] = self._choose(shape, paged.kv_slot.device)
         wrappers = self._wrappers[shape]

@@ -48,7 +48,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
     """Once a step."""
     host, device = paged.host, paged.kv_slot.device
     bounds: list[int] = host.cu_seqlens.tolist()
-    kv_length: list[int] = host.kv_length.tolist()
+    kv_length: list[int] = (host.kv_length - shape.first_position).tolist()  # that is seen
     alike: dict[tuple[int, int], list[int]] = {}
     groups: list[_Group] = []
     for sequence, keys in enumerate(kv_length):
@@ -101,9 +101,9 @@ def _short(
             valid = (offsets < count).flatten().nonzero().squeeze(1)
         tokens = query_rows if valid is None else query_rows.index_select(0, valid)
     if number == 1:
-        key_rows = _rows(host, members[0], keys[0], shape.block_size, device)
+        key_rows = _rows(host, members[0], keys[0], shape, device)
     else:
-        positions = torch.minimum(columns, lengths[:, None] - 1)
+        positions = shape.first_position + torch.minimum(columns, lengths[:, None] - 1)
         first_block = torch.from_numpy(host.kv_indptr[members]).to(device)
         every_block = torch.from_numpy(host.kv_indices).to(device)
         blocks = every_block[first_block[:, None] + positions // shape.block_size]
@@ -123,7 +123,7 @@ def _long(
 ) -> list[_Group]:
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
     begin, end = bounds[sequence], bounds[sequence + 1]
-    rows = _rows(host, sequence, keys, shape.block_size, device)
+    rows = _rows(host, sequence, keys, shape, device)
     if end - begin == keys:
         tokens = slice(begin, end)
         return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
@@ -146,15 +146,16 @@ def _long(
 
 
 def _rows(
-    host: PagedHost, sequence: int, keys: int, block_size: int, device: torch.device
+    host: PagedHost, sequence: int, keys: int, shape: AttentionShape, device: torch.device
 ) -> slice | Tensor:
     """A sequence's rows of the flattened cache: a slice, read without a copy, when its blocks
     follow one another."""
+    block_size, first = shape.block_size, shape.first_position
     blocks = host.kv_indices[host.kv_indptr[sequence] : host.kv_indptr[sequence + 1]]
     if (np.diff(blocks) == 1).all():
-        start = int(blocks[0]) * block_size
+        start = int(blocks[0]) * block_size + first
         return slice(start, start + keys)
-    positions = np.arange(keys)
+    positions = first + np.arange(keys)
     rows = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
     return torch.from_numpy(rows).to(device)
 

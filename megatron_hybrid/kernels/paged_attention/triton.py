@@ -190,6 +190,7 @@ def _launch_attend(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        FIRST=plan.shape.first_position,
         ROWS=block_rows,
         KEYS=block_keys,
         DIMS=max(triton.next_power_of_2(head_dim), 16),
@@ -230,6 +231,7 @@ def _join_kernel(
             result = result * shrink + part * weight
             largest = larger
     place = output + (token * HEADS + tl.program_id(1)) * HEAD_DIM + dim
+    total = tl.where(total > 0, total, 1.0)  # of a row that sees nothing, whose result is 0
     tl.store(place, (result / total).to(output.dtype.element_ty), mask=inside)
 
 
@@ -254,6 +256,7 @@ def _attend_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
@@ -300,9 +303,12 @@ def _attend_kernel(
         v = tl.load(value_cache + where, mask=readable, other=0.0)
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        seen = at[None, :] <= position[:, None]
+        if FIRST > 0:
+            seen = seen & (at >= FIRST)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        if SPLITS > 1:
+        if SPLITS > 1 or FIRST > 0:
             # Some rows may see none of these keys; else key 0 comes first, which all of them see.
             larger = tl.maximum(larger, -1e30)
         weights = tl.exp2(scores - larger[:, None])
@@ -318,5 +324,7 @@ def _attend_kernel(
         tl.store(sums + 2 * at, largest, mask=row_inside)
         tl.store(sums + 2 * at + 1, total, mask=row_inside)
     else:
+        if FIRST > 0:
+            total = tl.where(total > 0, total, 1.0)  # as in _join_kernel
         place = output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :]
         tl.store(place, (result / total[:, None]).to(output.dtype.element_ty), mask=written)
