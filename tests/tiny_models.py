@@ -108,7 +108,7 @@ def make_tiny_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            drawn = _draw(name, parameter, generator)
+            drawn = draw(name, parameter, generator)
             if "embed" in name and model.config.tie_word_embeddings:
                 drawn *= 0.1  # or the likeliest token were always the last one again
             parameter.copy_(drawn)
@@ -242,7 +242,7 @@ def _values(family: str, chunk_size: int) -> dict[str, Any]:
     raise ValueError(f"family {family!r} is not one of {', '.join(FAMILIES)}")
 
 
-def _draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     shape, last = like.shape, name.rsplit(".", 1)[-1]
     normal = torch.randn(shape, generator=generator)
     if last == "A_log":

@@ -47,7 +47,7 @@ class PipelineStage:
         entering = None if self._received is None else self._received.values(inputs)
         leaving = self._model.hidden(inputs, step, entering)
         if self._sent is None:
-            return self._model.logits(leaving)
+            return self._model.logits(leaving, inputs, step)
         for place, value in zip(self._sent.values(inputs), leaving, strict=True):
             if place is not None:
                 assert value is not None and place.dtype == value.dtype, (place.dtype, value)

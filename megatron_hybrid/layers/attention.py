@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
@@ -139,6 +140,19 @@ class Attention(Mixer):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
         return self.attend(self.qkv_proj(x), step, self.layer)
+
+    def store(self, x: Tensor, step: Step) -> None:
+        """Write the keys and values of tokens [tokens, hidden], and attend to nothing."""
+        kernels, dim = step.kernels, self.config.head_dim
+        rows = slice(self.heads * dim, (self.heads + 2 * self.kv_heads) * dim)
+        bias = self.qkv_proj.bias
+        projected = F.linear(x, self.qkv_proj.weight[rows], None if bias is None else bias[rows])
+        key, value = projected.unflatten(1, (2 * self.kv_heads, dim)).chunk(2, dim=1)
+        if self.k_norm is not None:
+            key = self.k_norm(key, kernels)
+        if step.rotation is not None:
+            key = kernels.rope.rotate(key, step.rotation)
+        kernels.attention.append(key, value, step.caches.kv[self.layer], step.attention)
 
     def attend(self, projected: Tensor, step: Step, layer: int) -> Tensor:
         """What follows the projection, in the KV cache of `layer`."""

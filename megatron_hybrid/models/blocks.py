@@ -108,20 +108,23 @@ class BlockBuilder:
         config = self.config
         return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
 
-    def block(self, index: int) -> Block:
-        """Block `index` of the whole model. Raises ConfigurationError for a letter that the
-        configuration does not describe."""
-        config = self.config
-        letter = config.pattern[index]
-        context = LayerContext(
-            config.hidden_size,
-            config.norm_eps,
+    def context(self, index: int) -> LayerContext:
+        """For a layer whose caches have this number."""
+        return LayerContext(
+            self.config.hidden_size,
+            self.config.norm_eps,
             index,
             self.dtype,
             self.parallel.tensor,
             self.parallel.experts,
             *self._state_dtypes,
         )
+
+    def block(self, index: int, letter: str | None = None) -> Block:
+        """Block `index` of the whole model, or behind it one of this kind. Raises
+        ConfigurationError for a letter that the configuration does not describe."""
+        config, context = self.config, self.context(index)
+        letter = config.pattern[index] if letter is None else letter
         if letter != SHARED_TRANSFORMER:
             return Block(self.norm(), self._mixer(letter, context), self.parallel.tensor)
         shared = config.shared_transformer

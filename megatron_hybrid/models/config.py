@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,30 @@ from megatron_hybrid.layers.short_conv import ShortConvConfig
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, MLP, MOE, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """A head for multi-token prediction: see mtp.py. `pattern`: of its blocks. `unsupported`: a
+    sentence that says why it cannot be used, and then it has no pattern; empty where it can."""
+
+    pattern: str
+    unsupported: str = ""
+
+    @classmethod
+    def of(cls, pattern: str, depth: int, where: str) -> MTPConfig | None:
+        """Of a model with `depth` heads, one behind the other, as a file `where` says."""
+        if depth == 0:
+            return None
+        if depth > 1:
+            return cls("", f"{where} describes {depth} heads; drafts come from one at most.")
+        if not re.fullmatch(r"\*[-E]*", pattern):
+            return cls(
+                "",
+                f"{where} describes a head of the layers {pattern!r}; it must be one attention "
+                "layer (*), and behind it MLPs (-) or experts (E).",
+            )
+        return cls(pattern)
 
 
 @dataclass(frozen=True)
@@ -57,8 +82,13 @@ class HybridModelConfig:
     logits_divisor: float = 1.0
     residual_in_fp32: bool = False
     zero_centered_norm: bool = False  # of the blocks; see RMSNorm
+    mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    def letter(self, block: int) -> str:
+        """Of a block of the model, or of its head's, which are counted on from the last one."""
+        return (self.pattern + ("" if self.mtp is None else self.mtp.pattern))[block]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HybridModelConfig:

@@ -47,7 +47,9 @@ class Family(ABC):
     @abstractmethod
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first. `role` is "norm.weight" for the
-        norm before the mixer, else "mixer." and the layer's own name for it."""
+        norm before the mixer, else "mixer." and the layer's own name for it. Past the model's last
+        block come those of its MTPHead; what is in none of them has a role that begins with
+        "mtp.", and the number of the head's first or last block."""
 
     def canonical(self, name: str) -> str:
         return _renamed(name, self.renames)
@@ -73,12 +75,17 @@ class TwoBlockFamily(Family):
     mlp: ClassVar[str] = "mlp"
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
-        layer = f"model.layers.{block // 2}"
+        return self.locate_in(config, f"model.layers.{block // 2}", block, role)
+
+    def locate_in(
+        self, config: HybridModelConfig, layer: str, block: int, role: str
+    ) -> list[Location]:
+        """The same, in this Hugging Face layer."""
         if role == "norm.weight":
             norm = self.second_norm if block % 2 else self.first_norm
             return [Location(f"{layer}.{norm}.weight")]
         role = role.removeprefix("mixer.")
-        if (letter := config.pattern[block]) in (MLP, MOE):
+        if (letter := config.letter(block)) in (MLP, MOE):
             return self.locate_mlp(config, layer, role)
         mixer = self.attention if letter == ATTENTION else self.recurrent
         return [Location(f"{layer}.{mixer}.{self.name_of(role)}")]

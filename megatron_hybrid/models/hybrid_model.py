@@ -15,10 +15,12 @@ from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import WeightPart, prefixed, section
+from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.blocks import Block, BlockBuilder
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
+from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
 from megatron_hybrid.parallel import (
     ColumnParallelLinear,
@@ -55,7 +57,10 @@ class HybridModel(nn.Module):
         dtype: torch.dtype,
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
+        mtp: bool = False,
     ) -> None:
+        """`mtp`: with the head that the configuration describes, for a model of one stage. Raises
+        ConfigurationError for one that is not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -87,19 +92,25 @@ class HybridModel(nn.Module):
                 self.lm_head = ColumnParallelLinear(
                     config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=tensor
                 )
+        self.mtp: MTPHead | None = None
+        if mtp:
+            assert pipeline.size == 1
+            self.mtp = MTPHead(build)
+            self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.kv_specs: dict[int, KVSpec] = {
-            i: spec for i, spec in self.stages.kv_specs.items() if i in self.stage
+            i: spec for i, spec in self.stages.kv_specs.items() if mtp or i in self.stage
         }
         self.state_specs: dict[int, StateSpec] = {
-            i: spec for i, spec in self.stages.state_specs.items() if i in self.stage
+            i: spec for i, spec in self.stages.state_specs.items() if mtp or i in self.stage
         }
         # One of each kind, for what all layers of the kind have in common.
-        attentions = (block.attention for _, block in self._blocks())
-        recurrents = (block.mixer.recurrent for _, block in self._blocks())
+        attentions = [block.attention for _, block in self._blocks()]
+        if self.mtp is not None:
+            attentions.append(self.mtp.attention)
         self._attention = next(filter(None, attentions), None)
-        self._recurrent = {layer.kind: layer for layer in filter(None, recurrents)}
+        self._recurrent = {layer.kind: layer for layer in self._recurrent_layers()}
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -121,10 +132,17 @@ class HybridModel(nn.Module):
             assert isinstance(block, Block)
             yield index, block
 
+    def _recurrent_layers(self) -> Iterator[RecurrentMixer]:
+        for _, block in self._blocks():
+            if block.mixer.recurrent is not None:
+                yield block.mixer.recurrent
+        if self.mtp is not None:
+            yield self.mtp.delay
+
     def weight_parts(self) -> Iterator[tuple[int | None, WeightPart]]:
         """(block, part) for every weight of this rank; block None for those outside of blocks,
         whose roles are embedding, final_norm and lm_head. A transformer that blocks share counts
-        to the first of them in the whole model."""
+        to the first of them in the whole model; the blocks of an MTPHead come behind the last."""
         if self.embedding is not None:
             yield None, self._vocabulary_part("embedding", self.embedding.weight)
         for index, block in self._blocks():
@@ -133,6 +151,8 @@ class HybridModel(nn.Module):
         for index, transformer in self._shared.items():
             for part in prefixed("transformer", transformer.weight_parts()):
                 yield index, part
+        if self.mtp is not None:
+            yield from self.mtp.weight_parts()
         if self.final_norm is not None:
             for part in self.final_norm.weight_parts():
                 yield None, replace(part, role="final_norm")
@@ -154,17 +174,16 @@ class HybridModel(nn.Module):
         """Run one step of a model of one stage; writes the caches. Returns logits
         [rows, vocab_size] of the tokens in `inputs.logits_index`, in the weights' dtype, the same
         on every rank."""
-        return self.logits(self.hidden(inputs, self.plan(inputs, caches)))
+        step = self.plan(inputs, caches)
+        return self.logits(self.hidden(inputs, step), inputs, step)
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, step: Step, entering: Hidden | None = None) -> Hidden:
         """What leaves this stage's blocks; writes the caches. `entering`: what left those of the
         stage before (some of it is overwritten); None on the first stage. Like `logits` it can be
         captured in a CUDA graph; `plan` can't."""
-        config, kernels = self.config, self.kernels
-        if self.frequencies is not None and self._attention is not None:
-            rotation = kernels.rope.plan(inputs.positions, self.frequencies, self.dtype)
-            step = replace(step, rotation=rotation)
+        config = self.config
+        step = self._rotated(step, inputs.positions)
         size = inputs.lockstep or LockstepSize(inputs.num_tokens, len(inputs.logits_index))
         last_mixing = self.stages.last_mixing
         most = size.tokens if self.stage.start <= last_mixing else size.rows
@@ -183,10 +202,7 @@ class HybridModel(nn.Module):
 
     def _embed(self, inputs: StepInputs) -> Hidden:
         config = self.config
-        assert self.embedding is not None, "only the first stage has the embedding"
-        embeddings = self.embedding(inputs.token_ids)  # [tokens, hidden]
-        if config.embedding_multiplier != 1.0:
-            embeddings = embeddings * config.embedding_multiplier
+        embeddings = self._embeddings(inputs.token_ids)
         residual = embeddings.float() if config.residual_in_fp32 else embeddings
         if config.shared_transformer is None:
             return Hidden(residual, None, None)
@@ -194,10 +210,25 @@ class HybridModel(nn.Module):
             residual = embeddings.clone()
         return Hidden(residual, None, embeddings)
 
+    def _embeddings(self, token_ids: Tensor) -> Tensor:
+        """[tokens] -> [tokens, hidden]"""
+        assert self.embedding is not None, "only the first stage has the embedding"
+        embeddings: Tensor = self.embedding(token_ids)
+        if self.config.embedding_multiplier != 1.0:
+            embeddings = embeddings * self.config.embedding_multiplier
+        return embeddings
+
+    def _rotated(self, step: Step, positions: Tensor) -> Step:
+        """With the rotation of tokens at these positions."""
+        if self.frequencies is None or self._attention is None:
+            return step
+        rotation = self.kernels.rope.plan(positions, self.frequencies, self.dtype)
+        return replace(step, rotation=rotation)
+
     @torch.inference_mode()
-    def logits(self, hidden: Hidden) -> Tensor:
+    def logits(self, hidden: Hidden, inputs: StepInputs, step: Step) -> Tensor:
         """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
-        stage."""
+        stage; writes the caches of the MTPHead."""
         config, norm = self.config, self.final_norm
         assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
         normed, _ = norm.after_adding(
@@ -207,6 +238,28 @@ class HybridModel(nn.Module):
             self.kernels,
             self.parallel.tensor,
         )
+        if self.mtp is not None:
+            step = self._rotated(step, inputs.positions)
+            self.mtp.store(self._embeddings(inputs.token_ids), normed, step)
+            normed = normed.index_select(0, inputs.logits_index)
+        return self._vocabulary_logits(normed)
+
+    @torch.inference_mode()
+    def predict(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """A pass of the MTPHead: tokens [rows] at these positions [rows] and the hidden states
+        [rows, hidden] before them, which are the model's or an earlier pass's -> logits
+        [rows, vocab_size] of the tokens behind them, and hidden states [rows, hidden]; writes their
+        KV. Of `step` the attention, by the head's `shape`, is planned for these tokens."""
+        assert self.mtp is not None
+        step = replace(self._rotated(step, positions), most_tokens=len(token_ids))
+        hidden = self.mtp(self._embeddings(token_ids), hidden, step)
+        return self._vocabulary_logits(hidden), hidden
+
+    def _vocabulary_logits(self, normed: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size], the same on every rank."""
+        config = self.config
         logits = self.parallel.tensor.all_gather(F.linear(normed, self._head()))
         logits = logits[:, : config.vocab_size]
         if config.logits_divisor != 1.0:
@@ -228,9 +281,8 @@ class HybridModel(nn.Module):
         }
         step = Step(caches, self.kernels, recurrent=plans)
         nothing = caches.end_logits.new_zeros((1, self.config.hidden_size), dtype=self.dtype)
-        for _, block in self._blocks():
-            if block.mixer.recurrent is not None:
-                block.mixer.recurrent(nothing, step)  # one token of padding
+        for layer in self._recurrent_layers():
+            layer(nothing, step)  # one token of padding
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
         """What kernels work out on the host once a step, for all layers."""

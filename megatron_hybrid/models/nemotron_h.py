@@ -9,7 +9,7 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.config import HybridModelConfig, MTPConfig
 from megatron_hybrid.models.family import Family, Location
 from megatron_hybrid.models.raw_config import RawConfig
 
@@ -19,6 +19,12 @@ _MOE_NAMES = {
     "shared.": "shared_experts.",
     "to_latent.": "fc1_latent_proj.",
     "from_latent.": "fc2_latent_proj.",
+}
+_MTP_NAMES = {
+    "mtp.embedding_norm.weight": "enorm.weight",
+    "mtp.hidden_norm.weight": "hnorm.weight",
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.final_norm.weight": "final_layernorm.weight",
 }
 
 
@@ -34,7 +40,8 @@ class NemotronH(Family):
         raw.refuse_unless("mlp_hidden_act", "relu2", "silu")
         raw.refuse_unless("attention_bias", False)
         raw.refuse_unless("sliding_window")
-        pattern = self._pattern(raw)
+        pattern, mtp = self._pattern(raw), self._mtp(raw)
+        letters = pattern + ("" if mtp is None else mtp.pattern)
         heads = int(raw.require("num_attention_heads"))
         # The checkpoints before transformers 5 say attention_head_dim, and 128 by default.
         head_dim = int(raw.get("head_dim", "attention_head_dim", default=128))
@@ -49,11 +56,12 @@ class NemotronH(Family):
                 head_dim=head_dim,
                 scale=head_dim**-0.5,
             )
-            if "*" in pattern
+            if "*" in letters
             else None,
             mamba=self._mamba(raw) if "M" in pattern else None,
-            mlp=self._mlp(raw, int(raw.require("intermediate_size"))) if "-" in pattern else None,
-            moe=self._moe(raw) if "E" in pattern else None,
+            mlp=self._mlp(raw, int(raw.require("intermediate_size"))) if "-" in letters else None,
+            moe=self._moe(raw) if "E" in letters else None,
+            mtp=mtp,
         )
 
     def _pattern(self, raw: RawConfig) -> str:
@@ -67,6 +75,14 @@ class NemotronH(Family):
                 f"hybrid_override_pattern {pattern!r} has layers other than M * - E."
             )
         return pattern
+
+    def _mtp(self, raw: RawConfig) -> MTPConfig | None:
+        depth = int(raw.get("num_nextn_predict_layers", default=0))
+        if not depth:
+            return None
+        pattern = raw.layer_letters(lists=("mtp_layers_block_type",))
+        pattern = pattern or str(raw.require("mtp_hybrid_override_pattern"))
+        return MTPConfig.of(pattern, depth, raw.where)
 
     def _mamba(self, raw: RawConfig) -> Mamba2Config:
         return Mamba2Config(
@@ -112,10 +128,14 @@ class NemotronH(Family):
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         layer = f"model.layers.{block}"
+        if block >= len(config.pattern):
+            layer = f"mtp.layers.{block - len(config.pattern)}"
+        if role.startswith("mtp."):
+            return [Location(f"{layer}.{_MTP_NAMES[role]}")]
         if role == "norm.weight":
             return [Location(f"{layer}.norm.weight")]
         role = role.removeprefix("mixer.")
-        if config.pattern[block] == "E" and config.moe is not None:
+        if config.letter(block) == "E" and config.moe is not None:
             for ours, theirs in _MOE_NAMES.items():
                 if role.startswith(ours):
                     role = theirs + role.removeprefix(ours)

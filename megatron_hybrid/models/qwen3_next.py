@@ -9,9 +9,16 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
-from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.family import TwoBlockFamily
+from megatron_hybrid.models.config import HybridModelConfig, MTPConfig
+from megatron_hybrid.models.family import Location, TwoBlockFamily
 from megatron_hybrid.models.raw_config import RawConfig
+
+_MTP_NAMES = {
+    "mtp.embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "mtp.hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight": "mtp.fc.weight",
+    "mtp.final_norm.weight": "mtp.norm.weight",
+}
 
 
 class Qwen3Next(TwoBlockFamily):
@@ -23,11 +30,21 @@ class Qwen3Next(TwoBlockFamily):
         (r"^shared\.", "shared_expert."),
     )
     recurrent = "linear_attn"
+    says_heads: ClassVar[bool] = False  # whether config.json says how many heads there are
+
+    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
+        first = len(config.pattern)
+        if block < first:
+            return super().locate(config, block, role)
+        if role.startswith("mtp."):
+            return [Location(_MTP_NAMES[role])]
+        return self.locate_in(config, "mtp.layers.0", block, role)
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw = raw.part("text_config")
         raw.refuse_unless("hidden_act", "silu")
-        pattern = self._pattern(raw)
+        pattern, mtp = self._pattern(raw), self._mtp(raw)
+        letters = pattern + ("" if mtp is None else mtp.pattern)
         heads, kv_heads, _ = raw.heads()
         head_dim = int(raw.get("head_dim", default=256))
         bias = bool(raw.get("attention_bias", default=False))
@@ -58,9 +75,10 @@ class Qwen3Next(TwoBlockFamily):
                 interleaved=raw.model_type == "qwen3_next",
             ),
             mlp=MLPConfig(int(raw.require("intermediate_size")), gated=True, activation="silu")
-            if "-" in pattern
+            if "-" in letters
             else None,
-            moe=self._moe(raw) if "E" in pattern else None,
+            moe=self._moe(raw) if "E" in letters else None,
+            mtp=mtp,
         )
 
     def _pattern(self, raw: RawConfig) -> str:
@@ -77,6 +95,15 @@ class Qwen3Next(TwoBlockFamily):
             for i, letter in enumerate(letters)
         )
 
+    def _mtp(self, raw: RawConfig) -> MTPConfig | None:
+        default = 0 if self.says_heads else 1
+        depth = int(raw.get("mtp_num_hidden_layers", "num_nextn_predict_layers", default=default))
+        pattern = "*E" if int(raw.get("num_experts", default=0)) else "*-"
+        if depth and raw.get("mtp_use_dedicated_embeddings", default=False):
+            reason = f"The head that {raw.where} describes has an embedding of its own."
+            return MTPConfig("", reason)
+        return MTPConfig.of(pattern, depth, raw.where)
+
     def _moe(self, raw: RawConfig) -> MoEConfig:
         return MoEConfig(
             num_experts=int(raw.require("num_experts")),
@@ -91,3 +118,4 @@ class Qwen3Next(TwoBlockFamily):
 class Qwen35(Qwen3Next):
     model_types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
     renames = ((r"^model\.language_model\.", "model."),)
+    says_heads = True

@@ -118,11 +118,15 @@ class RawConfig:
         head_dim = int(self.get("head_dim", default=self.require("hidden_size") // heads))
         return heads, kv_heads, head_dim
 
-    def layer_letters(self, recurrent: Mapping[str, str] = MAMBA2_LAYERS) -> str | None:
+    def layer_letters(
+        self,
+        recurrent: Mapping[str, str] = MAMBA2_LAYERS,
+        lists: tuple[str, ...] = ("layers_block_type", "layer_types"),
+    ) -> str | None:
         """A letter for each Hugging Face layer, from whichever list is there. `recurrent`: the
         family's own kinds of layers, and their letters."""
         names = {"attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", **recurrent}
-        layers = self.get("layers_block_type", "layer_types")
+        layers = self.get(*lists)
         if layers is None:
             return None
         unknown = [layer for layer in layers if layer not in names]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -40,6 +40,14 @@ class ModelStages:
     def last_mixing(self) -> int:
         """Past this block tokens do not see each other any more."""
         return max([*self.kv_specs, *self.state_specs], default=self.blocks[-1].stop - 1)
+
+    def with_head(
+        self, kv_specs: dict[int, KVSpec], state_specs: dict[int, StateSpec]
+    ) -> ModelStages:
+        """Of the model with an MTPHead, which needs every token's hidden state."""
+        return replace(
+            self, kv_specs=self.kv_specs | kv_specs, state_specs=self.state_specs | state_specs
+        )
 
     @classmethod
     def of(cls, builder: BlockBuilder, vocabulary_bytes: int) -> ModelStages:

@@ -42,14 +42,16 @@ def load_model(
     load_format: str = "auto",
     seed: int = 1234,
     progress: bool = True,
+    mtp: bool = False,
 ) -> HybridModel:
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
 
     `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
-    config.json. Raises ConfigurationError for what is not supported, before any weight is read,
-    and WeightsError, naming the weight, for a checkpoint that does not fit its configuration.
+    config.json. `mtp`: with its head for multi-token prediction. Raises ConfigurationError for
+    what is not supported, before any weight is read, and WeightsError, naming the weight, for a
+    checkpoint that does not fit its configuration.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigurationError(f"--load-format is {load_format!r}; it can be auto or dummy.")
@@ -57,7 +59,9 @@ def load_model(
     config = HybridModelConfig.from_folder(folder)
     dtype = resolve_dtype(dtype, config.dtype)
     with torch.device(device):
-        model = HybridModel(config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype)
+        model = HybridModel(
+            config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype, mtp
+        )
     model.eval()
     if load_format == "dummy":
         _fill_randomly(model, seed)
@@ -68,6 +72,17 @@ def load_model(
             _put(placed, source, progress and parallel.is_first)
     model.after_loading()
     return model
+
+
+def has_mtp_weights(folder: Path, config: HybridModelConfig) -> bool:
+    """Whether a folder holds the head that the configuration describes: some hold a model without
+    it. Raises WeightsError for one without weights."""
+    if is_megatron_folder(folder):
+        return False  # which are not read
+    family = family_of(config.model_type)
+    (fc,) = family.locate(config, len(config.pattern), "mtp.fc.weight")
+    with open_folder(folder, family) as source:
+        return fc.name in source.names
 
 
 def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
@@ -206,7 +221,7 @@ def _check_shape(stored: tuple[int, ...], part: WeightPart, place: Location) -> 
 
 
 # What may differ between the checkpoints of one model.
-_NOT_THE_MODEL = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embeddings")
+_NOT_THE_MODEL = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embeddings", "mtp")
 
 
 def _check_same_model(ours: HybridModelConfig, folder: Path) -> None:
