@@ -122,13 +122,20 @@ class EngineConfig:
     )
     num_speculative_tokens: int = _option(
         0,
-        "guesses of a request's next tokens that a step verifies at most; they are taken from the "
-        "request's own text, where it repeats itself. 0: none. Answers are the same",
+        "guesses of a request's next tokens that a step verifies at most; --drafter says where "
+        "they come from. 0: none. Answers are the same",
+    )
+    drafter: str = _option(
+        "auto",
+        "where guesses come from. heads: the model's own head for multi-token prediction (mtp.*); "
+        "prompt_lookup: the request's own text, where it repeats itself; auto: heads where the "
+        "checkpoint has them",
+        ("auto", "heads", "prompt_lookup"),
     )
     prompt_lookup_shares_texts: bool = _option(
         False,
-        "let guesses come from other requests with the same cache_salt, too, which may show by how "
-        "fast an answer comes",
+        "let guesses of prompt lookup come from other requests with the same cache_salt, too, "
+        "which may show by how fast an answer comes",
     )
     prefill_checkpoint_mode: str = _option(
         "extract",

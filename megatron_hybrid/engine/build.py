@@ -18,6 +18,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.drafting.prompt_lookup import PromptLookup
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.head import drafts_from_head
 from megatron_hybrid.engine.profiling import measure_activations
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
@@ -65,11 +66,11 @@ def build_engine(
     """Join the process groups, load the model, divide the memory, capture CUDA graphs.
 
     `model`: from `load_weights` of a configuration with the same model, for several engines on the
-    same weights. `refuse_useless_budget`: a budget for states that holds none is an error, which a
-    command line wants, and not only a warning. Raises ConfigurationError for what the user can put
-    right.
+    same weights, all or none of which have drafts from its head. `refuse_useless_budget`: a budget
+    for states that holds none is an error, which a command line wants, and not only a warning.
+    Raises ConfigurationError for what the user can put right.
     """
-    plan = _Plan.of(config)
+    plan = _Plan.of(config, model)
     device, parallel, model_config = plan.device, plan.parallel, plan.model_config
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     if model is None:
@@ -148,13 +149,16 @@ def build_engine(
         ),
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
-        speculation=_speculation(config, context),
+        speculation=_speculation(plan, context),
     )
 
 
-def _speculation(config: EngineConfig, context: DynamicInferenceContext) -> Speculation | None:
+def _speculation(plan: _Plan, context: DynamicInferenceContext) -> Speculation | None:
+    config = plan.config
     if not config.num_speculative_tokens:
         return None
+    if plan.mtp:
+        return Speculation(context.rows, None, config.num_speculative_tokens)
     lookup = PromptLookup(
         context.geometry.max_requests,
         context.max_seq_length,
@@ -206,6 +210,7 @@ class _Plan:
     parallel: ParallelContext
     shapes: HybridModel  # without weights
     kernels: KernelSet
+    mtp: bool  # drafts come from the model's head
 
     @property
     def write_interval(self) -> int:
@@ -223,7 +228,8 @@ class _Plan:
         return ring_length(self.config.num_speculative_tokens, self.write_interval)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> _Plan:
+    def of(cls, config: EngineConfig, model: HybridModel | None = None) -> _Plan:
+        """`model`: with the weights, where it is there already."""
         folder = model_folder(config)
         model_config = _model_config(config, folder)
         max_seq_length = _max_seq_length(config, model_config)
@@ -238,9 +244,12 @@ class _Plan:
             device=device,
             symmetric_memory=config.symmetric_memory_all_reduce,
         )
-        shapes = _without_weights(config, model_config, device, parallel)
+        mtp = drafts_from_head(config, folder, model_config, parallel, model)
+        shapes = _without_weights(config, model_config, device, parallel, mtp)
         kernels = kernel_set.select(config.kernels, device)
-        return cls(config, folder, model_config, max_seq_length, device, parallel, shapes, kernels)
+        return cls(
+            config, folder, model_config, max_seq_length, device, parallel, shapes, kernels, mtp
+        )
 
 
 def _load(plan: _Plan) -> HybridModel:
@@ -256,6 +265,7 @@ def _load(plan: _Plan) -> HybridModel:
         load_format=config.load_format,
         seed=config.seed,
         progress=plan.parallel.is_first,
+        mtp=plan.mtp,
     )
 
 
@@ -346,12 +356,13 @@ def _without_weights(
     model_config: HybridModelConfig,
     device: torch.device,
     parallel: ParallelContext,
+    mtp: bool,
 ) -> HybridModel:
     """The model's shapes alone, so that memory is planned before anything large is read."""
     dtype = _dtype(config, model_config, device)
     conv_dtype, ssm_dtype = _state_dtypes(config)
     with torch.device("meta"):
-        return HybridModel(model_config, parallel, dtype, conv_dtype or dtype, ssm_dtype)
+        return HybridModel(model_config, parallel, dtype, conv_dtype or dtype, ssm_dtype, mtp)
 
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:

@@ -276,7 +276,8 @@ class Scheduler:
             index = np.searchsorted(decodes, row)
             position[index], slot[index] = checkpoint.position, checkpoint.slot
         num_drafts = context.room_for_drafts(decodes, guesses.num_drafts)
-        plan.runs = RunsPlan(num_drafts, guesses.windows, guesses.window_start, position, slot)
+        windows, start, stop_ids = guesses.windows, guesses.window_start, guesses.stop_ids
+        plan.runs = RunsPlan(num_drafts, windows, start, position, slot, stop_ids)
 
     def _look_ahead(self) -> None:
         """Let running prefills see who waits for what they compute."""

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.drafting.drafter import Drafter
-from megatron_hybrid.execution.plan import NO_DRAFT
+from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT
 from megatron_hybrid.execution.rows import RowTable
 
 Ints = npt.NDArray[np.int64]
 
-MOST_STOP_IDS = 16  # a request with more has no drafts
 LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without a draft that held
 
 
@@ -24,10 +23,12 @@ class Guesses(NamedTuple):
     num_drafts: Ints  # [decodes]
     windows: Ints  # [decodes, width]
     window_start: Ints  # [decodes]
+    stop_ids: Ints | None = None  # [decodes, MOST_STOP_IDS]
 
 
 class Speculation:
-    """Between the scheduler and a drafter. All figures are by row of the row table.
+    """Between the scheduler and a drafter. All figures are by row of the row table. Without a
+    drafter the device makes the drafts, by the model's head, and here is decided how many.
 
     A request's drafts double in number while all of them hold, up to num_tokens; where some do not,
     the next ones are one more than did. After a step in which none held it goes without for a
@@ -35,7 +36,7 @@ class Speculation:
     last ones are in flight, which most likely do not hold either.
     """
 
-    def __init__(self, rows: RowTable, drafter: Drafter, num_tokens: int) -> None:
+    def __init__(self, rows: RowTable, drafter: Drafter | None, num_tokens: int) -> None:
         """num_tokens: the most drafts of a request in a step."""
         self.num_tokens = num_tokens
         self._rows = rows
@@ -62,10 +63,13 @@ class Speculation:
         self._next[row] = self.num_tokens
         self._pause[row] = self._failures[row] = 0
         self._is_proven[row] = False
-        self.drafter.begin(row, text, cache_salt)
+        if self.drafter is not None:
+            self.drafter.begin(row, text, cache_salt)
 
     def extend(self, who: Ints, tokens: Sequence[list[int]]) -> None:
         """The requests of the rows `who` [n], each once, have written these tokens."""
+        if self.drafter is None:
+            return
         counts = np.asarray([len(part) for part in tokens], dtype=np.int64)
         flat = np.asarray([token for part in tokens for token in part], dtype=np.int32)
         drafts = self._can_draft[who]
@@ -86,6 +90,8 @@ class Speculation:
         tries &= self._is_proven[decodes] | (rows.unknown[decodes] == 0)
         if not tries.any():
             return None
+        if self.drafter is None:
+            return self._on_device(decodes, np.where(tries, most, 0))
         # Tokens between the known text and the drafts: the step in flight adds one at least.
         between = rows.next_position(decodes) + 1 - self._known[decodes]
         width = self.num_tokens + int(between[tries].max())
@@ -100,6 +106,10 @@ class Speculation:
         if not num_drafts.any():
             return None
         return Guesses(num_drafts, windows, self._known[decodes])
+
+    def _on_device(self, decodes: Ints, num_drafts: Ints) -> Guesses:
+        no_window = np.zeros((len(decodes), 0), dtype=np.int64)
+        return Guesses(num_drafts, no_window, self._known[decodes], self._stop_ids[decodes])
 
     def note(self, decodes: Ints, drafted: Ints, accepted: Ints) -> None:
         """What has become of a step's drafts, for the rows that still have their requests."""

@@ -25,6 +25,7 @@ Then some figures are known to the device alone: they are put in place there, se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +33,10 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
-from megatron_hybrid.execution.plan import NO_DRAFT, PrefillChunk, StepPlan
+from megatron_hybrid.execution.head_drafts import DraftTables, HeadDrafter
+from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT, PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.runs import LastSteps, RunTables, take_up
+from megatron_hybrid.execution.runs import Draft, LastSteps, RunTables, take_up
 from megatron_hybrid.kernels.contract import (
     DecodeRuns,
     DecodeSlots,
@@ -62,13 +64,15 @@ class BatchBuilder:
         chunk_sizes: Sequence[int] = (),
         last_steps: LastSteps | None = None,
         write_interval: int = 1,
+        head: HeadDrafter | None = None,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts. `write_interval`: decodes have fewer tokens than
-        that pending."""
+        where decodes have drafts. `write_interval`: decodes have fewer tokens than that pending.
+        `head`: where the model's own head makes the drafts."""
         self._rows = rows
         self._last_steps = last_steps
         self._write_interval = write_interval
+        self._head = head
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
@@ -77,7 +81,8 @@ class BatchBuilder:
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
         of_runs = 4 * requests + 16 if write_interval > 1 else 0
         if last_steps is not None:  # two figures a token, and what RunTables has of each request
-            of_runs += 2 * max_tokens + requests * (last_steps.window_width + 9) + 64
+            width = last_steps.window_width + MOST_STOP_IDS + 9
+            of_runs += 2 * max_tokens + requests * width + 64
         self._buffer = torch.empty(
             self._origin
             + (8 + len(self._chunk_sizes)) * max_tokens
@@ -167,15 +172,19 @@ class BatchBuilder:
             last = self._last_steps
             assert last is not None
             who, certain, unwritten, sequence, offset, start, windows, *figures = run_tensors
-            position_t, pending_t, at, slot = figures
+            position_t, pending_t, at, slot, stop_ids = figures
             longest_run = 1 + last.longest
             cu_runs = cu_t[: room.decodes + 1]
-            windows = windows.view(room.decodes, -1)
+            windows, stop_ids = (table.view(room.decodes, -1) for table in (windows, stop_ids))
             tables = RunTables(who, certain, unwritten, cu_runs, sequence, offset, start, windows)
+            of_rows = (cu_runs, decode_read, rows_t, stop_ids)
+            draft = self._draft(
+                DraftTables(*of_rows, indptr_t, indices_t, last_block_t, paged), plan, size
+            )
             targets = (token_ids_t, positions_t, kv_slot_t, kv_length_t, position_t, pending_t)
 
             def put_in_place() -> None:
-                taken = take_up(tables, last, indptr_t, indices_t, block_size)
+                taken = take_up(tables, last, indptr_t, indices_t, block_size, draft)
                 for target, values in zip(targets, taken, strict=True):
                     target[: len(values)].copy_(values)
 
@@ -267,7 +276,10 @@ class BatchBuilder:
         assert last is not None
         windows = np.full((room.decodes, last.window_width), NO_DRAFT, dtype=np.int64)
         lengths, window_start, position, slot = np.zeros((4, room.decodes), dtype=np.int64)
+        stop_ids = np.full((room.decodes, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
         lengths[:n] = 1
+        if runs is not None and runs.stop_ids is not None:
+            stop_ids[:n] = runs.stop_ids
         if runs is not None:
             lengths[:n] += runs.num_drafts
             windows[:n, : runs.windows.shape[1]] = runs.windows
@@ -288,7 +300,17 @@ class BatchBuilder:
             nothing,
             position,
             slot,
+            stop_ids.reshape(-1),
         ]
+
+    def _draft(self, tables: DraftTables, plan: StepPlan, size: GraphSize | None) -> Draft | None:
+        """What makes as many drafts as any row of the step, or of the graph, may have."""
+        count = 0
+        if size is not None:
+            count = -(-size.drafts // size.decodes)
+        elif plan.runs is not None:
+            count = int(plan.runs.num_drafts.max())
+        return partial(self._head.draft, tables, count) if self._head and count else None
 
     def _single_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
         """What DecodeRuns has of decodes of one token each; nothing where all states are written in

@@ -58,6 +58,7 @@ class ResumedRow(NamedTuple):
 
 
 NO_DRAFT = -1  # in the place of a draft: no token is equal to it
+MOST_STOP_IDS = 16  # a request with more has no drafts
 
 
 @dataclass(slots=True)
@@ -73,6 +74,9 @@ class RunsPlan:
     # The state after so many tokens is stored as well, if the step passes it; slot 0: nothing is.
     checkpoint_position: npt.NDArray[np.int64]  # [decodes]
     checkpoint_slot: npt.NDArray[np.int64]  # [decodes]
+    # [decodes, MOST_STOP_IDS] tokens that end each row's answer, filled up with NO_DRAFT, where the
+    # device makes the drafts: none of them is one
+    stop_ids: npt.NDArray[np.int64] | None = None
 
 
 class Fold(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
+from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.execution.plan import (
     Fold,
@@ -66,19 +67,28 @@ class ModelRunner:
         num_drafts: int = 0,
         write_interval: int = 1,
     ) -> None:
-        """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step.
-        `write_interval`: tokens from one
-        write of a row's states to the next. For both the caches have rings.
-        `all_to_all_from`: where replicas share
-        experts, the tokens of the largest one's step from which on they are reached by all-to-all,
-        outside of CUDA graphs; None: never."""
+        """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step,
+        which the model's MTPHead makes where it has one. `write_interval`: tokens from one write of
+        a row's states to the next. For both the caches have rings. `all_to_all_from`: where
+        replicas share experts, the tokens of the largest one's step from which on they are reached
+        by all-to-all, outside of CUDA graphs; None: never."""
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
         self._caches = caches
         last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
+        head = None
+        if num_drafts and model.mtp is not None:
+            head = HeadDrafter(model, caches, block_size)
         self._batch_builder = BatchBuilder(
-            rows, block_size, device, max_tokens, model.chunk_sizes, last_steps, write_interval
+            rows,
+            block_size,
+            device,
+            max_tokens,
+            model.chunk_sizes,
+            last_steps,
+            write_interval,
+            head,
         )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(

@@ -7,6 +7,7 @@ out here, from what the last step has left; none of it waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -79,11 +80,20 @@ class Runs(NamedTuple):
     pending: Tensor  # [n], as there
 
 
+# Tokens that rows go on with [n], their positions [n] and what is pending [n] -> drafts [n, ...].
+Draft = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 def take_up(
-    tables: RunTables, last: LastSteps, kv_indptr: Tensor, kv_indices: Tensor, block_size: int
+    tables: RunTables,
+    last: LastSteps,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    block_size: int,
+    draft: Draft | None = None,
 ) -> Runs:
     """What is fed, and where it goes. The tables of PagedSequences have room for the longest that
-    a sequence may be.
+    a sequence may be. `draft` makes the drafts; None: they are those of the windows.
 
     In place of a guess that was shown to be wrong the next token stands once more: as a draft it is
     as good as any, and it does not end an answer.
@@ -91,10 +101,15 @@ def take_up(
     before = last.of(tables.rows.long())
     accepted = before.number - 1
     position = tables.certain.long() + accepted
+    pending = accepted + tables.unwritten.long()
     token = before.tokens.gather(1, accepted[:, None])
-    windows, start = tables.windows.long(), tables.window_start.long()
-    drafts = choose_drafts(windows, start, before, position, last.longest)
-    tokens = torch.cat((token, torch.where(drafts == NO_DRAFT, token, drafts)), dim=1)
+    if draft is None:
+        windows, start = tables.windows.long(), tables.window_start.long()
+        drafts = choose_drafts(windows, start, before, position, last.longest)
+        drafts = torch.where(drafts == NO_DRAFT, token, drafts)
+    else:
+        drafts = draft(token.squeeze(1), position, pending)
+    tokens = torch.cat((token, drafts), dim=1)
 
     is_token = tables.sequence >= 0
     sequence, offset = tables.sequence.long().clamp(min=0), tables.offset.long()
@@ -106,7 +121,7 @@ def take_up(
         kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
         kv_length=(position + tables.cu_seqlens.diff()).clamp(min=1),
         position=position,
-        pending=accepted + tables.unwritten.long(),
+        pending=pending,
     )
 
 
