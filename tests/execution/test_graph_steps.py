@@ -6,6 +6,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +26,8 @@ from megatron_hybrid.execution.runner import ModelRunner  # noqa: E402
 from megatron_hybrid.kernels import kernel_set  # noqa: E402
 from megatron_hybrid.parallel import ParallelContext  # noqa: E402
 from tests.execution.steps import Steps, chunk  # noqa: E402
-from tests.models.conftest import TinyModel, random_tokens  # noqa: E402
+from tests.models.conftest import TinyModel, load, random_tokens  # noqa: E402
+from tests.mtp_models import MTP_FAMILIES, make_mtp_model  # noqa: E402
 from tests.thorough import usually  # noqa: E402
 
 SIZES = [
@@ -219,6 +223,53 @@ def test_padded_steps_that_spare_writes_of_states(
         steps.rows.last_token[5] = texts[0][done[0] - 1]
         (tokens,) = steps.step(decodes=[5]).tokens_by_row()
         assert tokens == texts[0][done[0] :][:1]
+
+
+@pytest.mark.parametrize("family", usually(["nemotron_h"], MTP_FAMILIES))
+def test_padded_steps_with_drafts_of_a_head_compute_what_unpadded_ones_do(
+    tmp_path: Path, parallel: ParallelContext, family: str
+) -> None:
+    """A graph makes as many drafts for every row, padding included, as one may have. Before the
+    last steps some states are not written."""
+    oracle = make_mtp_model(family, tmp_path, agrees=True)
+    ours: Any = SimpleNamespace(ours=load(tmp_path, parallel, mtp=True))
+    both = Both(ours, parallel, WITH_DRAFTS, DRAFTS, write_interval=4)
+    prompts = [random_tokens(n, seed=n) for n in (15, 1, 9)]
+    texts = [list(prompt) for prompt in prompts]
+    for row, prompt in enumerate(prompts):
+        both.row(row, [8 + 4 * row, 9 + 4 * row, 10 + 4 * row])
+        texts[row] += both.step(
+            None, prefills=[chunk(row, 0, len(prompt), prompt=prompt)]
+        ).tokens.tolist()
+    held = 0
+
+    def step(counts: list[int]) -> None:
+        nonlocal held
+        drafts = [[0] * count for count in counts]  # which ones is not ours to say
+        found = both.step(WITH_DRAFTS[1], decodes=[0, 1, 2], drafts=drafts).tokens_by_row()
+        for text, tokens, count in zip(texts, found, counts, strict=True):
+            expected, _ = oracle.chain(text, count) if count else ([], None)
+            text += tokens
+            assert len(tokens) == 1 + agreed(tokens, expected)
+            held += len(tokens) - 1
+
+    for counts in usually([[3, 3, 2]], [[3, 3, 2], [1, 3, 0], [0, 0, 0], [2, 0, 3], [3, 3, 1]]):
+        step(counts)
+    step([0, 0, 0])  # takes up what held
+    for row, writes in ((0, False), (1, True)):
+        tokens = both.step(WITH_DRAFTS[0], decodes=[row], writes=[writes]).tokens.tolist()
+        texts[row] += tokens
+    step([3, 1, 3])
+    assert held > 2
+    for text, prompt in zip(texts, prompts, strict=True):
+        own = oracle.logits(oracle.hidden(text)).argmax(1).tolist()
+        assert text[len(prompt) :] == own[len(prompt) - 1 : -1]
+
+
+def agreed(tokens: list[int], drafts: list[int]) -> int:
+    """How many of the drafts are what was written."""
+    pairs = zip(drafts, [*tokens, *[-1] * len(drafts)], strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(drafts))
 
 
 def greedy(tiny: TinyModel, prompt: list[int], count: int) -> list[int]:

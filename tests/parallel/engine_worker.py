@@ -1,6 +1,7 @@
 """One rank of a tensor-parallel engine: generates and saves tokens and cached tokens.
 
-torchrun --nproc-per-node 2 -m tests.parallel.engine_worker OUTPUT_FOLDER MODEL_FOLDER...
+torchrun --nproc-per-node 2 -m tests.parallel.engine_worker \\
+    OUTPUT_FOLDER FOLDER_OF_A_MODEL_WITH_A_HEAD MODEL_FOLDER...
 """
 
 from __future__ import annotations
@@ -52,13 +53,32 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     choices = [choice for output in outputs for choice in output.choices]
     answers["choices"] = [[choice.token_ids, choice.cached_tokens] for choice in choices]
     answers["preempted"] = _preempted(folder, options, prompts)
-    drafting = LLM(folder, **options, num_speculative_tokens=3)
     repeated = [prompt[:9] * 3 for prompt in prompts]
+    return answers | with_drafts(folder, repeated, num_speculative_tokens=3, **options)
+
+
+def with_drafts(folder: str, prompts: list[list[int]], **options: Any) -> Answers:
+    drafting = LLM(folder, **options)
     longer = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    outputs = drafting.generate(repeated, longer, progress=False)
-    answers["drafts"] = [[output.token_ids, output.cached_tokens] for output in outputs]
-    answers["accepted"] = [[drafting.stats()["accepted_tokens"]]]
-    return answers
+    outputs = drafting.generate(prompts, longer, progress=False)
+    stats = drafting.stats()
+    return {
+        "drafts": [[output.token_ids, output.cached_tokens] for output in outputs],
+        "accepted": [[stats["accepted_tokens"], stats["draft_tokens"]]],
+    }
+
+
+def with_drafts_of_its_head(folder: str, *, tensor_model_parallel_size: int) -> Answers:
+    rng = random.Random(1)
+    return with_drafts(
+        folder,
+        [[rng.randrange(160) for _ in range(n)] for n in (3, 18, 34, 50)],
+        drafter="heads",
+        num_speculative_tokens=4,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        inference_dynamic_batching_buffer_size_gb=0.01,
+        inference_dynamic_batching_max_requests=6,
+    )
 
 
 def _preempted(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> list[list[Any]]:
@@ -96,10 +116,11 @@ def adjusted_answers(*, tensor_model_parallel_size: int) -> dict[str, list[Any]]
 
 
 def main() -> None:
-    output, *folders = sys.argv[1:]
+    output, head, *folders = sys.argv[1:]
     answers: dict[str, Any] = {
         Path(folder).name: generate_all(folder, tensor_model_parallel_size=2) for folder in folders
     }
+    answers["head"] = with_drafts_of_its_head(head, tensor_model_parallel_size=2)
     answers["adjusted"] = adjusted_answers(tensor_model_parallel_size=2)
     Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps(answers))
 
