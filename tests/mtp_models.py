@@ -148,12 +148,15 @@ class MTPOracle(nn.Module):
         return drafts, torch.stack(rows)
 
 
-def make_mtp_model(family: str, folder: Path, *, agrees: bool = False, **options: Any) -> MTPOracle:
+def make_mtp_model(
+    family: str, folder: Path, *, agrees: bool = False, seed: int = 0, **options: Any
+) -> MTPOracle:
     """Save a model of one of MTP_FAMILIES with a random head. `agrees`: model and head both write
     mostly what the last token asks for, so that many drafts hold."""
-    model = make_tiny_model(family, folder, **(_OPTIONS[family] | options))
+    folder.mkdir(exist_ok=True)
+    model = make_tiny_model(family, folder, seed=seed, **(_OPTIONS[family] | options))
     oracle = MTPOracle(family, model, folder).eval()
-    generator = torch.Generator().manual_seed(17)
+    generator = torch.Generator().manual_seed(17 + seed)
     with torch.no_grad():
         for name, tensor in oracle.state_dict().items():
             tensor.copy_(draw(name, tensor, generator))

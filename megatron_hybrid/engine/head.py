@@ -71,9 +71,7 @@ def _why_not(
             "in one replica."
         )
     if model is not None:
-        has_weights = model.mtp is not None
-    else:
-        has_weights = config.load_format == "dummy" or has_mtp_weights(folder, model_config)
-    if not has_weights:
-        return f"The weights of the head for multi-token prediction (mtp.*) are not in {folder}."
-    return ""
+        return "" if model.mtp is not None else "The model given was loaded without its head."
+    if config.load_format == "dummy" or has_mtp_weights(folder, model_config):
+        return ""
+    return f"The weights of the head for multi-token prediction (mtp.*) are not in {folder}."
