@@ -66,9 +66,9 @@ def build_engine(
     """Join the process groups, load the model, divide the memory, capture CUDA graphs.
 
     `model`: from `load_weights` of a configuration with the same model, for several engines on the
-    same weights, all or none of which have drafts from its head. `refuse_useless_budget`: a budget
-    for states that holds none is an error, which a command line wants, and not only a warning.
-    Raises ConfigurationError for what the user can put right.
+    same weights. `refuse_useless_budget`: a budget for states that holds none is an error, which a
+    command line wants, and not only a warning. Raises ConfigurationError for what the user can put
+    right.
     """
     plan = _Plan.of(config, model)
     device, parallel, model_config = plan.device, plan.parallel, plan.model_config
@@ -79,7 +79,8 @@ def build_engine(
             raise ConfigurationError(_useless_budget(given, planned))
         model = _load(plan)
     else:
-        model = copy.copy(model)  # the weights are shared, what kernels keep is not
+        # the weights are shared, what kernels keep is not
+        model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
     geometry = _geometry(plan, model, loaded=True)
     if _is_useless_budget(config, geometry):

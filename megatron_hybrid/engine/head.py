@@ -24,13 +24,7 @@ def drafts_from_head(
 ) -> bool:
     """`model`: with its weights, where they are not to be read from the folder. Raises
     ConfigurationError where --drafter asks for a head that is not there."""
-    wanted = config.num_speculative_tokens > 0 and config.drafter != "prompt_lookup"
-    if not wanted:
-        if model is not None and model.mtp is not None:
-            raise ConfigurationError(
-                "The model given was loaded with its head for multi-token prediction, which this "
-                "engine has no use for: load it with --drafter prompt_lookup."
-            )
+    if config.num_speculative_tokens == 0 or config.drafter == "prompt_lookup":
         return False
     reason = _why_not(config, folder, model_config, parallel, model)
     if not reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -99,18 +100,32 @@ class HybridModel(nn.Module):
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self._note_layers()
+
+    def _note_layers(self) -> None:
+        """What caches have to hold, and one layer of each kind, for what all of them have in
+        common."""
+        stages, has_head = self.stages, self.mtp is not None
         self.kv_specs: dict[int, KVSpec] = {
-            i: spec for i, spec in self.stages.kv_specs.items() if mtp or i in self.stage
+            i: spec for i, spec in stages.kv_specs.items() if has_head or i in self.stage
         }
         self.state_specs: dict[int, StateSpec] = {
-            i: spec for i, spec in self.stages.state_specs.items() if mtp or i in self.stage
+            i: spec for i, spec in stages.state_specs.items() if has_head or i in self.stage
         }
-        # One of each kind, for what all layers of the kind have in common.
         attentions = [block.attention for _, block in self._blocks()]
         if self.mtp is not None:
             attentions.append(self.mtp.attention)
         self._attention = next(filter(None, attentions), None)
         self._recurrent = {layer.kind: layer for layer in self._recurrent_layers()}
+
+    def without_head(self) -> HybridModel:
+        """A model on the same weights that has no MTPHead."""
+        other = copy.copy(self)
+        other._modules = dict(self._modules)  # torch's table of them, which a copy shares
+        other.mtp = None
+        other.stages = self.stages.without_head()
+        other._note_layers()
+        return other
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:

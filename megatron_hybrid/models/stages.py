@@ -49,6 +49,14 @@ class ModelStages:
             self, kv_specs=self.kv_specs | kv_specs, state_specs=self.state_specs | state_specs
         )
 
+    def without_head(self) -> ModelStages:
+        end = self.blocks[-1].stop
+        return replace(
+            self,
+            kv_specs={i: spec for i, spec in self.kv_specs.items() if i < end},
+            state_specs={i: spec for i, spec in self.state_specs.items() if i < end},
+        )
+
     @classmethod
     def of(cls, builder: BlockBuilder, vocabulary_bytes: int) -> ModelStages:
         """Of a model on so many stages as the builder's pipeline has ranks. `vocabulary_bytes`:
