@@ -8,11 +8,12 @@
 so that answers repeat themselves every 16 tokens. Three ways:
 
     plain     an engine without drafts, before and after the others
-    lookup    drafts from the answers
-    wrong     drafts that are tokens at random
+    right     drafts that hold: from the answers, or with --drafter heads from the model's head,
+              which is changed as well
+    wrong     drafts that are tokens at random, or from a head that knows nothing
 
-Tokens a second are counted from the step on in which all requests decode. All engines share the
-weights; give --inference-dynamic-batching-buffer-size-gb and
+--drafter auto is prompt_lookup here. Tokens a second are counted from the step on in which all
+requests decode. All engines share the weights; give --inference-dynamic-batching-buffer-size-gb and
 --inference-dynamic-batching-prefix-caching-mamba-gb, so that each has the same room.
 """
 
@@ -71,6 +72,18 @@ def make_answers_repeat(model: HybridModel) -> None:
         head.copy_(embedding[before] * (head.float().std() / embedding.float().std()))
 
 
+@torch.no_grad()
+def make_head_guess(model: HybridModel, right: bool) -> None:
+    """What the embedding of a token says of the next one, or something else: the same for all."""
+    assert model.mtp is not None
+    joint = model.mtp.fc
+    joint.zero_()
+    if right:
+        joint[:, : len(joint)].fill_diagonal_(64)
+    else:
+        joint[0].fill_(64)
+
+
 def rate(engine: DynamicInferenceEngine, count: int, tokens: int, prompt: int) -> float:
     """Tokens a second of so many requests, over so many tokens of each."""
     random = np.random.default_rng(0)
@@ -109,9 +122,10 @@ class Ways:
         """Tokens a second of each load. `wrong`: guesses are."""
         config = self._config.replace(num_speculative_tokens=drafts)
         engine = build_engine(config, model=self._model)
-        if wrong:
-            speculation = engine.scheduler.speculation
-            assert speculation is not None
+        speculation = engine.scheduler.speculation
+        if speculation is not None and speculation.drafter is None:
+            make_head_guess(self._model, right=not wrong)
+        elif speculation is not None and wrong:
             speculation.drafter = WrongGuesses(engine.vocab_size)
         found = []
         for count in self._loads:
@@ -144,20 +158,23 @@ def main() -> int:
     if not args.num_speculative_tokens:
         parser.error("--num-speculative-tokens is 0; it must be at least 1.")
     try:
-        ways = Ways(engine_config_from_args(args), loads, args.tokens, args.prompt)
+        config = engine_config_from_args(args)
+        if config.drafter == "auto":
+            config = config.replace(drafter="prompt_lookup")
+        ways = Ways(config, loads, args.tokens, args.prompt)
         drafts = args.num_speculative_tokens
         before = ways.measure(0)
-        lookup, wrong = ways.measure(drafts), ways.measure(drafts, wrong=True)
+        right, wrong = ways.measure(drafts), ways.measure(drafts, wrong=True)
         after = ways.measure(0)
     except ConfigurationError as error:
         print(f"benchmark_drafts.py: {error}", file=sys.stderr)
         return 2
-    print("| load | plain, tokens a second | lookup | wrong |\n|---|---|---|---|")
+    print("| load | plain, tokens a second | right | wrong |\n|---|---|---|---|")
     for index, count in enumerate(loads):
         plain = (before[index] + after[index]) / 2
         print(
             f"| decode_{count} | {before[index]:.0f}, {after[index]:.0f} "
-            f"| {lookup[index]:.0f} ({lookup[index] / plain:.2f}) "
+            f"| {right[index]:.0f} ({right[index] / plain:.2f}) "
             f"| {wrong[index]:.0f} ({wrong[index] / plain:.2f}) |"
         )
     return 0

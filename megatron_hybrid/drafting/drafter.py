@@ -1,4 +1,5 @@
-"""What guesses the next tokens of running requests, for the model to verify."""
+"""What guesses the next tokens of running requests on the host, for the model to verify. (A model's
+own head does so on the device: execution/head_drafts.py.)"""
 
 from __future__ import annotations
 
