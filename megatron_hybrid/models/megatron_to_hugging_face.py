@@ -183,6 +183,7 @@ def _qwen3_next(config: HybridModelConfig) -> dict[str, Any]:
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.conv_width,
         "num_experts": 0,
+        "num_nextn_predict_layers": 0,  # Megatron's head is left out
     }
     if moe is not None:
         values |= {
