@@ -304,12 +304,10 @@ class BatchBuilder:
         ]
 
     def _draft(self, tables: DraftTables, plan: StepPlan, size: GraphSize | None) -> Draft | None:
-        """What makes as many drafts as any row of the step, or of the graph, may have."""
-        count = 0
-        if size is not None:
-            count = -(-size.drafts // size.decodes)
-        elif plan.runs is not None:
-            count = int(plan.runs.num_drafts.max())
+        """What makes as many drafts as any row has; in a graph, as each has room for."""
+        widest = 0 if plan.runs is None else plan.runs.widest
+        count = widest if size is None else size.drafts // size.decodes
+        assert count >= widest
         return partial(self._head.draft, tables, count) if self._head and count else None
 
     def _single_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:

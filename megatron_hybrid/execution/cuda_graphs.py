@@ -124,6 +124,7 @@ def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | 
         for size in sizes
         if demand.decodes <= size.decodes
         and demand.drafts <= size.drafts
+        and demand.widest * size.decodes <= size.drafts
         and bool(demand.runs) == bool(size.drafts)
         and demand.prefill_tokens <= size.prefill_tokens
         and demand.prompts <= size.prompts

@@ -78,6 +78,11 @@ class RunsPlan:
     # device makes the drafts: none of them is one
     stop_ids: npt.NDArray[np.int64] | None = None
 
+    @property
+    def widest(self) -> int:
+        """How many drafts the device has to make for each row; 0: they are in the windows."""
+        return 0 if self.stop_ids is None else int(self.num_drafts.max(initial=0))
+
 
 class Fold(NamedTuple):
     """What is pending goes into the state of a row that computes nothing more: the state is to be
@@ -154,6 +159,7 @@ class StepDemand(NamedTuple):
     eager: int = 0  # 1: no graph fits, because prompts want log-probabilities
     drafts: int = 0
     runs: int = 0  # 1: decodes take up what holds of drafts, or have some
+    widest: int = 0  # drafts of the row that has most, where the device makes them row by row
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
@@ -171,6 +177,7 @@ class StepDemand(NamedTuple):
             eager=int(bool(targets)),
             drafts=drafts,
             runs=int(plan.runs is not None),
+            widest=0 if plan.runs is None else plan.runs.widest,
         )
 
 

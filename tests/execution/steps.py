@@ -10,6 +10,7 @@ import torch
 
 from megatron_hybrid.engine.sizing import ring_length
 from megatron_hybrid.execution.plan import (
+    MOST_STOP_IDS,
     NO_DRAFT,
     BlockCopy,
     Fold,
@@ -138,4 +139,7 @@ class Steps:
         position[0], slot[0] = checkpoint
         num_drafts = np.asarray([len(own) for own in drafts], dtype=np.int64)
         start = self.rows.next_position(decodes) + 1
-        return RunsPlan(num_drafts, windows, start, position, slot)
+        runs = RunsPlan(num_drafts, windows, start, position, slot)
+        if self.runner._model.mtp is not None:  # which makes the drafts
+            runs.stop_ids = np.full((len(decodes), MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
+        return runs

@@ -95,3 +95,13 @@ def test_the_smallest_graph_that_has_room_computes_a_step(
     demand = StepDemand.of(step)
     assert smallest_fit(SIZES, demand) == expected
     assert smallest_fit([], demand) is None
+
+
+def test_a_graph_in_which_a_head_drafts_has_room_for_the_row_with_most() -> None:
+    """Drafts from elsewhere may be spread over the rows in any way."""
+    sizes = [GraphSize(8), GraphSize(8, drafts=8), GraphSize(8, drafts=32)]
+    demand = StepDemand(decodes=3, drafts=5, runs=1)
+    assert smallest_fit(sizes, demand) == sizes[1]
+    assert smallest_fit(sizes, demand._replace(widest=1)) == sizes[1]
+    assert smallest_fit(sizes, demand._replace(widest=3)) == sizes[2]
+    assert smallest_fit(sizes, demand._replace(widest=5)) is None
