@@ -242,7 +242,7 @@ class ModelRunner:
         """The part of a step that is captured."""
         if inputs.take_up is not None:
             inputs.take_up()
-        elif self.asynchronous and inputs.num_decodes:
+        elif self.asynchronous and inputs.num_decodes and not inputs.num_drafts:
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
         return self._stage.compute(inputs, step)
