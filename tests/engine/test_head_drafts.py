@@ -25,6 +25,8 @@ OPTIONS = {
     "inference_dynamic_batching_max_requests": 12,
     "inference_dynamic_batching_prefix_caching_mamba_gb": 0.01,
 }
+# Tokens from one write of a request's states to the next.
+WRITE_INTERVALS = {"qwen3_next": 4, "qwen3_5": 1, "nemotron_h": 3}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -85,7 +87,8 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def llm(oracle: MTPOracle, **options: Any) -> LLM:
-    return LLM(str(oracle.folder), **(OPTIONS | options))
+    interval = {"mamba_inference_state_write_interval": WRITE_INTERVALS[oracle.family]}
+    return LLM(str(oracle.folder), **(OPTIONS | interval | options))
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

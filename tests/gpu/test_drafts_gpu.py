@@ -10,6 +10,7 @@ import torch
 from megatron_hybrid import LLM, SamplingParams
 from tests.gpu.test_engine_gpu import GRAPHS, OPTIONS, prompts
 from tests.knowing_drafter import Knowing, with_drafts
+from tests.mtp_models import MTP_FAMILIES, make_mtp_model
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = [
@@ -36,6 +37,29 @@ def test_tokens_and_what_is_cached_are_those_without_drafts(family: str, tmp_pat
             assert [o.token_ids for o in found] == [o.token_ids for o in right], (drafts, graphs)
             assert [o.cached_tokens for o in found] == [o.cached_tokens for o in right]
         assert llm.stats()["accepted_tokens"] > 50
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_drafts_of_a_head_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
+    """As many of them hold as on a CPU, and the tokens are those without drafts."""
+    make_mtp_model(family, tmp_path, agrees=True)
+    plain = LLM(str(tmp_path), device="cuda", **(OPTIONS | ROOM))  # type: ignore[arg-type]
+    expected = [plain.generate(prompts(), PARAMS, progress=False) for _ in range(2)]
+    for drafts, graphs in ((1, 6), (4, 6), (8, 6), (4, 0)):
+        options = OPTIONS | ROOM | {"num_speculative_tokens": drafts, "drafter": "heads"}
+        reference = LLM(str(tmp_path), device="cpu", **options)  # type: ignore[arg-type]
+        reference.engine.runner.asynchronous = True
+        llm = LLM(str(tmp_path), device="cuda", **(options | {GRAPHS: graphs}))  # type: ignore[arg-type]
+        for right in expected:
+            reference.generate(prompts(), PARAMS, progress=False)
+            found = llm.generate(prompts(), PARAMS, progress=False)
+            assert [o.token_ids for o in found] == [o.token_ids for o in right], (drafts, graphs)
+            assert [o.cached_tokens for o in found] == [o.cached_tokens for o in right]
+        held = llm.stats()["accepted_tokens"]
+        assert held > 50
+        # one that rounding decides changes how many drafts the next steps have
+        assert held == pytest.approx(reference.stats()["accepted_tokens"], rel=0.05)
         llm.engine.check_integrity()
 
 

@@ -76,6 +76,7 @@ def with_drafts_of_its_head(folder: str, *, tensor_model_parallel_size: int) -> 
         drafter="heads",
         num_speculative_tokens=4,
         tensor_model_parallel_size=tensor_model_parallel_size,
+        mamba_inference_state_write_interval=4,
         inference_dynamic_batching_buffer_size_gb=0.01,
         inference_dynamic_batching_max_requests=6,
     )
