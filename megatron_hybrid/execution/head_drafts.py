@@ -54,14 +54,15 @@ class HeadDrafter:
         """[n, count]: what may follow the tokens [n] that rows go on with, at these positions [n].
         pending [n]: as in DecodeRuns. A row that has fewer drafts ignores the rest. In place of a
         draft that would end an answer the row's token stands once more."""
-        step = Step(self._caches, self._model.kernels)
+        caches, kernels = self._caches, self._model.kernels
         drafts_of = (tables.cu_seqlens.diff() - 1).clamp(min=0)
-        hidden = self._head.delay.last(tables.read_slot, tables.ring, position, pending, step)
+        where = (tables.read_slot, tables.ring, position, pending)
+        hidden = self._head.delay.last(*where, Step(caches, kernels))
         first, drafts = token, []
         for ahead in range(count):
             # A row that has its drafts stays where it is: behind them its blocks may end.
             at = position + drafts_of.clamp(max=ahead)
-            step = Step(self._caches, self._model.kernels, attention=self._plan(tables, at))
+            step = Step(caches, kernels, attention=self._plan(tables, at))
             logits, hidden = self._model.predict(token, at, hidden, step)
             guess = logits.argmax(dim=1)
             ends = (guess[:, None] == tables.stop_ids).any(dim=1)

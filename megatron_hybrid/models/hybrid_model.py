@@ -32,7 +32,8 @@ from megatron_hybrid.parallel import (
 
 class Hidden(NamedTuple):
     """What goes from one block to the next. Its rows are the step's tokens, and past the last block
-    in which tokens see each other those whose logits are wanted."""
+    in which tokens see each other those whose logits are wanted. With an MTPHead they see each
+    other there."""
 
     residual: Tensor  # [rows, hidden]
     # [rows, hidden] of the last block, not added yet (this rank's part of it: see Mixer); None
