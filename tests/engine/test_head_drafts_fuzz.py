@@ -1,0 +1,87 @@
+"""Random traffic with drafts of a head: the tokens of an engine without drafts, and the drafts that
+the oracle makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_hybrid import LLM, SamplingParams
+from megatron_hybrid.cache.geometry import GIB
+from tests.engine.test_head_drafts import OPTIONS, Watch
+from tests.mtp_models import MTP_FAMILIES, MTPOracle, make_mtp_model
+from tests.thorough import usually
+
+REQUESTS = 12
+Request = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> list[MTPOracle]:
+    made = [(family, tmp_path_factory.mktemp(family)) for family in MTP_FAMILIES]
+    return [make_mtp_model(*one, agrees=True, chunk_size=16) for one in made]
+
+
+def tight_options(pick: np.random.Generator, plain: LLM) -> dict[str, Any]:
+    """Of an engine with drafts that has room for little."""
+    geometry = plain.engine.context.geometry
+    blocks = int(pick.integers(30, 60)) * geometry.bytes_per_block
+    live = 3 * geometry.bytes_per_slot + (1 << 20)  # with the rings
+    states = int(pick.integers(2, 9)) * geometry.bytes_per_slot
+    return {
+        "num_speculative_tokens": int(pick.integers(1, 9)),
+        "mamba_inference_state_write_interval": int(pick.integers(1, 6)),
+        "inference_dynamic_batching_max_requests": int(pick.integers(2, 5)),
+        "inference_dynamic_batching_max_tokens": int(pick.integers(12, 60)),
+        "inference_dynamic_batching_buffer_size_gb": (blocks + live) / GIB,
+        "inference_dynamic_batching_prefix_caching_mamba_gb": states / GIB,
+    }
+
+
+def random_request(pick: np.random.Generator, texts: list[list[int]]) -> Request:
+    """Most begin as an earlier text does."""
+    earlier = texts[int(pick.integers(len(texts)))]
+    prompt = earlier[: int(pick.integers(1, min(len(earlier), 100)))]
+    prompt = prompt + pick.integers(0, 160, int(pick.integers(5))).tolist()
+    stop_ids = tuple(pick.integers(0, 160, int(pick.integers(4))).tolist())
+    drawn = {"temperature": 1.0, "seed": int(pick.integers(1000))}
+    options: dict[str, Any] = {"temperature": 0.0} if pick.random() < 0.6 else drawn
+    length = int(pick.integers(1, 40))
+    return prompt, SamplingParams(max_tokens=length, stop_token_ids=stop_ids, **options)
+
+
+@pytest.mark.parametrize("seed", range(usually(6, 60)))
+def test_random_traffic(oracles: list[MTPOracle], seed: int) -> None:
+    pick = np.random.default_rng(seed)
+    oracle, asynchronous = oracles[seed % 3], bool(seed // 3 % 2)
+    plain = LLM(str(oracle.folder), **OPTIONS)  # type: ignore[arg-type]
+    llm = LLM(str(oracle.folder), **(OPTIONS | tight_options(pick, plain)))  # type: ignore[arg-type]
+    engine = llm.engine
+    engine.runner.asynchronous = asynchronous
+    watch = None if asynchronous else Watch(llm)
+    texts = [pick.integers(0, 160, 200).tolist()]
+    requests: list[Request] = []
+    said: list[list[int]] = []
+    aborted = set()
+    while len(requests) < REQUESTS or engine.has_work():
+        if len(requests) < REQUESTS and pick.random() < 0.3:
+            requests.append(random_request(pick, texts))
+            engine.add_request(str(len(said)), *requests[-1])
+            said.append([])
+        for event in engine.step():
+            number = int(event.request_id)
+            said[number] += event.token_ids
+            assert event.error is None
+            if event.finish_reason is not None:
+                texts.append(requests[number][0] + said[number])
+        engine.check_integrity()
+        if requests and pick.random() < 0.01:
+            aborted.add(number := int(pick.integers(len(requests))))
+            engine.abort(str(number))
+    for number, ((prompt, params), found) in enumerate(zip(requests, said, strict=True)):
+        (right,) = plain.generate([prompt], params, progress=False)
+        assert (right.token_ids[: len(found)] if number in aborted else right.token_ids) == found
+    if watch is not None:
+        watch.check(oracle, 10)
