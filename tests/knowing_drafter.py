@@ -40,6 +40,6 @@ class Knowing:
 
 def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
     """The same, which has its drafts from this drafter now."""
-    assert llm.engine.scheduler.speculation is not None
-    llm.engine.scheduler.speculation.drafter = drafter
+    assert llm.engine.scheduler.decodes.speculation is not None
+    llm.engine.scheduler.decodes.speculation.drafter = drafter
     return llm

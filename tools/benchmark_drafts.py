@@ -123,7 +123,7 @@ class Ways:
         """Tokens a second of each load. `wrong`: guesses are."""
         config = self._config.replace(num_speculative_tokens=drafts)
         engine = build_engine(config, model=self._model)
-        speculation = engine.scheduler.speculation
+        speculation = engine.scheduler.decodes.speculation
         if speculation is not None and speculation.drafter is None:
             make_head_guess(self._model, right=not wrong)
         elif speculation is not None and wrong:

@@ -405,7 +405,7 @@ class DynamicInferenceEngine:
             self.scheduler.settle(self._receive())
         except _ResultLostError as lost:
             self._fail_everything(lost.__cause__ or lost)
-        self.runner.fold(self.scheduler.write_states())
+        self.runner.fold(self.scheduler.decodes.write_states())
         try:
             self.runner.update_weights(source)
         except WeightsError:

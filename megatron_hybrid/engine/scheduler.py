@@ -23,24 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.lease import Hold, StepCheckpoint
 from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.decodes import Decodes
 from megatron_hybrid.engine.pause import PauseMode
-from megatron_hybrid.engine.speculation import Guesses, Speculation
+from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
 from megatron_hybrid.execution.plan import (
     BlockCopy,
-    Fold,
     PrefillChunk,
     ResumedRow,
-    RunsPlan,
     StepPlan,
     StepResult,
 )
@@ -73,9 +70,9 @@ class Scheduler:
         self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
         self._twins = Twins(context.cache) if twins is None else twins
-        self.speculation = speculation
-        self._checkpoints: dict[int, list[StepCheckpoint]] = {}  # of the planned step, by row
-        self._folds: list[Fold] = []  # for the coming step
+        self.decodes = Decodes(context, statistics, speculation)
+        # of the planned step's prompts, by row
+        self._checkpoints: dict[int, list[StepCheckpoint]] = {}
         self._events: list[RequestEvent] = []  # not handed out yet
         self._pause: PauseMode | None = None
         # answers that have not ended, by request and index
@@ -164,7 +161,7 @@ class Scheduler:
     @property
     def reserved_slots(self) -> Iterable[int]:
         """Of checkpoints that answers may come to when it is known which drafts hold."""
-        return [c.slot for checkpoints in self._checkpoints.values() for c in checkpoints if c.slot]
+        return self.decodes.reserved_slots
 
     def advance_to(self, step: int) -> None:
         """Let time pass: the coming step has this number. Ages are counted in steps."""
@@ -192,7 +189,7 @@ class Scheduler:
         self._cache.begin_step(self._step)
         self._extend_block_tables()
         decode_rows = context.rows.decoding.nonzero()[0]
-        self._reserve_decode_checkpoints(decode_rows)
+        self.decodes.reserve_checkpoints(decode_rows)
         owners = [context.requests[row] for row in decode_rows.tolist()]
         plan = StepPlan(step=self._step, decode_rows=decode_rows, decode_owners=owners)
         self._step += 1
@@ -206,11 +203,7 @@ class Scheduler:
             self._admit_waiting(plan, budget)
             if plan.is_empty and len(self._waiting) and self._twins.release_holds():
                 self._admit_waiting(plan, budget)
-        self._plan_runs(plan)
-        if plan.runs is None:
-            plan.writes = context.choose_writes(decode_rows)
-        if not plan.is_empty:
-            plan.folds, self._folds = self._folds, []
+        self.decodes.plan(plan)
         statistics.step = plan.step
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
@@ -228,56 +221,12 @@ class Scheduler:
     def _preempt(self, request: TrackedRequest) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
         self._statistics.count_preemption(request)
-        self._bring_up_to_date(request)
+        self.decodes.bring_up_to_date(request)
         self._context.keep_end(request, placement.PREEMPTED)
         self._stop_running(request)
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
-
-    def _reserve_decode_checkpoints(self, decode_rows: np.ndarray, feeds: int = 1) -> None:
-        for request, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
-            assert request.lease is not None
-            if request.row in self._checkpoints:
-                continue  # since a step that might have passed the position and did not
-            checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
-            if checkpoint is not None:
-                self._checkpoints[request.row] = [checkpoint]
-
-    def _plan_runs(self, plan: StepPlan) -> None:
-        """Choose drafts for the decodes, and where their checkpoints are written."""
-        context, rows, decodes = self._context, self._context.rows, plan.decode_rows
-        num_decodes = len(decodes)
-        guesses = None
-        if self.speculation is not None and num_decodes and not plan.prefills:
-            # An answer's last token is never that behind a draft: when it is launched, everything
-            # else of the answer is in the state.
-            written = rows.generated[decodes] + rows.pending[decodes] + rows.unknown[decodes]
-            most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
-            if (budget := context.max_tokens - num_decodes) < most.sum():
-                most = np.minimum(most, budget // num_decodes)
-            guesses = self.speculation.choose(decodes, most)
-        checkpoints = [
-            (row, checkpoint)
-            for row, own in self._checkpoints.items()
-            for checkpoint in own
-            if rows.decoding[row]
-        ]
-        if guesses is None and not (rows.pending | rows.unknown)[decodes].any():
-            for row, checkpoint in checkpoints:
-                if checkpoint.position == rows.position[row] + 1:
-                    rows.write_slot[row] = checkpoint.slot
-            return
-        if guesses is None:
-            nothing = np.zeros(num_decodes, dtype=np.int64)
-            guesses = Guesses(nothing, np.zeros((num_decodes, 0), dtype=np.int64), nothing)
-        position, slot = np.zeros((2, num_decodes), dtype=np.int64)
-        for row, checkpoint in checkpoints:
-            index = np.searchsorted(decodes, row)
-            position[index], slot[index] = checkpoint.position, checkpoint.slot
-        num_drafts = context.room_for_drafts(decodes, guesses.num_drafts)
-        windows, start, stop_ids = guesses.windows, guesses.window_start, guesses.stop_ids
-        plan.runs = RunsPlan(num_drafts, windows, start, position, slot, stop_ids)
 
     def _look_ahead(self) -> None:
         """Let running prefills see who waits for what they compute."""
@@ -407,34 +356,18 @@ class Scheduler:
     def publish(self, plan: StepPlan) -> None:
         """Count a launched step as computed and make what it leaves visible. Every token that it
         feeds is known; requests whose last token it samples leave."""
-        context, rows, decodes = self._context, self._context.rows, plan.decode_rows
-        context.states_were_read(decodes)
-        context.note_writes(decodes, plan.writes)
-        self._totals["decode_tokens"] += context.advance(decodes)
-        if plan.runs is not None:
-            rows.unknown[decodes] = plan.runs.num_drafts
+        context, rows = self._context, self._context.rows
+        self.decodes.publish(plan)
         for chunk in plan.prefills:
             self._publish_chunk(chunk)
         for resumed in plan.resumed:
             self._publish_resumed(resumed)
-        # those of prompts are gone
-        self._publish_decoded_states(list(self._checkpoints), at_end=plan.runs is None)
+        self.decodes.publish_states(plan)
         self._totals["steps"] += 1
         sampled = plan.sampled_rows
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
             self._leave(context.request_in(row))
-
-    def _publish_decoded_states(self, rows: Iterable[int], *, at_end: bool) -> None:
-        """Those that these decodes have come to. `at_end`: they were written instead of the
-        requests' own states, and not on the way."""
-        context = self._context
-        for row in rows:
-            for checkpoint in self._checkpoints.get(row, []):
-                if checkpoint.position <= context.rows.position[row]:
-                    del self._checkpoints[row]
-                    request = context.request_in(row)
-                    context.publish_decoded_state(request, checkpoint, at_end=at_end)
 
     def _publish_chunk(self, chunk: PrefillChunk) -> None:
         request: TrackedRequest = chunk.owner
@@ -463,9 +396,7 @@ class Scheduler:
 
     def _start_decoding(self, request: TrackedRequest) -> None:
         self._context.start_decoding(request)
-        if self.speculation is not None:
-            text = request.tokens(0, request.num_tokens)
-            self.speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
+        self.decodes.begin(request)
 
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
@@ -493,33 +424,11 @@ class Scheduler:
                 event.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             received.append((request, event))
         self._totals["generated_tokens"] += count
-        if self.speculation is not None:
-            self._note_drafts(plan, result, written)
-        return received
-
-    def _note_drafts(
-        self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]
-    ) -> None:
-        """What holds of a step's drafts, and the texts as they are now."""
-        rows, speculation = self._context.rows, self.speculation
-        assert speculation is not None
-        owners = plan.sampled_owners
-        stay = np.asarray([request.lease is not None for request in owners], dtype=bool)
-        if result.accepted is not None:
-            assert plan.runs is not None
-            decodes = plan.decode_rows
-            num_drafts, accepted = plan.runs.num_drafts, result.accepted
-            self._statistics.count_drafts(num_drafts, accepted)
-            here = stay[: len(decodes)]
-            decodes, num_drafts, accepted = decodes[here], num_drafts[here], accepted[here]
-            rows.pending[decodes], rows.unknown[decodes] = accepted, 0
+        if spared := self.decodes.receive(plan, result, written):
             # Ages are those of a run without drafts, which would have taken so many steps more.
-            self._step += int(accepted.max(initial=0))
+            self._step += spared
             self._cache.begin_step(self._step - 1)
-            speculation.note(decodes, num_drafts, accepted)
-        if stay.any():
-            texts = [tokens for tokens, stays in zip(written, stay, strict=True) if stays]
-            speculation.extend(plan.sampled_rows[stay], texts)
+        return received
 
     def settle(self, received: Received) -> None:
         """Hand out the tokens of `receive`, and end the requests that end with them. The step
@@ -578,44 +487,14 @@ class Scheduler:
         """A running request computes nothing more: take back its row and lease."""
         # a prompt cut short is of no use
         if keeps_end and request not in self._prefilling:
-            self._bring_up_to_date(request)
+            self.decodes.bring_up_to_date(request)
             self._context.keep_end(request, placement.ANSWER_END)
         self._stop_running(request)
-
-    def _bring_up_to_date(self, request: TrackedRequest) -> None:
-        """Have the state of a request that computes nothing more come to where it is without
-        drafts, and written in every step: what is pending, and the drafts of its last step that
-        hold, are folded at the beginning of the coming one."""
-        context, lease, row = self._context, request.lease, np.asarray([request.row])
-        pending = int(context.rows.pending[request.row] + context.rows.unwritten[request.row])
-        assert lease is not None
-        if not pending:
-            return
-        self._reserve_decode_checkpoints(row, feeds=0)
-        self._totals["decode_tokens"] += context.advance(row, feeds=0)
-        position = context.computed_tokens(request)
-        passed = [(c.position, c.slot) for c in self._checkpoints.get(request.row, ())]
-        is_kept = passed or self._cache.placement.keeps_end(position)
-        if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
-            fold = Fold(request.row, position, pending, lease.live_slot, *(passed or [(0, 0)])[0])
-            self._folds.append(fold)
-        self._publish_decoded_states((request.row,), at_end=False)
-
-    def write_states(self) -> list[Fold]:
-        """Where states of running requests are not written yet, they are to be."""
-        rows = self._context.rows
-        behind = np.flatnonzero(rows.decoding & (rows.unwritten > 0))
-        columns = rows.position, rows.unwritten, rows.read_slot
-        figures = np.stack([column[behind] for column in columns]).T.tolist()
-        rows.unwritten[behind] = 0
-        return [
-            Fold(row, position, unwritten, slot, 0, 0)
-            for row, (position, unwritten, slot) in zip(behind.tolist(), figures, strict=True)
-        ]
 
     def _stop_running(self, request: TrackedRequest) -> None:
         for checkpoint in self._checkpoints.pop(request.row, ()):
             self._cache.discard_checkpoint(checkpoint)
+        self.decodes.leave(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
         del self._running[request.key]

@@ -53,7 +53,7 @@ def llm(folder: Path, **options: Any) -> LLM:
 
 
 def has_head(llm: LLM) -> bool:
-    speculation = llm.engine.scheduler.speculation
+    speculation = llm.engine.scheduler.decodes.speculation
     found = speculation is not None and speculation.drafter is None
     assert found == (llm.engine.runner._model.mtp is not None)
     return found
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_the_weights_of_its_head_has_none(
     with caplog.at_level(logging.WARNING):
         found = llm(tmp_path)
     assert not has_head(found)
-    assert isinstance(found.engine.scheduler.speculation.drafter, PromptLookup)
+    assert isinstance(found.engine.scheduler.decodes.speculation.drafter, PromptLookup)
     assert "Drafts come from prompt lookup, not from the model's head. The weights" in caplog.text
     with pytest.raises(ConfigurationError, match=r"heads. The weights of the head .*mtp.* are not"):
         llm(tmp_path, drafter="heads")
@@ -162,7 +162,7 @@ def test_ranks_that_have_no_drafts_from_heads(
 def test_engines_on_shared_weights_may_do_without_the_head(oracles: dict[str, MTPOracle]) -> None:
     config = EngineConfig(load=str(oracles["qwen3_5"].folder), **OPTIONS)
     model = load_weights(config)
-    assert build_engine(config, model=model).scheduler.speculation.drafter is None
+    assert build_engine(config, model=model).scheduler.decodes.speculation.drafter is None
     for other in (
         config.replace(num_speculative_tokens=0),
         config.replace(drafter="prompt_lookup"),
@@ -174,7 +174,7 @@ def test_engines_on_shared_weights_may_do_without_the_head(oracles: dict[str, MT
             own.step()
         assert model.mtp is not None and len(model.kv_specs) == 2
         plain = load_weights(other)
-        assert build_engine(config, model=plain).scheduler.speculation.drafter is not None
+        assert build_engine(config, model=plain).scheduler.decodes.speculation.drafter is not None
         with pytest.raises(ConfigurationError, match="was loaded without its head"):
             build_engine(config.replace(drafter="heads"), model=plain)
 

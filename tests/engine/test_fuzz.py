@@ -168,7 +168,8 @@ def _decided(plan: StepPlan) -> tuple[object, ...]:
         [(resumed.row, resumed.logits_slot) for resumed in plan.resumed],
         [tuple(copy) for copy in plan.copies],
         [tuple(fold) for fold in plan.folds],
-        None if plan.runs is None else [part.tolist() for part in astuple(plan.runs)],
+        None if plan.runs is None else [str(part) for part in astuple(plan.runs)],
+        str(plan.writes),
     )  # fmt: skip
 
 

@@ -1,0 +1,186 @@
+"""The decodes of a step: which drafts they have, whose states are written and where, and what
+becomes of that. See docs/speculative_decoding.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hybrid.cache.lease import StepCheckpoint
+from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.speculation import Guesses, Speculation
+from megatron_hybrid.engine.statistics import Statistics
+from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.execution.plan import Fold, RunsPlan, StepPlan, StepResult
+
+Ints = npt.NDArray[np.int64]
+
+
+class Decodes:
+    """Of one scheduler, which says when; rows that decode are in the row table."""
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        statistics: Statistics,
+        speculation: Speculation | None,
+    ) -> None:
+        self._context = context
+        self._rows = context.rows
+        self._cache = context.cache
+        self._statistics = statistics
+        self.speculation = speculation
+        # By row: for a position that its state may come to, with drafts that hold.
+        self._checkpoints: dict[int, StepCheckpoint] = {}
+        self._folds: list[Fold] = []  # for the coming step
+
+    @property
+    def reserved_slots(self) -> Iterable[int]:
+        return [checkpoint.slot for checkpoint in self._checkpoints.values() if checkpoint.slot]
+
+    def begin(self, request: TrackedRequest) -> None:
+        """A request decodes from now on."""
+        if self.speculation is not None:
+            text = request.tokens(0, request.num_tokens)
+            self.speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
+
+    # ------------------------------------------------------------------- plan
+
+    def reserve_checkpoints(self, decode_rows: Ints, *, feeds: int = 1) -> None:
+        """For the positions of the grid that these rows may come to with so many tokens more."""
+        for request, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
+            assert request.lease is not None
+            if request.row in self._checkpoints:
+                continue  # since a step that might have passed the position and did not
+            checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
+            if checkpoint is not None:
+                self._checkpoints[request.row] = checkpoint
+
+    def plan(self, plan: StepPlan) -> None:
+        """Choose drafts for the decodes of a step whose prompts are known, and where states and
+        checkpoints are written; and have it fold what is to be folded, if it computes anything."""
+        rows, decodes = self._rows, plan.decode_rows
+        guesses = None if plan.prefills else self._guess(decodes)
+        if guesses is not None or (rows.pending | rows.unknown)[decodes].any():
+            plan.runs = self._plan_runs(decodes, guesses)
+        else:
+            for row, checkpoint in self._checkpoints.items():
+                if checkpoint.position == rows.position[row] + 1:
+                    rows.write_slot[row] = checkpoint.slot
+            plan.writes = self._context.choose_writes(decodes)
+        if not plan.is_empty:
+            plan.folds, self._folds = self._folds, []
+
+    def _guess(self, decodes: Ints) -> Guesses | None:
+        if self.speculation is None or not len(decodes):
+            return None
+        # An answer's last token is never that behind a draft: when it is launched, everything else
+        # of the answer is in the state.
+        rows = self._rows
+        written = rows.generated[decodes] + rows.pending[decodes] + rows.unknown[decodes]
+        most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
+        if (budget := self._context.max_tokens - len(decodes)) < most.sum():
+            most = np.minimum(most, budget // len(decodes))
+        return self.speculation.choose(decodes, most)
+
+    def _plan_runs(self, decodes: Ints, guesses: Guesses | None) -> RunsPlan:
+        if guesses is None:
+            nothing = np.zeros(len(decodes), dtype=np.int64)
+            guesses = Guesses(nothing, np.zeros((len(decodes), 0), dtype=np.int64), nothing)
+        position, slot = np.zeros((2, len(decodes)), dtype=np.int64)
+        for row, checkpoint in self._checkpoints.items():
+            index = np.searchsorted(decodes, row)
+            position[index], slot[index] = checkpoint.position, checkpoint.slot
+        num_drafts = self._context.room_for_drafts(decodes, guesses.num_drafts)
+        windows, start, stop_ids = guesses.windows, guesses.window_start, guesses.stop_ids
+        return RunsPlan(num_drafts, windows, start, position, slot, stop_ids)
+
+    # ----------------------------------------------------------------- commit
+
+    def publish(self, plan: StepPlan) -> None:
+        """The step was launched: states include what it feeds."""
+        context, decodes = self._context, plan.decode_rows
+        context.states_were_read(decodes)
+        context.note_writes(decodes, plan.writes)
+        self._statistics.totals["decode_tokens"] += context.advance(decodes)
+        if plan.runs is not None:
+            self._rows.unknown[decodes] = plan.runs.num_drafts
+
+    def publish_states(self, plan: StepPlan) -> None:
+        """Make the checkpoints that the step has come to visible."""
+        for row in list(self._checkpoints):
+            # without runs they were written instead of the requests' own states
+            self._publish_state(row, at_end=plan.runs is None)
+
+    def _publish_state(self, row: int, *, at_end: bool) -> None:
+        checkpoint = self._checkpoints.get(row)
+        if checkpoint is not None and checkpoint.position <= self._rows.position[row]:
+            del self._checkpoints[row]
+            request = self._context.request_in(row)
+            self._context.publish_decoded_state(request, checkpoint, at_end=at_end)
+
+    def receive(self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]) -> int:
+        """Note what holds of a step's drafts, and the texts as they are now; written: the tokens of
+        each sampled row. The most drafts of a row that hold: so many steps were spared."""
+        if self.speculation is None:
+            return 0
+        owners = plan.sampled_owners
+        stay = np.asarray([request.lease is not None for request in owners], dtype=bool)
+        spared = 0
+        if result.accepted is not None:
+            assert plan.runs is not None
+            decodes = plan.decode_rows
+            num_drafts, accepted = plan.runs.num_drafts, result.accepted
+            self._statistics.count_drafts(num_drafts, accepted)
+            here = stay[: len(decodes)]
+            decodes, num_drafts, accepted = decodes[here], num_drafts[here], accepted[here]
+            self._rows.pending[decodes], self._rows.unknown[decodes] = accepted, 0
+            self.speculation.note(decodes, num_drafts, accepted)
+            spared = int(accepted.max(initial=0))
+        if stay.any():
+            texts = [tokens for tokens, stays in zip(written, stay, strict=True) if stays]
+            self.speculation.extend(plan.sampled_rows[stay], texts)
+        return spared
+
+    # -------------------------------------------------------------------- end
+
+    def bring_up_to_date(self, request: TrackedRequest) -> None:
+        """Have the state of a request that computes nothing more come to where it is without
+        drafts, and written in every step: what is pending, and the drafts of its last step that
+        hold, are folded at the beginning of the coming one."""
+        context, lease, row = self._context, request.lease, request.row
+        assert lease is not None
+        pending = int(self._rows.pending[row] + self._rows.unwritten[row])
+        if not pending:
+            return
+        who = np.asarray([row])
+        self.reserve_checkpoints(who, feeds=0)
+        self._statistics.totals["decode_tokens"] += context.advance(who, feeds=0)
+        position = context.computed_tokens(request)
+        passed, checkpoint = (0, 0), self._checkpoints.get(row)
+        if checkpoint is not None and checkpoint.position <= position:
+            passed = checkpoint.position, checkpoint.slot
+        is_kept = passed[1] or self._cache.placement.keeps_end(position)
+        if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
+            self._folds.append(Fold(row, position, pending, lease.live_slot, *passed))
+        self._publish_state(row, at_end=False)
+
+    def leave(self, request: TrackedRequest) -> None:
+        """A request decodes no more; what was reserved for it is not needed."""
+        checkpoint = self._checkpoints.pop(request.row, None)
+        if checkpoint is not None:
+            self._cache.discard_checkpoint(checkpoint)
+
+    def write_states(self) -> list[Fold]:
+        """Where states of running requests are not written yet, they are to be: by these."""
+        rows = self._rows
+        behind = np.flatnonzero(rows.decoding & (rows.unwritten > 0))
+        columns = rows.position, rows.unwritten, rows.read_slot
+        figures = np.stack([column[behind] for column in columns]).T.tolist()
+        rows.unwritten[behind] = 0
+        return [
+            Fold(row, position, unwritten, slot, 0, 0)
+            for row, (position, unwritten, slot) in zip(behind.tolist(), figures, strict=True)
+        ]
