@@ -19,13 +19,12 @@ Decodes with drafts have several tokens each, and a row of logits for each:
 
 tokens   n0 d0 d0 | n1 | n2 d2 | p0 p0 p0 p0
 
-Then some figures are known to the device alone: they are put in place there, see runs.py.
+Then some figures are known to the device alone: see decode_inputs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +32,17 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
-from megatron_hybrid.execution.head_drafts import DraftTables, HeadDrafter
-from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT, PrefillChunk, StepPlan
+from megatron_hybrid.execution.decode_inputs import (
+    DraftedDecodes,
+    SingleDecodes,
+    StepTensors,
+    filled,
+)
+from megatron_hybrid.execution.head_drafts import HeadDrafter
+from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.runs import Draft, LastSteps, RunTables, take_up
+from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.kernels.contract import (
-    DecodeRuns,
-    DecodeSlots,
     PagedHost,
     PagedSequences,
     PrefillSegments,
@@ -70,25 +73,25 @@ class BatchBuilder:
         where decodes have drafts. `write_interval`: decodes have fewer tokens than that pending.
         `head`: where the model's own head makes the drafts."""
         self._rows = rows
-        self._last_steps = last_steps
-        self._write_interval = write_interval
-        self._head = head
+        self._singles = SingleDecodes(rows, write_interval)
+        self._drafted = None
+        if last_steps is not None:
+            self._drafted = DraftedDecodes(rows, last_steps, head, block_size)
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before a fixed origin. A request has
         # at most one block copied.
         self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
-        of_runs = 4 * requests + 16 if write_interval > 1 else 0
-        if last_steps is not None:  # two figures a token, and what RunTables has of each request
-            width = last_steps.window_width + MOST_STOP_IDS + 9
-            of_runs += 2 * max_tokens + requests * width + 64
+        of_decodes = self._singles.most_figures(requests, max_tokens)
+        if self._drafted is not None:
+            of_decodes += self._drafted.most_figures(requests, max_tokens)
         self._buffer = torch.empty(
             self._origin
             + (8 + len(self._chunk_sizes)) * max_tokens
             + (32 + 2 * len(self._chunk_sizes)) * requests
             + requests * blocks
-            + of_runs
+            + of_decodes
             + 128,
             dtype=torch.int64 if device.type == "cpu" else torch.int32,
             device=device,
@@ -105,10 +108,10 @@ class BatchBuilder:
         used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints), plan.num_drafts)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
-        has_runs = plan.runs is not None or room.drafts > 0
+        drafted = self._drafted if plan.runs is not None or room.drafts else None
 
         token_ids, positions, kv_slot = np.zeros((3, room.tokens), dtype=np.int64)
-        if not has_runs:
+        if drafted is None:
             position = rows.position[decodes]
             token_ids[:n] = rows.last_token[decodes]
             positions[:n] = position
@@ -130,7 +133,7 @@ class BatchBuilder:
         paged = self._paged(plan, lengths, room)
         logits_index = _logits_index(chunks, used.decode_tokens, room.decode_tokens + starts)
         if size is not None:
-            logits_index = _filled(logits_index, room.rows)
+            logits_index = filled(logits_index, room.rows)
         cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
         parts: list[npt.NDArray[np.integer]] = [
             token_ids,
@@ -140,19 +143,19 @@ class BatchBuilder:
             paged.kv_length,
             paged.kv_indptr,
             paged.last_block_length,
-            _filled(decodes, room.decodes),
-            _filled(rows.read_slot[decodes], room.decodes),
-            _filled(write_slot, room.decodes),
-            _filled(starts, room.prompts + 1, used.prefill_tokens),
-            _filled([chunk.start for chunk in chunks], room.prompts),
-            _filled([chunk.read_slot for chunk in chunks], room.prompts),
-            _filled([chunk.write_slot for chunk in chunks], room.prompts),
-            _filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
-            *(_filled(column, room.checkpoints) for column in checkpoints.T),
-            _filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
+            filled(decodes, room.decodes),
+            filled(rows.read_slot[decodes], room.decodes),
+            filled(write_slot, room.decodes),
+            filled(starts, room.prompts + 1, used.prefill_tokens),
+            filled([chunk.start for chunk in chunks], room.prompts),
+            filled([chunk.read_slot for chunk in chunks], room.prompts),
+            filled([chunk.write_slot for chunk in chunks], room.prompts),
+            filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
+            *(filled(column, room.checkpoints) for column in checkpoints.T),
+            filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
             logits_index,
             *self._chunk_bounds(chunks, lengths, room),
-            *(self._run_parts(plan, room) if has_runs else self._single_parts(plan, room)),
+            *(drafted or self._singles).parts(plan, room),
             paged.kv_indices,
         ]
         loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
@@ -161,49 +164,18 @@ class BatchBuilder:
             rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
             ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *others, indices_t,
         ) = tensors  # fmt: skip
-        bounds_t, run_tensors = others[: len(self._chunk_sizes)], others[len(self._chunk_sizes) :]
+        bounds_t, own = others[: len(self._chunk_sizes)], others[len(self._chunk_sizes) :]
         if size is not None:  # a later step of this size may have more blocks
             indices_t = self._buffer[indices_t.storage_offset() :]
         sampled_t, *moves = loose
-        decode: DecodeSlots | DecodeRuns | None = None
-        take_up_runs: Callable[[], None] | None = None
-        longest_run = 0
-        if has_runs:
-            last = self._last_steps
-            assert last is not None
-            who, certain, unwritten, sequence, offset, start, windows, *figures = run_tensors
-            position_t, pending_t, at, slot, stop_ids = figures
-            longest_run = 1 + last.longest
-            cu_runs = cu_t[: room.decodes + 1]
-            windows, stop_ids = (table.view(room.decodes, -1) for table in (windows, stop_ids))
-            tables = RunTables(who, certain, unwritten, cu_runs, sequence, offset, start, windows)
-            of_rows = (cu_runs, decode_read, rows_t, stop_ids)
-            draft = self._draft(
-                DraftTables(*of_rows, indptr_t, indices_t, last_block_t, paged), plan, size
-            )
-            targets = (token_ids_t, positions_t, kv_slot_t, kv_length_t, position_t, pending_t)
-
-            def put_in_place() -> None:
-                taken = take_up(tables, last, indptr_t, indices_t, block_size, draft)
-                for target, values in zip(targets, taken, strict=True):
-                    target[: len(values)].copy_(values)
-
-            decode = DecodeRuns(
-                cu_runs, position_t, pending_t, decode_read, decode_write, rows_t, at, slot
-            )
-            take_up_runs = put_in_place
-            if kv_length_t.device.type == "cpu":  # whose kernels are planned with exact lengths
-                put_in_place()
-                take_up_runs = put_in_place if size is not None else None
-                paged = paged._replace(kv_length=kv_length_t.numpy())
-        elif room.decodes and self._write_interval > 1:
-            cu_runs, position_t, pending_t, nothing = run_tensors
-            decode = DecodeRuns(
-                cu_runs, position_t, pending_t, decode_read, decode_write, rows_t, nothing, nothing,
-                most_pending=self._write_interval - 1,
-            )  # fmt: skip
-        elif room.decodes:
-            decode = DecodeSlots(decode_read, decode_write)
+        step = StepTensors(
+            token_ids_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, indices_t,
+            last_block_t, rows_t, decode_read, decode_write, paged,
+        )  # fmt: skip
+        if drafted is None:
+            decode = self._singles.inputs(step, own, room.decodes)
+        else:
+            decode = drafted.inputs(step, own, plan, size)
         return StepInputs(
             token_ids=token_ids_t,
             positions=positions_t,
@@ -216,11 +188,11 @@ class BatchBuilder:
                 last_block_length=last_block_t,
                 kv_slot=kv_slot_t,
                 num_decodes=room.decodes,
-                host=paged,
+                host=decode.host,
                 static=size is not None,
-                longest_run=longest_run,
+                longest_run=decode.longest_run,
             ),
-            decode=decode,
+            decode=decode.decode,
             prefill=PrefillSegments(
                 cu_seqlens=starts_t,
                 start_position=start_t,
@@ -241,7 +213,7 @@ class BatchBuilder:
             sampled_rows=sampled_t,
             moves=CacheMoves(*moves) if moves else None,
             num_drafts=room.drafts,
-            take_up=take_up_runs,
+            take_up=decode.take_up,
         )
 
     def build_dummy(self, size: GraphSize) -> StepInputs:
@@ -256,7 +228,7 @@ class BatchBuilder:
         prompts = slice(room.decodes, room.decodes + len(chunks))
         sequences = room.decodes + room.prompts
         queries, kv_length = np.ones((2, sequences), dtype=np.int64)
-        queries[room.decodes :] = _filled(lengths, room.prompts)
+        queries[room.decodes :] = filled(lengths, room.prompts)
         if room.drafts:
             queries[len(plan.decode_rows) : room.decodes] = 0
         if plan.runs is not None:
@@ -270,59 +242,6 @@ class BatchBuilder:
         table[prompts] = rows.block_table[[chunk.row for chunk in chunks], :width]
         return PagedHost.of(queries, kv_length, table, self._block_size)
 
-    def _run_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
-        """What RunTables and DecodeRuns have of the host, and room for what they have not."""
-        n, runs, last = len(plan.decode_rows), plan.runs, self._last_steps
-        assert last is not None
-        windows = np.full((room.decodes, last.window_width), NO_DRAFT, dtype=np.int64)
-        lengths, window_start, position, slot = np.zeros((4, room.decodes), dtype=np.int64)
-        stop_ids = np.full((room.decodes, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
-        lengths[:n] = 1
-        if runs is not None and runs.stop_ids is not None:
-            stop_ids[:n] = runs.stop_ids
-        if runs is not None:
-            lengths[:n] += runs.num_drafts
-            windows[:n, : runs.windows.shape[1]] = runs.windows
-            window_start[:n] = runs.window_start
-            position[:n], slot[:n] = runs.checkpoint_position, runs.checkpoint_slot
-        sequence = np.repeat(np.arange(room.decodes), lengths)
-        offset = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        nothing = np.zeros(room.decodes, dtype=np.int64)
-        return [
-            _filled(plan.decode_rows, room.decodes, last.nobody),
-            _filled(self._rows.position[plan.decode_rows], room.decodes),
-            _filled(self._rows.unwritten[plan.decode_rows], room.decodes),
-            _filled(sequence, room.decode_tokens, -1),
-            _filled(offset, room.decode_tokens),
-            window_start,
-            windows.reshape(-1),
-            nothing,
-            nothing,
-            position,
-            slot,
-            stop_ids.reshape(-1),
-        ]
-
-    def _draft(self, tables: DraftTables, plan: StepPlan, size: GraphSize | None) -> Draft | None:
-        """What makes as many drafts as any row has; in a graph, as each has room for."""
-        widest = 0 if plan.runs is None else plan.runs.widest
-        count = widest if size is None else size.drafts // size.decodes
-        assert count >= widest
-        return partial(self._head.draft, tables, count) if self._head and count else None
-
-    def _single_parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
-        """What DecodeRuns has of decodes of one token each; nothing where all states are written in
-        every step."""
-        if self._write_interval == 1:
-            return []
-        rows, decodes = self._rows, plan.decode_rows
-        return [
-            np.minimum(np.arange(room.decodes + 1), len(decodes)),
-            _filled(rows.position[decodes], room.decodes),
-            _filled(rows.unwritten[decodes], room.decodes),
-            np.zeros(room.decodes, dtype=np.int64),  # positions and slots of checkpoints
-        ]
-
     def _chunk_bounds(
         self, chunks: list[PrefillChunk], lengths: Ints, room: GraphSize
     ) -> list[Ints]:
@@ -333,7 +252,7 @@ class BatchBuilder:
             bounds = chunk_bounds(starts, lengths, size)
             # a prompt has at most one chunk more than its tokens fill, and one that was cut
             most = room.prefill_tokens // size + 2 * room.prompts
-            found.append(_filled(bounds, most + 1, int(bounds[-1])))
+            found.append(filled(bounds, most + 1, int(bounds[-1])))
         return found
 
     def _moves(self, plan: StepPlan) -> list[Ints]:
@@ -394,9 +313,3 @@ def _checkpoints(chunks: list[PrefillChunk]) -> Ints:
     """[checkpoints, 3]: sequence, position, slot."""
     entries = [(i, p, slot) for i, chunk in enumerate(chunks) for p, slot in chunk.checkpoints]
     return np.asarray(entries, dtype=np.int64).reshape(-1, 3)
-
-
-def _filled(values: Ints | list[int], length: int, filler: int = 0) -> Ints:
-    filled = np.full(length, filler, dtype=np.int64)
-    filled[: len(values)] = values
-    return filled

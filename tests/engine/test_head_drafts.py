@@ -40,7 +40,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         runner = self.llm.engine.runner
-        head, model = runner._batch_builder._head, runner._model
+        head, model = runner._batch_builder._drafted._head, runner._model
         assert isinstance(head, HeadDrafter)
         self._draft, self._predict = head.draft, model.predict
         head.draft = self.draft  # type: ignore[method-assign]
