@@ -208,6 +208,8 @@ class Bench:
                 for batch in self.batches():
                     for pending, drafts, writes in RUNS:
                         yield self.state_runs(kind, batch, pending, drafts, writes)
+                    for interval in (2, 4, 8):
+                        yield self.spared_writes(kind, batch, interval)
                 for lengths in (*([n] for n in self.prefills()), several):
                     for checkpoints in (0, 4):
                         yield self.scan(kind, lengths, checkpoints)
@@ -265,18 +267,46 @@ class Bench:
         self, kind: RecurrentKind, batch: int, pending: int, drafts: int, writes: bool
     ) -> Case:
         """Decodes with so many drafts and tokens pending, beside plain ones of one token."""
-        length, ring_length = 1 + drafts, pending + 1 + drafts
-        slots, rings = self.slots(batch), self.integers(range(batch))
-        nothing = self.integers([0] * batch)
+        make = self._runs(kind, np.full(batch, pending), drafts, np.full(batch, writes))
+        state_bytes = (1 + writes) * math.prod(kind.state) * 4
+        length = 1 + drafts
+        moved = batch * (state_bytes + (length + pending) * kind.values_per_token * self.item)
+        written = "" if writes else ", not written"
+        shape = f"B={batch} {pending} pending, {drafts} drafts{written}"
+        return Case("runs", shape, moved, make)
+
+    def spared_writes(self, kind: RecurrentKind, batch: int, interval: int) -> Case:
+        """Decodes of which each writes its state every so many tokens, beside plain ones."""
+        pending = np.random.default_rng(0).permutation(np.arange(batch) % interval)
+        writes = pending == interval - 1
+        make = self._runs(kind, pending, 0, writes, most_pending=interval - 1)
+        state_bytes = (batch + int(writes.sum())) * math.prod(kind.state) * 4
+        tokens = batch + int(pending.sum())
+        moved = state_bytes + tokens * kind.values_per_token * self.item
+        return Case("spared writes", f"B={batch} every {interval} tokens", moved, make)
+
+    def _runs(
+        self,
+        kind: RecurrentKind,
+        pending: np.ndarray,
+        drafts: int,
+        writes: np.ndarray,
+        most_pending: int | None = None,
+    ) -> Callable[[], Calls]:
+        """pending, writes [batch]"""
+        batch, length = len(pending), 1 + drafts
+        ring_length = int(pending.max()) + length
+        slots, nothing = self.slots(batch), self.integers([0] * batch)
         runs = DecodeRuns(
             cu_seqlens=self.integers(np.arange(batch + 1) * length),
             position=self.integers([ring_length + 5] * batch),
-            pending=self.integers([pending] * batch),
+            pending=self.integers(pending),
             read_slot=slots.read_slot,
-            write_slot=slots.write_slot if writes else nothing,
-            ring=rings,
+            write_slot=slots.write_slot * self.integers(writes),
+            ring=self.integers(range(batch)),
             checkpoint_position=nothing,
             checkpoint_slot=nothing,
+            most_pending=most_pending,
         )
         plan = self.kernels.plan_runs(runs, ring_length)
         plain = self.kernels.plan_decode(slots)
@@ -293,11 +323,7 @@ class Bench:
                 "one token": lambda: kind.kernel.decode(*single, *constants, plain),
             }
 
-        state_bytes = (1 + writes) * math.prod(kind.state) * 4
-        moved = batch * (state_bytes + (length + pending) * kind.values_per_token * self.item)
-        written = "" if writes else ", not written"
-        shape = f"B={batch} {pending} pending, {drafts} drafts{written}"
-        return Case("runs", shape, moved, make)
+        return make
 
     def scan(self, kind: RecurrentKind, lengths: list[int], checkpoints: int) -> Case:
         tokens, count = sum(lengths), len(lengths)
