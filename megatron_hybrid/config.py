@@ -15,6 +15,7 @@ from megatron_hybrid.rank_layout import ParallelSizes
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_SPECULATIVE_TOKENS = 32
+MOST_WRITE_INTERVAL = 16
 PREFIX = "inference_dynamic_batching_"
 
 
@@ -205,6 +206,12 @@ class EngineConfig:
             raise ConfigurationError(
                 f"--num-speculative-tokens is {self.num_speculative_tokens}; it must be 0 (none) "
                 f"to {MOST_SPECULATIVE_TOKENS}."
+            )
+        written = self.mamba_inference_state_write_interval
+        if written is not None and written > MOST_WRITE_INTERVAL:
+            raise ConfigurationError(
+                f"--mamba-inference-state-write-interval is {written}; it must be at most "
+                f"{MOST_WRITE_INTERVAL}."
             )
         requests = self.inference_dynamic_batching_max_requests
         if requests is not None and requests > self.inference_dynamic_batching_max_tokens:

@@ -73,6 +73,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
         ({EXACT_ENDS: "yes"}, "exact-ends is 'yes'"),
         ({"kernels": "fast"}, "--kernels is 'fast'; it must be one of auto, reference"),
         ({"inference_dynamic_batching_num_cuda_graphs": -2}, "num-cuda-graphs is -2"),
+        ({"mamba_inference_state_write_interval": 17}, "it must be at most 16"),
+        ({"mamba_inference_state_write_interval": 0}, "it must be at least 1"),
         (
             {"inference_dynamic_batching_cuda_graph_mixed_prefill_count": -1},
             "mixed-prefill-count is -1",
