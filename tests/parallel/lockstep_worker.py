@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "inference_dynamic_batching_max_requests": 6,
     "inference_dynamic_batching_max_tokens": 128,
     "inference_dynamic_batching_prefix_caching_mamba_gb": 0.002,
+    "mamba_inference_state_write_interval": 3,
     "dtype": "float32",
 }
 SECONDS = 280  # before pytest's own limit: where the ranks hang is seen then
