@@ -197,26 +197,6 @@ class DynamicInferenceContext:
         self.rows.read_slot[request.row] = request.lease.read_slot
         self.rows.write_slot[request.row] = request.lease.live_slot
 
-    def choose_writes(self, decode_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Which of these decodes write their states, [decodes]; None: all. A state that is read
-        from where others may read it, too, is written to a place of its own at once, so that the
-        first one need not be held; a request's last token is behind everything else of it."""
-        if self.write_interval == 1:
-            return None
-        rows = self.rows
-        # not all in the same step: one takes as long as the other then
-        is_due = (rows.position[decode_rows] + decode_rows) % self.write_interval == 0
-        moves = rows.read_slot[decode_rows] != rows.write_slot[decode_rows]
-        ends = rows.generated[decode_rows] + 1 >= rows.max_tokens[decode_rows]
-        return np.asarray(is_due | moves | ends)
-
-    def note_writes(
-        self, decode_rows: npt.NDArray[np.int64], writes: npt.NDArray[np.bool_] | None
-    ) -> None:
-        """These decodes were launched, of which some wrote their states (None: all)."""
-        unwritten = self.rows.unwritten
-        unwritten[decode_rows] = 0 if writes is None else (unwritten[decode_rows] + 1) * ~writes
-
     def states_were_read(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """The launched decodes read their states: from now on each reads its own slot."""
         rows = self.rows

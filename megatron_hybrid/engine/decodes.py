@@ -38,6 +38,7 @@ class Decodes:
 
     @property
     def reserved_slots(self) -> Iterable[int]:
+        """Of checkpoints that answers may come to when it is known which drafts hold."""
         return [checkpoint.slot for checkpoint in self._checkpoints.values() if checkpoint.slot]
 
     def begin(self, request: TrackedRequest) -> None:
@@ -69,9 +70,22 @@ class Decodes:
             for row, checkpoint in self._checkpoints.items():
                 if checkpoint.position == rows.position[row] + 1:
                     rows.write_slot[row] = checkpoint.slot
-            plan.writes = self._context.choose_writes(decodes)
+            plan.writes = self._choose_writes(decodes)
         if not plan.is_empty:
             plan.folds, self._folds = self._folds, []
+
+    def _choose_writes(self, decodes: Ints) -> npt.NDArray[np.bool_] | None:
+        """Which of these decodes write their states, [decodes]; None: all. A state that is read
+        from where others may read it, too, is written to a place of its own at once, so that the
+        first one need not be held; a request's last token is behind everything else of it."""
+        rows, interval = self._rows, self._context.write_interval
+        if interval == 1:
+            return None
+        # not all in the same step: one takes as long as the other then
+        is_due = (rows.position[decodes] + decodes) % interval == 0
+        moves = rows.read_slot[decodes] != rows.write_slot[decodes]
+        ends = rows.generated[decodes] + 1 >= rows.max_tokens[decodes]
+        return np.asarray(is_due | moves | ends)
 
     def _guess(self, decodes: Ints) -> Guesses | None:
         if self.speculation is None or not len(decodes):
@@ -101,9 +115,10 @@ class Decodes:
 
     def publish(self, plan: StepPlan) -> None:
         """The step was launched: states include what it feeds."""
-        context, decodes = self._context, plan.decode_rows
+        context, decodes, writes = self._context, plan.decode_rows, plan.writes
         context.states_were_read(decodes)
-        context.note_writes(decodes, plan.writes)
+        unwritten = self._rows.unwritten
+        unwritten[decodes] = 0 if writes is None else (unwritten[decodes] + 1) * ~writes
         self._statistics.totals["decode_tokens"] += context.advance(decodes)
         if plan.runs is not None:
             self._rows.unknown[decodes] = plan.runs.num_drafts

@@ -419,7 +419,7 @@ class DynamicInferenceEngine:
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
-        self.context.check_integrity(scheduler.holds, scheduler.reserved_slots)
+        self.context.check_integrity(scheduler.holds, scheduler.decodes.reserved_slots)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Each once; ids that the model does not know never come."""

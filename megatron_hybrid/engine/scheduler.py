@@ -158,11 +158,6 @@ class Scheduler:
         """What is kept in the cache for requests that wait."""
         return self._twins.holds
 
-    @property
-    def reserved_slots(self) -> Iterable[int]:
-        """Of checkpoints that answers may come to when it is known which drafts hold."""
-        return self.decodes.reserved_slots
-
     def advance_to(self, step: int) -> None:
         """Let time pass: the coming step has this number. Ages are counted in steps."""
         self._step = step

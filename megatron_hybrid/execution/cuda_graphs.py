@@ -22,9 +22,10 @@ from megatron_hybrid.execution.plan import StepDemand
 
 # Numbers of decodes; beyond these the next one is an eighth to a quarter larger.
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
+# Tokens of decodes with drafts up to which narrower graphs gain nothing.
+_FREE_TOKENS = 64
 # Decodes and prompt tokens of mixed graphs. Up to 128 tokens a step mostly waits for the weights,
 # so padding is nearly free; from about 500 on it runs for longer than it takes to launch.
-_FREE_TOKENS = 64
 _MIXED_DECODES = (0, 8, 32, 128, 256)
 _PREFILL_TOKENS = (16, 64, 128, 256, 384, 512)
 _MIXED_TOKENS = 544  # of both together, at most

@@ -105,10 +105,10 @@ class MTPHead(nn.Module):
             x, residual = block.enter(mixed, residual, config.residual_multiplier, step)
             mixed = block.mixer(x, step)
         assert mixed is not None
-        multiplier = config.residual_multiplier
-        return self.final_norm.after_adding(mixed, residual, multiplier, step.kernels, self.ranks)[
-            0
-        ]
+        normed, _ = self.final_norm.after_adding(
+            mixed, residual, config.residual_multiplier, step.kernels, self.ranks
+        )
+        return normed
 
     def _join(self, embeddings: Tensor, hidden: Tensor, kernels: KernelSet) -> Tensor:
         normed = self.embedding_norm(embeddings, kernels), self.hidden_norm(hidden, kernels)
