@@ -6,6 +6,7 @@ r"""Holds many streams on a server for a long time, and checks every answer and 
     python tools/soak_server.py --url http://127.0.0.1:5000 --pid PID
     python tools/soak_server.py --streams 200 --vanish           half of the clients hang up at once
     python tools/soak_server.py --replicas 2                     two replicas behind one address
+    python tools/soak_server.py --streams 8 --worst-bodies       beside a client of the worst kind
 
 What follows `--` goes to tools/run_text_generation_server.py. Every answer must be complete (status
 200, usage, [DONE]) and the same as the first one to its prompt, since all are greedy. Memory is
@@ -18,6 +19,12 @@ With --vanish every stream has a prompt of its own. When all of them run, half o
 are closed at once, and then the other half: how long until `/metrics` shows no row, KV block or
 state slot in use but those of the streams that are left. The exit code is 1 if that took more than
 --most-seconds.
+
+With --worst-bodies a process beside the streams sends all of tools/worst_bodies.py again and again.
+None may go without an answer, or get a status of 500 or more. For each the report has the longest
+gap between two pieces of any stream and the slowest answer of `/health` while it was under way; the
+exit code is 1 if one of these took more than --most-gap. `client_lag` is how late this script was
+itself, which counts in both: hold few streams where cores are few.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +51,8 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 10.0
+HEALTH_SECONDS = 0.1  # from one question to the next
+LAG_SECONDS = 0.01
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 VANISH_PROMPT_TOKENS = 640
 VANISH_ANSWER_TOKENS = 250
@@ -63,6 +72,49 @@ class Progress:
 
     def fail(self, what: str) -> None:
         self.errors[what] = self.errors.get(what, 0) + 1
+
+
+@dataclass
+class Waits:
+    """The longest waits of the run, in seconds, and what was under way meanwhile."""
+
+    gap: float = 0.0  # between two pieces of a stream
+    first: float = 0.0  # until a stream's first piece
+    health: float = 0.0
+    client_lag: float = 0.0
+    # With --worst-bodies, by name.
+    bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sent: int = 0
+    _current: str | None = None
+    _current_start: float = 0.0
+    _before: str | None = None
+
+    def begin(self, body: str) -> None:
+        self._before, self._current, self._current_start = self._current, body, time.monotonic()
+
+    def end(self, outcome: dict[str, Any]) -> None:
+        self.sent += 1
+        seen = self._of(outcome["name"])
+        seen["bytes"], seen["status"] = outcome["bytes"], outcome["status"]
+        seen["seconds"] = max(seen["seconds"], outcome["seconds"])
+
+    def add_gap(self, start: float, end: float) -> None:
+        self.gap = max(self.gap, end - start)
+        self._add("gap", start, end)
+
+    def add_health(self, start: float, end: float) -> None:
+        self.health = max(self.health, end - start)
+        self._add("health", start, end)
+
+    def _add(self, what: str, start: float, end: float) -> None:
+        """A wait is the fault of the body that was under way when it began."""
+        body = self._current if start >= self._current_start else self._before
+        if body is not None:
+            seen = self._of(body)
+            seen[what] = max(seen[what], round(end - start, 3))
+
+    def _of(self, body: str) -> dict[str, Any]:
+        return self.bodies.setdefault(body, {"seconds": 0.0, "gap": 0.0, "health": 0.0})
 
 
 class Server:
@@ -142,7 +194,8 @@ async def send_request(
         }
     ).encode()
     writer.write(
-        b"POST %s HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n" % path.encode()
+        f"POST {path} HTTP/1.1\r\nHost: {args.host}\r\n".encode()
+        + b"Content-Type: application/json\r\n"
         + (f"Authorization: Bearer {args.api_key}\r\n".encode() if args.api_key else b"")
         + b"Content-Length: %d\r\n\r\n" % len(body)
         + body
@@ -164,10 +217,18 @@ async def ask(
     if args.chat:
         body = {"messages": [{"role": "user", "content": body["prompt"]}]}
     path = CHAT if args.chat else COMPLETION
+    before = time.monotonic()
     await send_request(reader, writer, args, path, body, args.max_tokens)
-    digest, usage, done = [], None, False
+    digest: list[str] = []
+    usage, done = None, False
     while size := int(await reader.readline(), 16):
         events = (await reader.readexactly(size + 2)).decode()
+        now = time.monotonic()
+        if digest:
+            args.waits.add_gap(before, now)
+        else:
+            args.waits.first = max(args.waits.first, now - before)
+        before = now
         for event in events.split("\n\n"):
             event = event.strip()
             if event == "data: [DONE]":
@@ -195,8 +256,85 @@ async def ask(
     args.progress.tokens += usage["completion_tokens"]
 
 
+async def watch_health(server: Server, args: argparse.Namespace) -> None:
+    """Ask again and again, each time on a new connection."""
+    address = urlsplit(server.url)
+    while True:
+        start = time.monotonic()
+        try:
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(
+                f"GET /health HTTP/1.1\r\nHost: {args.host}\r\nConnection: close\r\n\r\n".encode()
+            )
+            answer = await reader.read()
+            writer.close()
+            if answer.split(maxsplit=2)[1:2] != [b"200"]:
+                args.progress.fail(f"/health: {answer[:200]!r}")
+        except OSError as error:
+            args.progress.fail(f"/health: {type(error).__name__}: {error}"[:200])
+        args.waits.add_health(start, time.monotonic())
+        await asyncio.sleep(HEALTH_SECONDS)
+
+
+async def watch_lag(waits: Waits) -> None:
+    """How late this process is for what it wants to do."""
+    while True:
+        start = time.monotonic()
+        await asyncio.sleep(LAG_SECONDS)
+        waits.client_lag = max(waits.client_lag, time.monotonic() - start - LAG_SECONDS)
+
+
+async def send_worst_bodies(process: asyncio.subprocess.Process, args: argparse.Namespace) -> None:
+    """Note what the process that sends them says of each."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        said = json.loads(line)
+        if "sending" in said:
+            args.waits.begin(said["sending"])
+            continue
+        args.waits.end(said)
+        if not 200 <= said["status"] < 500:
+            args.progress.fail(f"{said['name']}: status {said['status']}: {said['reason']}"[:200])
+    args.progress.fail(f"the client of the worst bodies ended with code {await process.wait()}")
+
+
+@contextlib.asynccontextmanager
+async def worst_client(server: Server, args: argparse.Namespace) -> AsyncIterator[None]:
+    """A process that sends the worst bodies from now on, and has made them before."""
+    command = [str(ROOT / "tools/worst_bodies.py"), "--url", server.url, "--seconds", "inf"]
+    environment = dict(os.environ)
+    if args.api_key:
+        environment["MEGATRON_HYBRID_API_KEY"] = args.api_key
+    if args.only:
+        command += ["--only", *args.only]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    reader = None
+    try:
+        first = json.loads(await process.stdout.readline())
+        args.waits.begin(first["sending"])
+        reader = asyncio.create_task(send_worst_bodies(process, args))
+        yield
+    finally:
+        if reader is not None:
+            reader.cancel()
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
 async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
+    async with contextlib.AsyncExitStack() as stack:
+        if args.worst_bodies:
+            await stack.enter_async_context(worst_client(server, args))
+        return await hold_streams(server, args)
+
+
+async def hold_streams(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """All streams until the end; what they saw."""
     start = time.monotonic()
     end = start + 60 * args.minutes
     samples: list[tuple[float, list[int]]] = []
@@ -207,9 +345,13 @@ async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     cpu, tokens = server.front_end_seconds(), args.progress.tokens
-    watcher = asyncio.create_task(watch())
+    watchers = [
+        asyncio.create_task(watcher)
+        for watcher in (watch(), watch_health(server, args), watch_lag(args.waits))
+    ]
     await asyncio.gather(*(hold_stream(server, args, i, end) for i in range(args.streams)))
-    watcher.cancel()
+    for watcher in watchers:
+        watcher.cancel()
     samples.append((time.monotonic() - start, server.memory()))
     sent = args.progress.tokens - tokens
     return {
@@ -223,6 +365,12 @@ async def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         ),
         "memory_bytes": [[round(when), *sizes] for when, sizes in samples],
         "memory_growth_percent": memory_growth(samples, 60 * args.warm_up),
+        "longest_gap": round(args.waits.gap, 3),
+        "longest_until_first": round(args.waits.first, 3),
+        "slowest_health": round(args.waits.health, 3),
+        "client_lag": round(args.waits.client_lag, 3),
+        "worst_bodies_sent": args.waits.sent,
+        "worst_bodies": args.waits.bodies,
         "errors": args.progress.errors,
     }
 
@@ -364,6 +512,9 @@ def main() -> int:
     parser.add_argument("--most-cpu", type=float, default=0.3, help="front end, ms a token")
     parser.add_argument("--vanish", action="store_true", help="half of the clients hang up")
     parser.add_argument("--most-seconds", type=float, default=1.0, help="with --vanish")
+    parser.add_argument("--worst-bodies", action="store_true", help="beside the streams")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the worst bodies, these")
+    parser.add_argument("--most-gap", type=float, default=0.15, help="s, with --worst-bodies")
     parser.add_argument("--replicas", type=int, default=1, help="behind one address")
     parser.add_argument("--url", help="of a server that runs; needs --pid")
     parser.add_argument("--pid", type=int, help="of that server's engine process, or torchrun's")
@@ -373,12 +524,14 @@ def main() -> int:
     args = parser.parse_args()
     if (args.url is None) != (args.pid is None):
         parser.error("--url and --pid go together.")
-    args.progress = Progress()
+    args.progress, args.waits = Progress(), Waits()
     run = vanish if args.vanish else soak
     if args.url is not None:
+        args.host = urlsplit(args.url).netloc
         figures = asyncio.run(run(Server(args.url, args.pid), args))
     else:
         with started(args.flags, args.replicas) as server:
+            args.host = urlsplit(server.url).netloc
             figures = asyncio.run(run(server, args))
     text = json.dumps({"command": sys.argv, **figures}, indent=1)
     print(text)
@@ -389,9 +542,12 @@ def main() -> int:
     bad = (
         bool(figures["errors"])
         or figures["memory_growth_percent"] > args.most_growth
-        or figures["front_end_ms_per_token"] > args.most_cpu
         or not figures["answers"]
     )
+    if args.worst_bodies:  # they cost the front end what they cost
+        bad = bad or max(figures["longest_gap"], figures["slowest_health"]) > args.most_gap
+    else:
+        bad = bad or figures["front_end_ms_per_token"] > args.most_cpu
     return int(bad)
 
 
