@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
+from megatron_hybrid.answer_text import AnswerText
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.engine.build import build_engine, tokenizer_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
@@ -297,59 +297,49 @@ class LLM:
 
     def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
         answers = [
-            _Answer(RequestOutput(request_id, prompt, index=index), self._detokenizer(params))
+            _Answer(RequestOutput(request_id, prompt, index=index), self._answer_text(params))
             for index in range(params.n)
         ]
         answers[0].output.choices = [answer.output for answer in answers]
         return answers
 
-    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _answer_text(self, params: SamplingParams) -> AnswerText:
         try:
-            return IncrementalDetokenizer(self.tokenizer, params.stop)
+            return AnswerText(self.tokenizer, params.stop)
         except ConfigurationError:
             if params.stop:
                 raise
-            return None  # a model without a tokenizer answers in token ids
+            return AnswerText(None)  # a model without a tokenizer answers in token ids
 
 
 class _Answer:
     """One choice's output while it grows. `stopped`: by a stop string, so that the engine has yet
     to learn of it; `ended`: the engine's last event is here."""
 
-    def __init__(self, output: RequestOutput, detokenizer: IncrementalDetokenizer | None) -> None:
+    def __init__(self, output: RequestOutput, text: AnswerText) -> None:
         self.output = output
         self.key = (output.request_id, output.index)
-        self.stopped = False
         self.ended = False
-        self._detokenizer = detokenizer
+        self._text = text
+
+    @property
+    def stopped(self) -> bool:
+        return self._text.stop_hit is not None
 
     def take(self, event: RequestEvent) -> None:
-        output = self.output
+        output, text = self.output, self._text
         if event.finish_reason is not None:
             self.ended = True
             output.counters = event.counters
         if self.stopped:
             return
-        output.cached_tokens = event.cached_tokens
-        output.token_ids += event.token_ids
+        new = text.take(event)
+        output.text += new.text
+        output.token_ids += new.token_ids
         if event.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + event.logprobs
+            output.logprobs = (output.logprobs or []) + new.logprobs
         if event.prompt_logprobs is not None:
             output.prompt_logprobs = event.prompt_logprobs
+        output.cached_tokens = text.cached_tokens
         output.error = event.error
-        if event.finish_reason is not None:
-            output.finish_reason = event.finish_reason
-            output.stop_reason = event.stop_token_id
-        if self._detokenizer is None:
-            return
-        output.text += self._detokenizer.push(event.token_ids)
-        if event.finish_reason is not None:
-            output.text += self._detokenizer.flush()
-        if self._detokenizer.stop_hit is not None:
-            self.stopped = True
-            used = self._detokenizer.tokens_used
-            del output.token_ids[used:]
-            if output.logprobs is not None:
-                del output.logprobs[used:]
-            output.finish_reason = FinishReason.STOP
-            output.stop_reason = self._detokenizer.stop_hit
+        output.finish_reason, output.stop_reason = text.finish_reason, text.stop_reason

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_hybrid.detokenizer import IncrementalDetokenizer
+from megatron_hybrid.answer_text import AnswerText
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.answer_record import AnswerRecord
@@ -54,61 +54,40 @@ class Delta:
 
 
 class _Choice:
+    """One choice of the HTTP answer while it grows."""
+
     def __init__(
-        self,
-        index: int,
-        detokenizer: IncrementalDetokenizer,
-        record: AnswerRecord | None,
-        *,
-        with_token_ids: bool,
+        self, index: int, answer: AnswerText, record: AnswerRecord | None, *, with_token_ids: bool
     ) -> None:
         self.index = index  # in the HTTP answer, where several prompts may have several each
-        self.detokenizer = detokenizer
+        self.answer = answer
         self.record = record  # of a chat's answer
         self.with_token_ids = with_token_ids
-        self.completion_tokens = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
         self.finished = False
 
     def advance_unseen(self, event: RequestEvent) -> Delta:
         """For a request that asks for nothing but its prompt."""
-        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
-        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.answer.count_prompt(event)
         self.finished = event.finish_reason is not None
         aborted = event.finish_reason is FinishReason.ABORT
         reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
         return Delta(self.index, "", finish_reason=reason.value if self.finished else None)
 
     def advance(self, event: RequestEvent) -> Delta:
-        # An id that ended the request is counted, but it is no text.
-        ended_by_id = event.stop_token_id is not None and bool(event.token_ids)
-        shown = event.token_ids[:-1] if ended_by_id else event.token_ids
-        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
-        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-        before = self.detokenizer.tokens_used
-        text = self.detokenizer.push(shown)
-        used = self.detokenizer.tokens_used - before
-        finish_reason = event.finish_reason.value if event.finish_reason is not None else None
-        if finish_reason is not None:
-            text += self.detokenizer.flush()
-        cut = self.detokenizer.stop_hit is not None
-        if cut:
-            finish_reason = FinishReason.STOP.value
-        elif ended_by_id:
-            used += 1
-        self.completion_tokens += used
-        self.finished = finish_reason is not None
-        token_ids = event.token_ids[:used] if self.with_token_ids else []
+        new = self.answer.take(event)
+        reason = self.answer.finish_reason
+        finish_reason = None if reason is None else reason.value
+        self.finished = reason is not None
+        token_ids = new.token_ids if self.with_token_ids else []
         # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
-        entries = used if self.with_token_ids else min(used, len(shown))
-        logprobs = (event.logprobs or [])[:entries]
+        logprobs = new.logprobs if self.with_token_ids else new.logprobs[: new.num_shown]
         if self.record is None:
-            return Delta(self.index, text, logprobs, finish_reason, token_ids=token_ids)
-        text, calls = self.record.advance(shown[:used], text, final=self.finished)
-        if finish_reason in (FinishReason.STOP.value, FinishReason.LENGTH.value):
-            self.record.end(cut=cut)
-        if finish_reason == FinishReason.STOP.value and self.record.has_calls:
+            return Delta(self.index, new.text, logprobs, finish_reason, token_ids=token_ids)
+        shown = new.token_ids[: new.num_shown]
+        text, calls = self.record.advance(shown, new.text, final=self.finished)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.record.end(cut=self.answer.stop_hit is not None)
+        if reason is FinishReason.STOP and self.record.has_calls:
             finish_reason = TOOL_CALLS
         return Delta(self.index, text, logprobs, finish_reason, calls, token_ids)
 
@@ -170,10 +149,9 @@ class Generation:
             for index in range(n):
                 record = make_record()
                 visible = frozenset[int]() if record is None else record.visible_ids
-                detokenizer = IncrementalDetokenizer(self._tokenizer, stop, visible)
                 self._choices[request_id, index] = _Choice(
                     number * n + index,
-                    detokenizer,
+                    AnswerText(self._tokenizer, stop, visible),
                     record,
                     with_token_ids=request.return_token_ids,
                 )
@@ -285,18 +263,18 @@ class Generation:
         if self._placement is not None:
             choices = self._choices.values()
             whole = all(one.finished for one in choices)
-            tokens = sum(one.completion_tokens for one in choices)
+            tokens = sum(one.answer.completion_tokens for one in choices)
             self._placement.ended(tokens if whole else None)
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written. A prompt with several choices was given once, so counts once,
         and what was cached of it is what was found for the first of them to be computed."""
-        choices = list(self._choices.values())
+        answers = [choice.answer for choice in self._choices.values()]
         n = self._request.params.n
-        groups = [choices[start : start + n] for start in range(0, len(choices), n)]
-        prompt = sum(max(choice.prompt_tokens for choice in group) for group in groups)
-        cached = sum(min(choice.cached_tokens for choice in group) for group in groups)
-        completion = sum(choice.completion_tokens for choice in choices)
+        groups = [answers[start : start + n] for start in range(0, len(answers), n)]
+        prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
+        cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
+        completion = sum(answer.completion_tokens for answer in answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid.detokenizer import IncrementalDetokenizer
+from megatron_hybrid.answer_text import AnswerText
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server.generation import _Choice
 from megatron_hybrid.tokenizer import Tokenizer
@@ -130,8 +130,7 @@ def test_ids_after_a_stop_string_are_none_of_them(
 
 def test_ids_behind_the_stop_string_in_one_event_are_none_of_them(tokenizer: Tokenizer) -> None:
     """A reader that is late gets several tokens at once."""
-    detokenizer = IncrementalDetokenizer(tokenizer, ("bc",))
-    choice = _Choice(0, detokenizer, None, with_token_ids=True)
+    choice = _Choice(0, AnswerText(tokenizer, ("bc",)), None, with_token_ids=True)
     event = RequestEvent("cmpl-1", 0, prompt_tokens=3, token_ids=tokenizer.encode(LETTERS))
     delta = choice.advance(event)
     assert (delta.text, delta.finish_reason) == ("x!a", "stop")
