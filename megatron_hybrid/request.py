@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from megatron_hybrid.errors import InvalidRequestError
 
+# Which of them bounds prompt and answer together: see DynamicInferenceContext.
+CONTEXT_FLAG = "--inference-max-seq-length"
+BUFFER_FLAG = "--inference-dynamic-batching-buffer-size-gb"
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128  # of one prompt
@@ -49,12 +52,16 @@ class Grammar:
             )
 
 
+class _Unasked(int):
+    """A number that nobody has asked for: where fewer fit, it is as many as fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends.
 
     temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1 is off. min_p: 0 is off.
-    max_tokens: None means as many as the context holds.
+    max_tokens: None means as many as fit; so does the default where fewer than these fit.
     seed: the same seed gives the same tokens whatever else is in the batch; None lets the
         engine choose one.
     stop: strings that end the text (not part of it). stop_token_ids: ids that end it, besides
@@ -78,7 +85,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int | None = 128
+    max_tokens: int | None = _Unasked(128)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -132,8 +139,12 @@ class SamplingParams:
         )
         self._validate_logit_bias()
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            self.validate_min_tokens(self.max_tokens)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is "
+                f"{self.max_tokens}.",
+            )
         if self.grammar is not None:
             self.grammar.validate()
 
@@ -146,14 +157,21 @@ class SamplingParams:
                     f"logit_bias names token id {token}; the model knows 0 to {vocab_size - 1}.",
                 )
 
-    def validate_min_tokens(self, max_tokens: int) -> None:
-        """Raise InvalidRequestError if the answer can't become as long as it has to."""
-        if self.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                "min_tokens",
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is "
-                f"{max_tokens}.",
-            )
+    def longest_answer(self, prompt_tokens: int, max_seq_length: int, flag: str) -> int:
+        """The most tokens of an answer to such a prompt. `max_seq_length`: of both together, as
+        `flag` says. Raises InvalidRequestError if what was asked for does not fit."""
+        room = max_seq_length - prompt_tokens
+        wanted = self.max_tokens
+        if wanted is None or isinstance(wanted, _Unasked):
+            wanted = room if wanted is None else min(room, int(wanted))
+        for name, tokens in (("max_tokens", wanted), ("min_tokens", self.min_tokens)):
+            if tokens > room:
+                raise InvalidRequestError(
+                    name,
+                    f"{name} is {tokens} and the prompt has {prompt_tokens} tokens; together they "
+                    f"may be at most {max_seq_length} ({flag}).",
+                )
+        return wanted
 
     def _validate_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
@@ -276,7 +294,12 @@ def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) 
 
 
 def validate_prompt(
-    token_ids: Sequence[int], vocab_size: int, max_seq_length: int, field_name: str = "prompt"
+    token_ids: Sequence[int],
+    vocab_size: int,
+    max_seq_length: int,
+    field_name: str = "prompt",
+    *,
+    flag: str = CONTEXT_FLAG,
 ) -> None:
     """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
     if len(token_ids) == 0:
@@ -285,7 +308,7 @@ def validate_prompt(
         raise InvalidRequestError(
             field_name,
             f"{field_name} has {len(token_ids)} tokens and leaves no room for an answer: the limit "
-            f"for prompt and answer together is {max_seq_length} (--inference-max-seq-length).",
+            f"for prompt and answer together is {max_seq_length} ({flag}).",
             status=413,
         )
     low, high = min(token_ids), max(token_ids)

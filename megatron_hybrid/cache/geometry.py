@@ -53,6 +53,12 @@ class CacheGeometry:
     def smallest_reusable_prefix(self) -> int:
         return self.grid if self.has_recurrent else self.block_size
 
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens of one sequence whose KV fits: the last one is never fed. None: any
+        number, without attention."""
+        return self.num_blocks * self.block_size + 1 if self.has_attention else None
+
     def floor_grid(self, position: int) -> int:
         return position - position % self.grid
 

@@ -161,10 +161,6 @@ class HybridCache:
             self._count_user(lease, match.state)
         return lease
 
-    def can_ever_fit(self, total_tokens: int) -> bool:
-        """Whether a request of this many tokens fits into an empty cache."""
-        return self.geometry.blocks_for(total_tokens) <= self.kv.num_blocks
-
     # --------------------------------------------------------------- stepping
 
     def extend(self, lease: Lease) -> int:

@@ -17,7 +17,7 @@ from megatron_hybrid.cache.prefix_index import PrefixMatch
 from megatron_hybrid.engine.tracked_request import NO_ROW, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
-from megatron_hybrid.request import RequestStatus
+from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
 
 
 class DynamicInferenceContext:
@@ -32,13 +32,18 @@ class DynamicInferenceContext:
         cache: HybridCache | None = None,
         write_interval: int = 1,
     ) -> None:
-        """write_interval: a decoding request's states are written every so many tokens."""
+        """max_seq_length: what the model's context allows; the KV pool may hold less.
+        write_interval: a decoding request's states are written every so many tokens."""
         self.geometry = geometry
         self.write_interval = write_interval
         self.max_tokens = max_tokens  # computed in one step
-        self.max_seq_length = max_seq_length
+        # The longest prompt and answer together that can be served, and the flag that says so.
+        self.max_seq_length, self.max_seq_length_flag = max_seq_length, CONTEXT_FLAG
+        fits = geometry.longest_sequence
+        if fits is not None and fits < max_seq_length:
+            self.max_seq_length, self.max_seq_length_flag = fits, BUFFER_FLAG
         self.cache = HybridCache(geometry) if cache is None else cache
-        max_blocks = -(-max_seq_length // geometry.block_size)
+        max_blocks = -(-self.max_seq_length // geometry.block_size)
         self.rows = RowTable(geometry.max_requests, max_blocks)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
         self._admissions = 0

@@ -76,6 +76,7 @@ class DynamicInferenceEngine:
         self.runner = runner
         self.vocab_size = vocab_size
         self.max_seq_length = context.max_seq_length
+        self.max_seq_length_flag = context.max_seq_length_flag
         self.eos_token_ids = eos_token_ids
         self.latencies = Latencies(context.geometry.max_requests, clock)
         self.statistics = Statistics(context.cache, self.latencies)
@@ -247,27 +248,20 @@ class DynamicInferenceEngine:
         """
         params.validate()
         params.validate_vocabulary(self.vocab_size)
-        validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
+        limit, flag = self.max_seq_length, self.max_seq_length_flag
+        validate_prompt(prompt_token_ids, self.vocab_size, limit, flag=flag)
         validate_priority(priority)
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
         if self.scheduler.knows(request_id):
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
         length = len(prompt_token_ids)
-        room = self.max_seq_length - length
-        max_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_tokens > room:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"max_tokens is {max_tokens} and the prompt has {length} tokens; together they may "
-                f"be at most {self.max_seq_length} (--inference-max-seq-length).",
-            )
+        max_tokens = params.longest_answer(length, limit, flag)
         if not self._chunked_prefill and length > self.context.max_tokens:
             raise InvalidRequestError(
                 "prompt",
                 f"prompt has {length} tokens; without --enable-chunked-prefill the limit is "
                 f"{self.context.max_tokens} (--inference-dynamic-batching-max-tokens).",
             )
-        params.validate_min_tokens(max_tokens)
         stop_ids = self._stop_ids(params)
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         seed = self._next_seed(params)
@@ -288,15 +282,6 @@ class DynamicInferenceEngine:
             )
             for index in range(params.n)
         ]
-        total = answers[0].total_tokens
-        if not self.context.cache.can_ever_fit(total):
-            geometry = self.context.geometry
-            raise InvalidRequestError(
-                "max_tokens" if geometry.blocks_for(length) <= geometry.num_blocks else "prompt",
-                f"The request may need KV for {total} tokens; the cache holds "
-                f"{geometry.num_blocks * geometry.block_size} "
-                "(--inference-dynamic-batching-buffer-size-gb).",
-            )
         if params.grammar is not None:
             if self._grammars is None:
                 raise no_tokenizer()

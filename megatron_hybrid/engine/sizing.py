@@ -219,8 +219,8 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
     text = (
         f"block size {geometry.block_size} tokens, grid {geometry.grid} tokens, "
         f"{geometry.num_blocks} KV blocks of {geometry.bytes_per_block} bytes, "
-        f"{geometry.max_requests} requests at a time, up to {context.max_seq_length} tokens each, "
-        f"{context.max_tokens} computed tokens a step"
+        f"{geometry.max_requests} requests at a time, up to {context.max_seq_length} tokens each "
+        f"({context.max_seq_length_flag}), {context.max_tokens} computed tokens a step"
     )
     if geometry.has_recurrent:
         text += (

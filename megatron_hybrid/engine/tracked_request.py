@@ -77,11 +77,6 @@ class TrackedRequest:
         return len(self.prompt) + len(self.output)
 
     @property
-    def total_tokens(self) -> int:
-        """The most tokens that are ever computed for it: its last token is never fed."""
-        return len(self.prompt) + self.max_tokens - 1
-
-    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose computation was skipped."""
         return self.counters["skipped_tokens"]

@@ -41,6 +41,9 @@ class Engine(engine_control.Engine, Protocol):
     def max_seq_length(self) -> int: ...
 
     @property
+    def max_seq_length_flag(self) -> str: ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -263,6 +266,7 @@ class EngineLoop:
             os.getpid(),
             self._max_queue,
             self._cache,
+            engine.max_seq_length_flag,
         )
 
     def _apply(self, command: wire.Command) -> None:

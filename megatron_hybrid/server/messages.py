@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.request import CONTEXT_FLAG, FinishReason, RequestEvent, SamplingParams
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -124,7 +124,8 @@ NO_CACHE = CacheSizes()
 
 
 class EngineReady(Reply, frozen=True):
-    """The answer to Join. `pid`: of the engine process; `max_queue`: answers that may wait."""
+    """The answer to Join. `max_seq_length`: the longest prompt and answer together, and the flag
+    that says so; `pid`: of the engine process; `max_queue`: answers that may wait."""
 
     max_seq_length: int
     vocab_size: int
@@ -132,6 +133,7 @@ class EngineReady(Reply, frozen=True):
     pid: int = 0
     max_queue: int = 0
     cache: CacheSizes = NO_CACHE
+    max_seq_length_flag: str = CONTEXT_FLAG
 
 
 class Draining(Reply, frozen=True):
@@ -180,8 +182,8 @@ AnyReply = EngineReady | Draining | Events | Refused | Result | Heartbeat | Engi
 
 
 def _plain(value: Any) -> Any:
-    """Counters may be numpy numbers."""
-    return value.item()
+    """Counters may be numpy numbers, and `max_tokens` an int of a class of its own."""
+    return int(value) if isinstance(value, int) else value.item()
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

@@ -42,6 +42,13 @@ class GenerationRequest:
     prompt_only: bool = False
     return_token_ids: bool = False
 
+    @property
+    def asked_tokens(self) -> dict[str, int]:
+        """By field, the lengths of an answer that the client asks for."""
+        name, most = self.max_tokens_field, self.params.max_tokens
+        asked = {} if name is None or most is None else {name: most}
+        return {**asked, "min_tokens": self.params.min_tokens}
+
     def params_that_fit(self, room: int) -> SamplingParams:
         """room: tokens that fit after the prompt; a default of ours never asks for more."""
         max_tokens = self.params.max_tokens

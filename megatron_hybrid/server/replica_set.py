@@ -51,13 +51,17 @@ class ReplicaSet:
         return "ok" if "ok" in (client.state for client in self._living()) else "paused"
 
     def check(self) -> wire.EngineReady:
-        """What a living replica said of itself; EngineUnavailable if none takes requests."""
+        """What a living replica said of itself, the one that serves the shortest sequences: any may
+        get a request. EngineUnavailable if none takes requests."""
         reasons: dict[str, list[int]] = {}
+        living: list[wire.EngineReady] = []
         for replica, client in enumerate(self.clients):
             try:
-                return client.check()
+                living.append(client.check())
             except EngineUnavailable as error:
                 reasons.setdefault(str(error), []).append(replica)
+        if living:
+            return min(living, key=_longest)
         if len(reasons) == 1:
             raise EngineUnavailable(next(iter(reasons)))
         said = (f"Replica {', '.join(map(str, who))}: {why}" for why, who in reasons.items())
@@ -65,8 +69,9 @@ class ReplicaSet:
 
     @property
     def ready(self) -> wire.EngineReady | None:
-        """What a replica that is there said of itself."""
-        return next((client.ready for client in self.clients if client.ready is not None), None)
+        """What a replica that is there said of itself; which one: see `check`."""
+        there = [client.ready for client in self.clients if client.ready is not None]
+        return min(there, key=_longest, default=None)
 
     def running(self) -> int:
         return sum(client.running() for client in self.clients)
@@ -202,6 +207,10 @@ class _ReplicaPlacement(Placement):
 
 
 Engines = EngineClient | ReplicaSet  # what the routes are given
+
+
+def _longest(ready: wire.EngineReady) -> int:
+    return ready.max_seq_length
 
 
 def _takes_requests(client: EngineClient) -> bool:

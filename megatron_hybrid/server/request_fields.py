@@ -105,7 +105,7 @@ COMMON: dict[str, FieldType] = {
 CHAT: dict[str, FieldType] = {
     "max_tokens": Integer(1, MAX_TOKENS, "The older name of max_completion_tokens."),
     "max_completion_tokens": Integer(
-        1, MAX_TOKENS, "The answer's longest length; left out: what the context holds."
+        1, MAX_TOKENS, "The answer's longest length; left out: as long as fits."
     ),
     "logprobs": Boolean("Give the log-probability of every token of the answer."),
     "top_logprobs": Integer(

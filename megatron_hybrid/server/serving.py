@@ -58,15 +58,16 @@ class Serving:
     def check_prompt(self, field: str, prompt: list[int], request: GenerationRequest) -> None:
         """Refuse what can never run, before it takes a place in the queue."""
         engine = self.client.check()
-        validate_prompt(prompt, engine.vocab_size, engine.max_seq_length, field)
-        wanted, name = request.params.max_tokens, request.max_tokens_field
-        if name is not None and wanted is not None and wanted > engine.max_seq_length - len(prompt):
-            raise FieldError(
-                name,
-                f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for both "
-                f"together is {engine.max_seq_length} (--inference-max-seq-length).",
-                "context_length_exceeded",
-            )
+        limit, flag = engine.max_seq_length, engine.max_seq_length_flag
+        validate_prompt(prompt, engine.vocab_size, limit, field, flag=flag)
+        for name, wanted in request.asked_tokens.items():
+            if wanted > limit - len(prompt):
+                raise FieldError(
+                    name,
+                    f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for "
+                    f"both together is {limit} ({flag}).",
+                    "context_length_exceeded",
+                )
 
     def check_cache_checkpoints(
         self, name: str, prompt: list[int], request: GenerationRequest

@@ -170,3 +170,22 @@ def test_what_does_not_fit_is_refused_by_flag(folder, options, message):
 def test_a_folder_and_a_config_together_are_refused(llm: LLM):
     with pytest.raises(ConfigurationError, match="not both"):
         LLM("x", config=llm.config)
+
+
+def test_without_max_tokens_an_answer_fills_the_kv_blocks(folder, llm, caplog):
+    geometry = llm.engine.context.geometry
+    budget = 8 * geometry.bytes_per_slot + 7 * geometry.bytes_per_block
+    options = {**SMALL, "inference_dynamic_batching_buffer_size_gb": budget / GIB}
+    with caplog.at_level(logging.INFO):
+        llm = LLM(folder, **options)
+    limit = 6 * 16 + 1
+    assert llm.engine.max_seq_length == limit
+    assert f"up to {limit} tokens each (--inference-dynamic-batching-buffer-size-gb)" in caplog.text
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    for prompt in ([1, 2, 3], list(range(limit - 1)), [1, 2, 3]):
+        (output,) = llm.generate(prompt, endless)
+        assert len(prompt) + len(output.token_ids) == limit
+        assert output.finish_reason is FinishReason.LENGTH
+    # 128 tokens, as many as nobody has asked for, do not fit
+    (output,) = llm.generate([1] * (limit - 3))
+    assert len(output.token_ids) == 3

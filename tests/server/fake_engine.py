@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.request import (
+    CONTEXT_FLAG,
     FinishReason,
     RequestEvent,
     SamplingParams,
@@ -60,6 +61,7 @@ class FakeEngine:
     """
 
     max_seq_length = 128
+    max_seq_length_flag = CONTEXT_FLAG
     lockstep = None
     num_waiting = 0  # a test may say that some are
 
@@ -112,6 +114,7 @@ class FakeEngine:
         room = self.max_seq_length - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
         assert max_tokens <= room, "the server lets nothing through that cannot fit"
+        assert params.min_tokens <= room
         prefixes = [
             (cache_salt, tuple(prompt[:end])) for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE)
         ]
