@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.errors import InvalidRequestError
 
 # Which of them bounds prompt and answer together: see DynamicInferenceContext.
@@ -294,7 +297,7 @@ def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) 
 
 
 def validate_prompt(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | npt.NDArray[np.int32],
     vocab_size: int,
     max_seq_length: int,
     field_name: str = "prompt",
@@ -311,7 +314,8 @@ def validate_prompt(
             f"for prompt and answer together is {max_seq_length} ({flag}).",
             status=413,
         )
-    low, high = min(token_ids), max(token_ids)
+    ids = np.asarray(token_ids)
+    low, high = ids.min(), ids.max()
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidRequestError(

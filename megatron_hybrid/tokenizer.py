@@ -28,6 +28,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 # Whether a piece of rendered text says what an assistant's message with tool calls says.
 SameCalls = Callable[[str, Message], bool]
+JOINED_CHARACTERS = 256  # more than words have
 LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the first one's
 
 
@@ -114,8 +115,18 @@ class Tokenizer:
         token: str | None = self.backend.id_to_token(token_id)
         return token
 
+    @functools.cached_property
+    def most_characters_of_a_token(self) -> int:
+        """A text of so many characters has at least one token, whatever it is. Where the tokenizer
+        may put several characters into one (white space that it joins, say), a rule of thumb."""
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        is_exact = type(self.backend.decoder).__name__ == "ByteLevel"
+        return longest if is_exact else max(longest, JOINED_CHARACTERS)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, it lets other threads go on, and it does not look for offsets.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -145,6 +156,7 @@ class Tokenizer:
         *,
         answers: Mapping[int, GeneratedAnswer] | None = None,
         same_calls: SameCalls | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> EncodedPrompt:
         """What `encode_chat` gives, and where in it the first message and the last ones end.
 
@@ -154,9 +166,11 @@ class Tokenizer:
         answers: what is known to have been generated, by the message's number; it goes into the
         prompt as these ids wherever the rendered text holds it unchanged. `same_calls` decides that
         for messages with tool calls, which a template may spell otherwise than the model did.
+        check: raises for a rendered text that is not worth encoding.
         """
         conversation, arguments = self._checked_chat(messages, template_arguments, tools)
         text = self._render_chat(conversation, arguments)
+        check(text)
         places = self._places(conversation, arguments, text, answers or {}, same_calls)
         token_ids, ends_of_tokens = encode_around(self.backend, text, places)
         characters = self._message_ends(conversation, arguments, text)

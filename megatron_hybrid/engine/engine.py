@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
@@ -228,7 +229,7 @@ class DynamicInferenceEngine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         params: SamplingParams,
         *,
         cache_salt: str = "",

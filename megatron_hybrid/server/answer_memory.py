@@ -15,7 +15,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -228,21 +228,16 @@ class ChatKeys:
     """Keys of a chat's answers: what was said up to each of them, in its salt's own world."""
 
     def __init__(self, cache_salt: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._digest = hashlib.blake2b(digest_size=KEY_BYTES)
-        self._digest.update(_framed(cache_salt))
-        self.asked = list(self._walk(messages))
-
-    def _walk(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Asked]:
+        self._said = _digest(b"", cache_salt)
+        self.asked: list[Asked] = []
         for number, message in enumerate(messages):
-            self._digest.update(_framed(canonical(message)))
+            self._said = _digest(self._said, canonical(message))
             if message["role"] == "assistant":
-                yield Asked(number, self._digest.digest())
+                self.asked.append(Asked(number, self._said))
 
     def key_of(self, answer: Mapping[str, Any]) -> bytes:
         """The key of this answer to the whole chat."""
-        digest = self._digest.copy()
-        digest.update(_framed(canonical({"role": "assistant", **answer})))
-        return digest.digest()
+        return _digest(self._said, canonical({"role": "assistant", **answer}))
 
 
 def canonical(message: Mapping[str, Any]) -> str:
@@ -273,6 +268,6 @@ def _as_object(arguments: Any) -> Any:
         return arguments
 
 
-def _framed(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(8, "little") + data
+def _digest(said: bytes, text: str) -> bytes:
+    """Of all that was said before and of this text."""
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, key=said).digest()

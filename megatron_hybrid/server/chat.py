@@ -12,20 +12,17 @@ from megatron_hybrid.server.chat_turn import ChatTurn
 from megatron_hybrid.server.generation import Delta, Generation
 from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.logprobs import chat_logprobs
-from megatron_hybrid.server.openai_protocol import ChatRequest
+from megatron_hybrid.server.preparation import PreparedChat
 from megatron_hybrid.server.serving import Serving
 from megatron_hybrid.server.streaming import Answer, Chunk, EventFrame, collect, stream
 from megatron_hybrid.server.tool_calls.reader import as_openai
 
 
-def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) -> Response:
-    """Run one chat request; raises what `Generation` and the tokenizer raise."""
-    wanted = request.generation
-    turn = ChatTurn(serving, request)
-    prompt, message_ends = turn.prompt()
-    serving.check_prompt("messages", prompt, wanted)
-    serving.check_cache_checkpoints("messages", prompt, wanted)
-    generation.start([prompt], message_ends, turn.record)
+def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) -> Response:
+    """Run one chat request; raises what `Generation` raises."""
+    wanted = chat.generation
+    turn = ChatTurn(serving, chat)
+    generation.start([chat.prompt], chat.message_ends, turn.record)
     with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
         "id": generation.request_id,
@@ -37,7 +34,7 @@ def answer_chat(serving: Serving, request: ChatRequest, generation: Generation) 
     def logprobs(entries: list[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(serving.tokenizer, entries) if with_logprobs else None
 
-    prompt_token_ids = prompt if wanted.return_token_ids else None
+    prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
     if wanted.stream:
         frame = EventFrame(head, include_usage=wanted.include_usage)
         events = _ChatEvents(frame, logprobs, prompt_token_ids)

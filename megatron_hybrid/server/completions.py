@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 from flask import Response
@@ -12,29 +11,19 @@ from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.generation import Delta, Generation
 from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.logprobs import CompletionLogprobs, EchoedPrompt
-from megatron_hybrid.server.openai_protocol import CompletionRequest
+from megatron_hybrid.server.preparation import PreparedCompletion
 from megatron_hybrid.server.serving import Serving
 from megatron_hybrid.server.streaming import Chunk, EventFrame, collect, stream
 from megatron_hybrid.tokenizer import Tokenizer
 
 
 def answer_completion(
-    serving: Serving, request: CompletionRequest, generation: Generation
+    serving: Serving, completion: PreparedCompletion, generation: Generation
 ) -> Response:
     """Run one completion request; raises what `Generation` raises."""
-    wanted = request.generation
-    prompts = [
-        serving.offload(len(prompt), serving.tokenizer.encode, prompt)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in request.prompts
-    ]
-    for number, prompt in enumerate(prompts):
-        serving.check_prompt("prompt", prompt, wanted)
-        name = f"prompt[{number}]" if len(prompts) > 1 else "prompt"
-        serving.check_cache_checkpoints(name, prompt, wanted)
-    shapes = _Shapes(serving.tokenizer, request, prompts, generation)
-    generation.start(prompts)
+    wanted = completion.generation
+    shapes = _Shapes(serving.tokenizer, completion, generation)
+    generation.start(completion.prompts)
     head: Chunk = {
         "id": generation.request_id,
         "object": "text_completion",
@@ -56,7 +45,9 @@ def answer_completion(
             ),
             first=True,
         )
-        for index, answer in enumerate(collect(generation, len(prompts) * wanted.params.n))
+        for index, answer in enumerate(
+            collect(generation, len(completion.prompts) * wanted.params.n)
+        )
     ]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
@@ -66,30 +57,31 @@ class _Shapes:
     with token ids."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        request: CompletionRequest,
-        prompts: list[list[int]],
-        generation: Generation,
+        self, tokenizer: Tokenizer, completion: PreparedCompletion, generation: Generation
     ) -> None:
-        self.with_logprobs = request.generation.params.logprobs is not None
-        self.with_token_ids = request.generation.return_token_ids
-        self.echo = request.echo
-        self.n = request.generation.params.n
+        wanted = completion.generation
+        self.with_logprobs = wanted.params.logprobs is not None
+        self.with_token_ids = wanted.return_token_ids
+        self.n = wanted.params.n
         self.prompt_logprobs = generation.prompt_logprobs
         self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._echoed = [
-            _echoed(tokenizer, given, token_ids)
-            for given, token_ids in zip(request.prompts, prompts, strict=True)
-            if request.echo
-        ]
+        self._prompts = completion.prompts
+        self._echoed = completion.echoed
         self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._prompts) * self.n
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether a choice begins with what is known only when its prompt is computed."""
+        return bool(self._echoed) and self.with_logprobs
 
     def choice(self, delta: Delta, *, first: bool) -> Chunk:
         """first: this piece is the choice's first one, so the prompt comes with it."""
         text = delta.text
-        prompt = self._echoed[delta.index // self.n] if self.echo else None
+        prompt = self._echoed[delta.index // self.n] if self._echoed else None
         logprobs: dict[str, Any] | None = None
         if self.with_logprobs:
             logprobs = self._lists(delta.index, prompt, delta.logprobs, first)
@@ -99,7 +91,7 @@ class _Shapes:
         if self.with_token_ids:
             choice["token_ids"] = delta.token_ids
             if first:
-                choice["prompt_token_ids"] = self._prompts[delta.index // self.n]
+                choice["prompt_token_ids"] = self._prompts[delta.index // self.n].tolist()
         return choice
 
     def _lists(
@@ -125,7 +117,7 @@ class _CompletionEvents:
     def __init__(self, frame: EventFrame, shapes: _Shapes) -> None:
         self._frame = frame
         self._shapes = shapes
-        self._waits_for_prompt = shapes.echo and shapes.with_logprobs
+        self._waits_for_prompt = shapes.waits_for_prompt
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         self._held: dict[int, list[Delta]] = {}  # by prompt
 
@@ -157,11 +149,3 @@ def _choice(
     index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
 ) -> Chunk:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _echoed(tokenizer: Tokenizer, given: str | list[int], token_ids: list[int]) -> EchoedPrompt:
-    if not isinstance(given, str):
-        return EchoedPrompt(token_ids, tokenizer.decode(token_ids, skip_special_tokens=False))
-    encoding = tokenizer.backend.encode(given, add_special_tokens=True)
-    added = len(list(takewhile(bool, encoding.special_tokens_mask)))
-    return EchoedPrompt(token_ids, given, added)

@@ -13,9 +13,10 @@ from werkzeug.exceptions import Forbidden
 
 from megatron_hybrid.engine.pause import PAUSE_MODES
 from megatron_hybrid.server import messages as wire
+from megatron_hybrid.server.bodies import small_body
 from megatron_hybrid.server.engine_client import QueryFailed
 from megatron_hybrid.server.engine_control import BAD_REQUEST
-from megatron_hybrid.server.fields import FieldError, Fields, parse_body
+from megatron_hybrid.server.fields import FieldError, Fields
 from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.serving import Serving
 
@@ -60,8 +61,7 @@ def install(app: Flask, serving: Serving) -> None:
                 f"{request.path} is off: this server listens on {serving.options.host}, where "
                 "others can reach it. --enable-control-routes switches it on."
             )
-        data = request.get_data()
-        return Fields(parse_body(data) if data else {})
+        return small_body()
 
     def answer(kind: type[wire.AnyQuery], *arguments: Any) -> Response:
         values = serving.client.ask(kind, *arguments, timeout=None)

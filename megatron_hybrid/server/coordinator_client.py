@@ -6,10 +6,10 @@ import itertools
 import queue
 import threading
 import time
-from array import array
 
 from megatron_hybrid.server import coordinator_messages as wire
 from megatron_hybrid.server.engine_link import EngineLink
+from megatron_hybrid.server.messages import packed
 from megatron_hybrid.server.placement import Wanted
 
 # Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
@@ -49,7 +49,7 @@ class CoordinatorClient:
             wire.Place(
                 place_id,
                 wanted.request_id,
-                [array("i", prompt).tobytes() for prompt in wanted.prompts],
+                [packed(prompt) for prompt in wanted.prompts],
                 wanted.choices,
                 wanted.max_tokens,
                 wanted.cache_salt,

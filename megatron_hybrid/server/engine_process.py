@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
@@ -52,7 +54,7 @@ class Engine(engine_control.Engine, Protocol):
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         params: SamplingParams,
         *,
         cache_salt: str = "",
@@ -309,7 +311,7 @@ class EngineLoop:
         try:
             self._engine.add_request(
                 command.request_id,
-                command.prompt_token_ids,
+                np.frombuffer(command.prompt, dtype=np.int32),
                 command.params,
                 cache_salt=command.cache_salt,
                 priority=command.priority,

@@ -7,6 +7,8 @@ from typing import Any, overload
 
 from megatron_hybrid.errors import InvalidRequestError
 
+Body = bytes | bytearray
+
 
 class FieldError(InvalidRequestError):
     """A field that is wrong; `code` is OpenAI's word for the way in which it is."""
@@ -156,7 +158,7 @@ class Fields:
         return FieldError(name, f"{name} is {show(value)}; {rule}.")
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+def parse_body(body: Body) -> dict[str, Any]:
     """The JSON object of a request body, with every string valid Unicode."""
     # Wrong bytes become lone surrogates here, so that the field that holds them can be named.
     text = body.decode("utf-8", "surrogateescape")
@@ -186,7 +188,7 @@ def _same(value: Any, allowed: Any) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
-def _is_utf8(body: bytes) -> bool:
+def _is_utf8(body: Body) -> bool:
     try:
         body.decode("utf-8")
     except UnicodeDecodeError:

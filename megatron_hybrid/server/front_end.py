@@ -21,8 +21,11 @@ from typing import Any
 import msgspec
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
 from megatron_hybrid.server.coordinator_process import COORDINATOR, CoordinatorProcess
 from megatron_hybrid.server.options import FrontEndSettings
+from megatron_hybrid.server.preparation import Preparation
+from megatron_hybrid.server.preparers import PREPARERS, PreparingProcess
 from megatron_hybrid.server.run_folder import LOCK_SECONDS, Holder, RunFolder
 from megatron_hybrid.tokenizer import Tokenizer
 
@@ -66,6 +69,11 @@ def run(settings: FrontEndSettings) -> None:
         daemon=True,
     ).start()
     master = _make_master(settings, listener, tokenizer)
+    memory = folder.endpoint(ENDPOINT_NAME)
+    preparing = PreparingProcess(
+        folder.endpoint(PREPARERS),
+        Preparation(tokenizer, options, lambda: AnswerMemoryClient(memory)),
+    )
     coordinator = None
     if options.data_parallel_size > 1:
         coordinator = CoordinatorProcess(options, folder)
@@ -74,6 +82,8 @@ def run(settings: FrontEndSettings) -> None:
     finally:
         # A worker that ends comes by here, too.
         is_master = os.getpid() == process
+        if is_master:
+            preparing.end()
         if coordinator is not None and is_master:
             coordinator.end()
         if is_master and not folder.living_engines():  # else the last engine process removes it
@@ -119,10 +129,10 @@ def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer:
 
 def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any:
     """One worker's application. Imported here: what it uses must be gevent's by now."""
-    from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
     from megatron_hybrid.server.app import create_app
     from megatron_hybrid.server.coordinator_client import CoordinatorClient
     from megatron_hybrid.server.engine_client import EngineClient
+    from megatron_hybrid.server.preparers import Preparers, most_preparers
     from megatron_hybrid.server.replica_set import Engines, ReplicaSet
     from megatron_hybrid.server.serving import Serving
 
@@ -134,7 +144,8 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any
     else:
         client = ReplicaSet(endpoints, CoordinatorClient(folder.endpoint(COORDINATOR)))
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
-    app = create_app(Serving(client, tokenizer, settings.options, answers))
+    preparers = Preparers(folder.endpoint(PREPARERS), most_preparers(settings.options.http_workers))
+    app = create_app(Serving(client, tokenizer, settings.options, answers, preparers))
     client.join(url)
     # With an engine that serves, as for a worker that replaces another one, no client shall hear
     # that there is none yet.

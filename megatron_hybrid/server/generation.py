@@ -97,7 +97,8 @@ class Generation:
 
     disconnected: whether the client has gone; looked at with every event and while waiting.
     on_close: called once, when the generation gives up its place.
-    timeout: seconds from here on until TimedOut is raised; None: no limit.
+    arrived: when the request came, by `time.monotonic`.
+    timeout: seconds from then on until TimedOut is raised; None: no limit.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Generation:
         *,
         disconnected: Callable[[], bool],
         on_close: Callable[[], None],
+        arrived: float,
         timeout: float | None = None,
     ) -> None:
         self.request_id = request_id
@@ -123,14 +125,14 @@ class Generation:
         self._adds: list[wire.AddRequest] = []
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
-        self._arrived = time.monotonic()
+        self._arrived = arrived
         self._timeout = timeout
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
     def start(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]],
         message_ends: tuple[int, ...] = (),
         make_record: Callable[[], AnswerRecord | None] = lambda: None,
     ) -> None:
@@ -158,7 +160,7 @@ class Generation:
             self._adds.append(
                 wire.AddRequest(
                     request_id,
-                    prompt,
+                    wire.packed(prompt),
                     request.params_that_fit(max_seq_length - len(prompt)),
                     answers=len(prompts) * n if number == 0 else 0,
                     cache_salt=request.cache_salt,

@@ -14,8 +14,9 @@ from megatron_hybrid.server.body_reader import BodyBroken, BodyStalled
 from megatron_hybrid.server.engine_client import QueryFailed
 from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import ClientGone, GenerationFailed, TimedOut
-from megatron_hybrid.server.serving import Overloaded, UnknownModel
-from megatron_hybrid.server.subscription import EngineUnavailable
+from megatron_hybrid.server.preparation import UnknownModel
+from megatron_hybrid.server.preparers import PreparationLost
+from megatron_hybrid.server.subscription import EngineUnavailable, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 429, _error_object(str(error), "rate_limit_error", None, "queue_full")
     if isinstance(error, EngineUnavailable):
         return 503, _error_object(str(error), "server_error", None, "engine_unavailable")
+    if isinstance(error, PreparationLost):
+        return 503, _error_object(str(error), "server_error", "body", "preparation_lost")
     if isinstance(error, GenerationFailed):
         return 500, _error_object(str(error), "server_error", None, "engine_error")
     if isinstance(error, TimedOut):

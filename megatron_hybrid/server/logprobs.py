@@ -32,7 +32,7 @@ class EchoedPrompt(NamedTuple):
     """A prompt as it is sent back. `added`: tokens at its start that the tokenizer put before the
     client's text."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str
     added: int = 0
 

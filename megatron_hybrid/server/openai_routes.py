@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, request
 
+from megatron_hybrid.server.bodies import read_body
 from megatron_hybrid.server.chat import answer_chat
-from megatron_hybrid.server.chat_turn import with_tool_grammar
 from megatron_hybrid.server.completions import answer_completion
 from megatron_hybrid.server.connection import client_gone
-from megatron_hybrid.server.fields import parse_body
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.http_errors import json_response
-from megatron_hybrid.server.openai_protocol import GenerationRequest, parse_chat, parse_completion
-from megatron_hybrid.server.serving import Serving, UnknownModel
+from megatron_hybrid.server.openai_protocol import GenerationRequest
+from megatron_hybrid.server.preparation import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.serving import Serving
 
 
 def install(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
-        body = with_tool_grammar(serving, parse_chat(parse_body(request.get_data())))
-        with _generation(serving, "chatcmpl", body.generation) as generation:
-            return _closing(answer_chat(serving, body, generation), generation)
+        arrived = time.monotonic()
+        chat: PreparedChat = serving.prepare("chat", read_body())
+        with _generation(serving, "chatcmpl", chat.generation, arrived) as generation:
+            return _closing(answer_chat(serving, chat, generation), generation)
 
     @app.post("/v1/completions")
     def completions() -> Response:
-        body = parse_completion(parse_body(request.get_data()))
-        with _generation(serving, "cmpl", body.generation) as generation:
-            return _closing(answer_completion(serving, body, generation), generation)
+        arrived = time.monotonic()
+        completion: PreparedCompletion = serving.prepare("completion", read_body())
+        with _generation(serving, "cmpl", completion.generation, arrived) as generation:
+            return _closing(answer_completion(serving, completion, generation), generation)
 
     @app.get("/v1/models")
     def models() -> Response:
@@ -55,10 +58,11 @@ def _model_card(serving: Serving) -> dict[str, Any]:
 
 
 @contextmanager
-def _generation(serving: Serving, prefix: str, wanted: GenerationRequest) -> Iterator[Generation]:
+def _generation(
+    serving: Serving, prefix: str, wanted: GenerationRequest, arrived: float
+) -> Iterator[Generation]:
     """A place for the current request, given up at once if it fails."""
-    serving.check_model(wanted.model)
-    generation = serving.open(prefix, wanted, client_gone(request.environ))
+    generation = serving.open(prefix, wanted, client_gone(request.environ), arrived)
     try:
         yield generation
     except BaseException:

@@ -16,7 +16,7 @@ class Wanted:
     refused together, and choices of one prompt share what it costs."""
 
     request_id: str
-    prompts: Sequence[list[int]]
+    prompts: Sequence[Sequence[int]]
     choices: int  # of each prompt
     max_tokens: int | None  # of each choice
     cache_salt: str

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.answer_memory import AnswerMemoryClient
-from megatron_hybrid.server.fields import FieldError
 from megatron_hybrid.server.generation import Generation
 from megatron_hybrid.server.metrics import ServerMetrics
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.preparation import Limits, Preparation
+from megatron_hybrid.server.preparers import Preparers
 from megatron_hybrid.server.replica_set import Engines
-from megatron_hybrid.server.sockets import is_patched
 from megatron_hybrid.server.subscription import Overloaded
-from megatron_hybrid.server.tool_calls.calling import ToolCalling
 from megatron_hybrid.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-LONG_TEXT = 4096  # characters; tokenizing as many takes about a millisecond
-
-
-class UnknownModel(LookupError):
-    """The client asks for a model that is not served here."""
+MOST_BYTES_HERE = 2**14  # of a body; they take 20 ms at most, in odd chats and schemas
 
 
 class Serving:
-    """answers: the memory of answers that were given; without it, chats are only their text."""
+    """answers: the memory of answers that were given; without it, chats are only their text.
+    preparers: processes for large bodies; None: all are prepared here."""
 
     def __init__(
         self,
@@ -38,52 +31,38 @@ class Serving:
         tokenizer: Tokenizer,
         options: ServerOptions,
         answers: AnswerMemoryClient | None = None,
+        preparers: Preparers | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.options = options
         self.answers = answers
-        self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
+        connect = None if answers is None else lambda: answers
+        self._preparation = Preparation(tokenizer, options, connect)
+        self._preparers = preparers
+        self.tool_calling = self._preparation.tool_calling
         self.metrics = ServerMetrics(client)
         self._lock = threading.Lock()
         self._open = 0
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self.options.model_name, self.options.tokenizer_folder):
-            raise UnknownModel(
-                f"The model {name!r} is not served here; this server has "
-                f"{self.options.model_name!r}."
-            )
-
-    def check_prompt(self, field: str, prompt: list[int], request: GenerationRequest) -> None:
-        """Refuse what can never run, before it takes a place in the queue."""
+    def prepare(self, name: str, body: Sequence[bytes]) -> Any:
+        """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
+        another process, so that this one's streams go on meanwhile."""
         engine = self.client.check()
-        limit, flag = engine.max_seq_length, engine.max_seq_length_flag
-        validate_prompt(prompt, engine.vocab_size, limit, field, flag=flag)
-        for name, wanted in request.asked_tokens.items():
-            if wanted > limit - len(prompt):
-                raise FieldError(
-                    name,
-                    f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for "
-                    f"both together is {limit} ({flag}).",
-                    "context_length_exceeded",
-                )
-
-    def check_cache_checkpoints(
-        self, name: str, prompt: list[int], request: GenerationRequest
-    ) -> None:
-        """Refuse positions beyond this prompt, which the client knows by that name."""
-        last = max(request.cache_checkpoints, default=0)
-        if last > len(prompt):
-            raise FieldError(
-                "cache_checkpoints",
-                f"cache_checkpoints holds position {last}, but {name} has {len(prompt)} tokens.",
-            )
+        limits = Limits(engine.vocab_size, engine.max_seq_length, engine.max_seq_length_flag)
+        if self._preparers is not None and sum(map(len, body)) > MOST_BYTES_HERE:
+            return self._preparers.prepare(name, body, limits)
+        return getattr(self._preparation, name)(b"".join(body), limits)
 
     def open(
-        self, prefix: str, request: GenerationRequest, disconnected: Callable[[], bool]
+        self,
+        prefix: str,
+        request: GenerationRequest,
+        disconnected: Callable[[], bool],
+        arrived: float,
     ) -> Generation:
-        """A generation that holds one of the server's places until it is closed.
+        """A generation that holds one of the server's places until it is closed. arrived: when the
+        request came, by `time.monotonic`.
 
         Raises EngineUnavailable, or Overloaded when there is no place.
         """
@@ -98,6 +77,7 @@ class Serving:
             disconnected=disconnected,
             on_close=self._leave,
             timeout=min(limits) if limits else None,
+            arrived=arrived,
         )
 
     def health(self) -> dict[str, object]:
@@ -106,15 +86,6 @@ class Serving:
         health: dict[str, object] = {"status": self.client.state, "engine_pid": engine.pid}
         states = self.client.states()
         return {**health, "engines": states} if len(states) > 1 else health
-
-    def offload(self, length: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the function; with a long text (`length` characters), in a native thread, so that
-        this process's streams go on meanwhile. The function must touch nothing of gevent's."""
-        if length < LONG_TEXT or not is_patched():
-            return function(*arguments)
-        import gevent
-
-        return cast(T, gevent.get_hub().threadpool.apply(function, arguments))
 
     def _enter(self) -> None:
         self.client.check()

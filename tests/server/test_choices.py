@@ -179,7 +179,7 @@ def test_a_failed_step_fails_all_choices_and_the_next_request_is_served(
 def test_a_request_ends_for_loop_and_client_with_its_last_choice(running: RunningLoop) -> None:
     running.engine.step_seconds = 0.02
     subscription = running.client.subscribe(whole=True)
-    subscription.add(wire.AddRequest("a-0", [5, 6, 7], GREEDY))
+    subscription.add(wire.AddRequest("a-0", wire.packed([5, 6, 7]), GREEDY))
     running.client.send(wire.AbortRequest("a-0", 1))
     (event,) = subscription.next(5)
     assert (event.index, event.finish_reason) == (1, FinishReason.ABORT)
@@ -199,13 +199,15 @@ def test_an_id_in_use_is_refused_to_the_second_and_the_first_goes_on(running: Ru
     running.engine.step_seconds = 0.02
     params = SamplingParams(temperature=0.0, max_tokens=20, n=2)
     first = running.client.subscribe(whole=True)
-    first.add(wire.AddRequest("same-0", [5, 6, 7], params))
+    first.add(wire.AddRequest("same-0", wire.packed([5, 6, 7]), params))
     wait_until(running.engine.has_work)
     with pytest.raises(InvalidRequestError, match="in use"):
-        running.client.subscribe(whole=True).add(wire.AddRequest("same-0", [5], params))
+        running.client.subscribe(whole=True).add(
+            wire.AddRequest("same-0", wire.packed([5]), params)
+        )
     other = running.connect()
     second = other.subscribe(whole=True)
-    second.add(wire.AddRequest("same-0", [5, 6, 7], params))
+    second.add(wire.AddRequest("same-0", wire.packed([5, 6, 7]), params))
     with pytest.raises(InvalidRequestError, match="in use"):
         second.next(5)
     assert other.running() == 0

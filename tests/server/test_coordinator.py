@@ -220,7 +220,7 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
     assert coordinator.placer.prefill(number) == len(SHARED)
     subscription = placement.client.subscribe(whole=True)
     subscription._on_first = placement.on_first
-    subscription.add(wire.AddRequest("a-0", SHARED, SamplingParams(max_tokens=20)))
+    subscription.add(wire.AddRequest("a-0", wire.packed(SHARED), SamplingParams(max_tokens=20)))
     wait_until(lambda: coordinator.placer.prefill(number) == 0)
     assert coordinator.placer.answers(number) == 1
     subscription.close()
@@ -291,7 +291,9 @@ def test_requests_that_are_refused_say_nothing_of_how_long_answers_are(
 def test_what_a_busy_replica_has_not_done_yet_is_said(server: Server) -> None:
     server.replicas[1].engine.step_seconds = 1.0
     busy = server.worker.clients[1].subscribe(whole=True)
-    busy.add(wire.AddRequest("a-0", [5], SamplingParams(max_tokens=2, ignore_eos=True)))
+    busy.add(
+        wire.AddRequest("a-0", wire.packed([5]), SamplingParams(max_tokens=2, ignore_eos=True))
+    )
     wait_until(lambda: server.replicas[1].engine.added != [])
     with pytest.raises(EngineUnavailable, match=r"Replica 1: .* busy .* done on replica 0"):
         server.worker.ask(wire.ResetPrefixCache, timeout=0.1)
@@ -309,7 +311,9 @@ def test_without_a_coordinator_requests_go_where_this_worker_has_fewest(server: 
     first, second = server.worker.clients
     submitted = first.subscribe(whole=True)
     server.replicas[0].engine.step_seconds = 0.05
-    submitted.add(wire.AddRequest("a-0", [5], SamplingParams(max_tokens=50, ignore_eos=True)))
+    submitted.add(
+        wire.AddRequest("a-0", wire.packed([5]), SamplingParams(max_tokens=50, ignore_eos=True))
+    )
     assert server.worker.place(wanted("b", [1])).client is second
     submitted.close()
 
@@ -372,7 +376,7 @@ def test_an_engine_client_that_drains_takes_nothing_and_says_that_it_has_left(
     client.received([wire.EngineReady(10, 10, ()), wire.Draining(), wire.Heartbeat()])
     assert client.state == "draining"
     with pytest.raises(EngineUnavailable, match="shutting down"):
-        client.submit(wire.AddRequest("a-0", [1], SamplingParams()), None)  # type: ignore[arg-type]
+        client.submit(wire.AddRequest("a-0", wire.packed([1]), SamplingParams()), None)  # type: ignore[arg-type]
     assert sent == [wire.Left()]
     client.connected()  # the next one
     assert not client.draining

@@ -224,7 +224,7 @@ def test_metrics_show_the_front_ends_figures_and_the_engines(http: FlaskClient) 
 
 def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -> None:
     subscription = running.client.subscribe(whole=False)
-    subscription.add(wire.AddRequest("a-0", [], SamplingParams(n=2)))
+    subscription.add(wire.AddRequest("a-0", wire.packed([]), SamplingParams(n=2)))
     with pytest.raises(InvalidRequestError, match="empty") as caught:
         subscription.next(5)
     assert caught.value.field == "prompt"
@@ -234,7 +234,7 @@ def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -
 def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
     subscription = running.client.subscribe(whole=True)
     params = SamplingParams(temperature=0.0, max_tokens=5)
-    subscription.add(wire.AddRequest("a-0", [5, 6, 7], params))
+    subscription.add(wire.AddRequest("a-0", wire.packed([5, 6, 7]), params))
     (event,) = subscription.next(5)
     assert event.token_ids == [5, 6, 7, 5, 6]
     assert event.finish_reason is FinishReason.LENGTH
@@ -291,7 +291,9 @@ def test_the_requests_of_a_front_end_that_vanishes_are_aborted(running: RunningL
     other = running.connect()
     for client, name in ((other, "a"), (running.client, "b")):
         subscription = client.subscribe(whole=False)
-        subscription.add(wire.AddRequest(f"{name}-0", [5, 6], SamplingParams(max_tokens=50)))
+        subscription.add(
+            wire.AddRequest(f"{name}-0", wire.packed([5, 6]), SamplingParams(max_tokens=50))
+        )
         subscription.next(5)
     other.close()
     wait_until(lambda: "abort a-0" in running.engine.log, 2.0)
@@ -307,7 +309,7 @@ def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
     slow(engine)
     client = first.client
     subscription = client.subscribe(whole=False)
-    subscription.add(wire.AddRequest("a-0", [5, 6], SamplingParams(max_tokens=50)))
+    subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), SamplingParams(max_tokens=50)))
     subscription.next(5)
     first.die()
     with pytest.raises(EngineUnavailable, match="process has ended"):
@@ -320,7 +322,7 @@ def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
     wait_until(lambda: client.ready is not None)
     later = client.subscribe(whole=True)
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    later.add(wire.AddRequest("b-0", [5, 6], params))
+    later.add(wire.AddRequest("b-0", wire.packed([5, 6]), params))
     (event,) = later.next(5)
     assert event.token_ids == [5, 6]
     assert [line for line in again.log if line.startswith("add")] == ["add b-0"]
