@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ConfigurationError(ValueError):
     """The configuration contradicts itself, the model or the machine. Command lines exit with 2."""
@@ -17,6 +19,9 @@ class InvalidRequestError(ValueError):
         super().__init__(message)
         self.field = field
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
+        return type(self), (self.field, str(self), self.status)
 
 
 class WeightsError(ValueError):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, overload
+
+import msgspec
 
 from megatron_hybrid.errors import InvalidRequestError
 
 Body = bytes | bytearray
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # paired or not
 
 
 class FieldError(InvalidRequestError):
@@ -16,6 +21,9 @@ class FieldError(InvalidRequestError):
     def __init__(self, field: str, message: str, code: str = "invalid_value") -> None:
         super().__init__(field, message)
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, str(self), self.code)
 
 
 class Fields:
@@ -172,7 +180,7 @@ def parse_body(body: Body) -> dict[str, Any]:
         raise FieldError("body", message, "invalid_json") from error
     if not isinstance(value, dict):
         raise FieldError("body", f"The body is {show(value)}; it must be a JSON object.")
-    if b"\\u" in body or not _is_utf8(body):
+    if _SURROGATE.search(body) or not _is_utf8(body):
         _refuse_surrogates(value)
     return value
 
@@ -197,6 +205,12 @@ def _is_utf8(body: Body) -> bool:
 
 
 def _refuse_surrogates(value: dict[str, Any]) -> None:
+    """Name the first text that is no valid Unicode."""
+    try:
+        msgspec.json.encode(value)  # much faster than to look at each text here
+        return
+    except (ValueError, RecursionError):
+        pass
     pending: list[tuple[str, Any]] = [("", value)]
     while pending:
         path, item = pending.pop()

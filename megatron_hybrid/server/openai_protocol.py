@@ -140,9 +140,10 @@ def _parse_prompts(fields: Fields) -> list[str | list[int]]:
         )
     for entry in prompts:
         if isinstance(entry, list):
-            for token in entry:
-                if not _is_integer(token):
-                    raise fields.wrong_value("prompt", token, "a token id must be a whole number")
+            if set(map(type, entry)) <= {int}:
+                continue
+            wrong = next(token for token in entry if not _is_integer(token))
+            raise fields.wrong_value("prompt", wrong, "a token id must be a whole number")
         elif not isinstance(entry, str):
             raise fields.wrong_value("prompt", entry, "a prompt must be text or token ids")
     if not prompts or not all(prompts):

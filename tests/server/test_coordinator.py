@@ -415,7 +415,7 @@ def test_a_replica_that_drains_waits_for_requests_that_were_under_way(
         assert isinstance(next_reply(), wire.Draining)
         thread.join(0.3)
         assert thread.is_alive()
-        add = wire.AddRequest("late-0", [5, 6], SamplingParams(max_tokens=1))
+        add = wire.AddRequest("late-0", wire.packed([5, 6]), SamplingParams(max_tokens=1))
         worker.send(wire.encode([add, wire.Left()]))
         events = next_reply()
         assert isinstance(events, wire.Events)
