@@ -6,8 +6,10 @@ itself is imported by the first grammar: every engine imports this module.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 FIELD = "response_format"  # of requests that bring a grammar
 KEPT_GRAMMARS = 64  # compiled ones, the last used
+COMPILING_THREADS = 2
 MAX_MESSAGE = 300  # characters of llguidance's reasons: they quote the grammar
 
 # JSON has no whitespace but a space after a comma or a colon: small models would never end it.
@@ -83,6 +86,9 @@ class AnswerMatcher:
 class Grammars(Protocol):
     """Where an engine gets the matchers of its answers."""
 
+    def begin(self, grammar: Grammar) -> bool:
+        """Compile it in another thread, unless that was begun; whether `compile` need not wait."""
+
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
         """A matcher at the start of an answer. `ignore_eos`: end-of-sequence ids are never allowed.
         Raises InvalidRequestError for a grammar that can't be served."""
@@ -109,17 +115,25 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
         """See Grammars."""
-        matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compile(grammar)
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
+        if grammar not in self._compiled:
+            self.keep(grammar, self.matcher(grammar))
         self._compiled.move_to_end(grammar)
+        matcher = self._compiled[grammar]
         never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
         return AnswerMatcher(matcher.deep_copy(), never)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def has(self, grammar: Grammar) -> bool:
+        return grammar in self._compiled
+
+    def keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        """Have it for `compile`; the one that was not used for longest goes."""
+        self._compiled[grammar] = matcher
+        if len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """At the start of an answer; may be called from any thread, and takes seconds for a large
+        schema, in which other threads go on. Raises InvalidRequestError."""
         from llguidance import LLMatcher
 
         source = _source(grammar)
@@ -139,12 +153,35 @@ class FolderGrammars:
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._folder, self._vocab_size, self._eos = folder, vocab_size, eos_token_ids
         self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar")
+        self._begun: dict[Grammar, Future[LLMatcher]] = {}
+
+    def begin(self, grammar: Grammar) -> bool:
+        """See Grammars."""
+        if self._compiler is not None and self._compiler.has(grammar):
+            return True
+        if grammar not in self._begun:
+            self._begun[grammar] = self._threads.submit(self._matcher, grammar)
+        return self._begun[grammar].done()
 
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
         """See Grammars; a folder without a tokenizer is an InvalidRequestError too."""
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._tokenizer_json(), self._vocab_size, self._eos)
-        return self._compiler.compile(grammar, ignore_eos=ignore_eos)
+        begun = self._begun.pop(grammar, None)
+        if begun is not None:
+            matcher = begun.result()
+            self._ready().keep(grammar, matcher)
+        return self._ready().compile(grammar, ignore_eos=ignore_eos)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        return self._ready().matcher(grammar)
+
+    def _ready(self) -> GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                text = self._tokenizer_json()
+                self._compiler = GrammarCompiler(text, self._vocab_size, self._eos)
+            return self._compiler
 
     def _tokenizer_json(self) -> str:
         from megatron_hybrid.tokenizer import Tokenizer  # takes seconds, and few need it

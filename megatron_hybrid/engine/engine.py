@@ -292,6 +292,13 @@ class DynamicInferenceEngine:
                 )
         self.scheduler.submit(answers)
 
+    def begin_grammar(self, params: SamplingParams) -> bool:
+        """Compile the grammar of a request that is to come, if it has one, beside the steps;
+        whether `add_request` need not wait for it any more."""
+        if params.grammar is None or self._grammars is None:
+            return True
+        return self._grammars.begin(params.grammar)
+
     def abort(
         self,
         request_id: str,

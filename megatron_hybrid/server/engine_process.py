@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the other ranks' heartbeat
 HEARTBEAT_SECONDS = 1.0  # also how soon requests of a front-end worker that died are aborted
 DRAIN_POLL_SECONDS = 0.05
+GRAMMAR_POLL_SECONDS = 0.005  # while one is being compiled
 MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
 
 
@@ -64,6 +65,8 @@ class Engine(engine_control.Engine, Protocol):
         arrived: float | None = None,
     ) -> None: ...
 
+    def begin_grammar(self, params: SamplingParams) -> bool: ...
+
     def abort(
         self,
         request_id: str,
@@ -82,6 +85,15 @@ class Engine(engine_control.Engine, Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     def reset_prefix_cache(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Delayed:
+    """A request whose grammar is being compiled, and what was aborted of it meanwhile."""
+
+    client: bytes
+    request: wire.AddRequest
+    aborts: list[wire.AbortRequest] = field(default_factory=list)
 
 
 Broadcast = Callable[[list[wire.Command]], list[wire.Command]]
@@ -133,6 +145,7 @@ class EngineLoop:
         self._publish_cache = publish_cache
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
+        self._delayed: dict[str, _Delayed] = {}  # theirs are owned already
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
@@ -203,8 +216,11 @@ class EngineLoop:
         if self._stop_requested or self._has_ended:
             return [wire.Stop(at_once=self._stop_requested)]
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
-        timeout = 0 if self._engine.has_work() else int(1000 * idle_seconds)
+        if self._delayed:
+            idle_seconds = GRAMMAR_POLL_SECONDS
         shared: list[wire.Command] = self._abort_orphans()
+        shared += self._grammars_that_are_ready()
+        timeout = 0 if shared or self._engine.has_work() else int(1000 * idle_seconds)
         sleeps = timeout > 0
         if self._waker is not None and sleeps:
             self._waker.wait(self._socket, timeout)
@@ -259,6 +275,14 @@ class EngineLoop:
             wire.AbortRequest(name) for name, owned in self._owned.items() if owned.client in gone
         ]
 
+    def _grammars_that_are_ready(self) -> list[wire.Command]:
+        """For the requests that waited for one; every rank takes them at the same turn."""
+        return [
+            wire.GrammarReady(name)
+            for name, delayed in self._delayed.items()
+            if self._engine.begin_grammar(delayed.request.params)
+        ]
+
     def _ready(self) -> wire.EngineReady:
         engine = self._engine
         return wire.EngineReady(
@@ -274,8 +298,10 @@ class EngineLoop:
     def _apply(self, command: wire.Command) -> None:
         if isinstance(command, wire.AddRequest):
             self._add(command)
+        elif isinstance(command, wire.GrammarReady):
+            self._go_on(command.request_id)
         elif isinstance(command, wire.AbortRequest):
-            self._engine.abort(command.request_id, command.index, command.reason)
+            self._abort(command)
         elif isinstance(command, wire.Query):
             self._answer(command)
 
@@ -300,14 +326,39 @@ class EngineLoop:
             if request_id in (name, name.rpartition("-")[0])
         }
         for name in found:
-            self._engine.abort(name)
+            self._abort(wire.AbortRequest(name))
         return sum(found.values())
 
     def _add(self, command: wire.AddRequest) -> None:
         client = self._senders.popleft() if self._senders else b""
         if (no_room := self._no_room(command)) is not None:
             self._send(client, wire.Refused(command.request_id, "", no_room, 429))
+        elif command.params.grammar is None:
+            self._submit(client, command)
+        else:
+            # At the next turn at the earliest, when the first rank has seen that it is compiled:
+            # the ranks' threads need not be equally fast.
+            self._engine.begin_grammar(command.params)
+            self._delayed[command.request_id] = _Delayed(client, command)
+            self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+
+    def _go_on(self, request_id: str) -> None:
+        """A request's grammar is there."""
+        delayed = self._delayed.pop(request_id, None)
+        if delayed is None:  # a step has failed, and with it everything
             return
+        del self._owned[request_id]
+        self._submit(delayed.client, delayed.request)
+        for abort in delayed.aborts:
+            self._abort(abort)
+
+    def _abort(self, command: wire.AbortRequest) -> None:
+        if command.request_id in self._delayed:
+            self._delayed[command.request_id].aborts.append(command)
+        else:
+            self._engine.abort(command.request_id, command.index, command.reason)
+
+    def _submit(self, client: bytes, command: wire.AddRequest) -> None:
         try:
             self._engine.add_request(
                 command.request_id,
@@ -331,7 +382,7 @@ class EngineLoop:
         http_request = command.request_id.rpartition("-")[0]
         if command.answers == 0:
             return self._turned_away[1] if self._turned_away[0] == http_request else None
-        waiting = self._engine.num_waiting
+        waiting = self._engine.num_waiting + len(self._delayed)
         # A request with more answers than the queue has places runs when nobody else waits.
         if not waiting or waiting + command.answers <= self._max_queue:
             return None
@@ -362,6 +413,7 @@ class EngineLoop:
     def _fail_all(self, reason: str) -> None:
         """End every request with an error, in the engine and for its client."""
         lost = list(self._owned)
+        self._delayed.clear()
         self._publish(
             [
                 RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)

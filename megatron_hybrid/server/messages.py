@@ -52,6 +52,13 @@ class AddRequest(Command, frozen=True):
     arrived: float | None = None
 
 
+class GrammarReady(Command, frozen=True):
+    """The grammar of a request was compiled: now the engine takes it. The first rank sends it to
+    the others, never a front end."""
+
+    request_id: str
+
+
 class AbortRequest(Command, frozen=True):
     """End one choice of a request; without an index, all that have not ended. `reason`: how it is
     counted; "stop" when a stop string ended it, which only the front end sees."""

@@ -176,19 +176,23 @@ def _run_parent(listener: socket.socket, preparation: Preparation, master: int) 
             continue
         if os.fork() == 0:
             listener.close()
-            _serve(connection, preparation)
+            _limit_this_process()
+            serve(connection, preparation)
             os._exit(0)
         connection.close()
     os._exit(0)
 
 
-def _serve(connection: socket.socket, preparation: Preparation) -> None:
-    """One child's life: until the worker closes the connection, or the first huge body."""
+def _limit_this_process() -> None:
     os.nice(NICENESS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
     gc.freeze()  # what is shared with the parent stays so
+
+
+def serve(connection: socket.socket, preparation: Preparation) -> None:
+    """A child's work, until the worker closes the connection, or up to the first huge body."""
     huge = False
     with contextlib.suppress(OSError, EOFError):
         while not huge:

@@ -64,6 +64,7 @@ class FakeEngine:
     max_seq_length_flag = CONTEXT_FLAG
     lockstep = None
     num_waiting = 0  # a test may say that some are
+    grammars_are_ready = True
 
     def __init__(
         self,
@@ -139,6 +140,9 @@ class FakeEngine:
                 tuple(message_ends),
             )
         )
+
+    def begin_grammar(self, params: SamplingParams) -> bool:
+        return params.grammar is None or self.grammars_are_ready
 
     def abort(
         self,

@@ -69,14 +69,14 @@ class ServerProcess:
         return "\n".join(self.lines)
 
     def children(self) -> list[int]:
-        return _children(self.process.pid)
+        return children_of(self.process.pid)
 
     def descendants(self) -> list[int]:
         """The front end's processes too: its master, and then its workers."""
         found = self.children()
         for pid in found:  # which grows meanwhile
             with contextlib.suppress(FileNotFoundError):
-                found += _children(pid)
+                found += children_of(pid)
         return found
 
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 10.0) -> int:
@@ -112,7 +112,7 @@ class ServerProcess:
             self.lines.append(line.rstrip("\n"))
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
     return [
         int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()

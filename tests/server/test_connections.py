@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,8 @@ from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
 from megatron_hybrid.server.body_reader import BodyBroken, BodyReader
-from tests.server.processes import ServerProcess, wait_until
+from megatron_hybrid.server.preparers import NICENESS
+from tests.server.processes import ServerProcess, children_of, wait_until
 from tests.server.test_processes import FAKE, engine_figure, open_stream, send
 
 BODY = b'{"prompt": "Hello", "max_tokens": 2, "temperature": 0}'
@@ -192,3 +195,21 @@ def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
     with pytest.raises(BodyBroken, match="chunk size"):
         reader.read(4)
     assert request.closes
+
+
+def test_large_requests_go_on_when_the_processes_that_read_them_are_killed(
+    server: ServerProcess,
+) -> None:
+    def answer() -> int:
+        return send(f"{server.url}/tokenize", {"prompt": "Hello " * 10_000})[0]
+
+    assert answer() == 200
+    everybody = server.descendants()
+    # They are polite; the one that has forked them is not, and neither are the others.
+    children = [pid for pid in everybody if os.getpriority(os.PRIO_PROCESS, pid) >= NICENESS]
+    (parent,) = {pid for pid in everybody if set(children) & set(children_of(pid))}
+    assert children
+    for pid in (parent, *children):
+        os.kill(pid, signal.SIGKILL)
+    assert answer() == 503
+    wait_until(lambda: answer() == 200)

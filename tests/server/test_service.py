@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import threading
@@ -13,13 +14,13 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import FinishReason, SamplingParams
+from megatron_hybrid.request import FinishReason, Grammar, SamplingParams
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.server.subscription import EngineUnavailable
+from megatron_hybrid.server.subscription import EngineUnavailable, Overloaded
 from megatron_hybrid.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUE, RunningLoop
 from tests.server.fake_engine import FakeEngine
@@ -328,3 +329,63 @@ def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
     assert [line for line in again.log if line.startswith("add")] == ["add b-0"]
     client.close()
     second.close()
+
+
+WITH_GRAMMAR = SamplingParams(
+    temperature=0.0, max_tokens=3, n=2, grammar=Grammar("json_schema", '{"type":"object"}')
+)
+
+
+def test_a_grammar_that_is_being_compiled_keeps_nobody_else_waiting(running: RunningLoop) -> None:
+    running.engine.grammars_are_ready = False
+    slow, other = (running.client.subscribe(whole=True) for _ in range(2))
+    slow.add(wire.AddRequest("slow-0", wire.packed([5, 6]), WITH_GRAMMAR))
+    other.add(
+        wire.AddRequest("other-0", wire.packed([7, 8]), SamplingParams(temperature=0, max_tokens=2))
+    )
+    (event,) = other.next(5)
+    assert event.token_ids == [7, 8]
+    assert "add other-0" in running.engine.log and "add slow-0" not in running.engine.log
+    running.engine.grammars_are_ready = True
+    while slow.open_choices:
+        assert all(len(event.token_ids) == 3 for event in slow.next(5))
+
+
+def test_a_request_can_be_aborted_while_its_grammar_is_compiled(running: RunningLoop) -> None:
+    running.engine.grammars_are_ready = False
+    subscription = running.client.subscribe(whole=True)
+    subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), WITH_GRAMMAR))
+    assert running.client.abort("a") == 2
+    running.engine.grammars_are_ready = True
+    while subscription.open_choices:
+        for event in subscription.next(5):
+            assert event.finish_reason is FinishReason.ABORT
+
+
+def test_requests_that_wait_for_their_grammar_count_as_waiting(running: RunningLoop) -> None:
+    running.engine.grammars_are_ready = False
+    subscriptions = [running.client.subscribe(whole=True) for _ in range(MAX_QUEUE + 1)]
+    for number, subscription in enumerate(subscriptions):
+        name, params = f"{number}-0", dataclasses.replace(WITH_GRAMMAR, n=1)
+        subscription.add(wire.AddRequest(name, wire.packed([5, 6]), params))
+    with pytest.raises(Overloaded, match="max-queue"):
+        subscriptions[-1].next(5)
+    running.engine.grammars_are_ready = True
+    assert all(subscription.next(5) for subscription in subscriptions[:-1])
+
+
+def test_what_waits_for_its_grammar_ends_with_a_step_that_fails(
+    running: RunningLoop, tokenizer: Tokenizer
+) -> None:
+    running.engine.grammars_are_ready = False
+    waiting, bad = (running.client.subscribe(whole=True) for _ in range(2))
+    waiting.add(wire.AddRequest("waiting-0", wire.packed([5, 6]), WITH_GRAMMAR))
+    bad.add(
+        wire.AddRequest("bad-0", wire.packed(tokenizer.encode("~")), SamplingParams(max_tokens=2))
+    )
+    assert waiting.next(5)[0].finish_reason is FinishReason.ERROR
+    running.engine.grammars_are_ready = True
+    later = running.client.subscribe(whole=True)
+    later.add(wire.AddRequest("later-0", wire.packed([5, 6]), WITH_GRAMMAR))
+    assert later.next(5)[0].finish_reason is FinishReason.LENGTH
+    assert not any("waiting-0" in line for line in running.engine.log if line.startswith("add"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -183,3 +184,35 @@ def test_checking_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_grammar_is_compiled_in_another_thread(
+    compiler: FolderGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`begin` never waits, `compile` does; what is there already is not compiled again."""
+    may_go_on = threading.Event()
+    threads: list[str] = []
+    matcher = GrammarCompiler.matcher
+
+    def slowly(self: GrammarCompiler, grammar: Grammar) -> object:
+        threads.append(threading.current_thread().name)
+        may_go_on.wait(10)
+        return matcher(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", slowly)
+    assert not compiler.begin(schema(PERSON))
+    assert not compiler.begin(schema(PERSON))
+    may_go_on.set()
+    first = compiler.compile(schema(PERSON))
+    assert compiler.begin(schema(PERSON))
+    assert allowed(compiler.compile(schema(PERSON))) == allowed(first)
+    assert len(threads) == 1 and threads[0].startswith("grammar")
+
+
+def test_a_grammar_that_cannot_be_served_is_refused_where_it_is_needed(
+    compiler: FolderGrammars,
+) -> None:
+    for _ in range(2):
+        compiler.begin(Grammar("regex", "("))
+        with pytest.raises(InvalidRequestError, match="can't be served"):
+            compiler.compile(Grammar("regex", "("))
