@@ -60,6 +60,11 @@ class Tokenizer:
         self._special_tokens = tuple(
             token for token in map(self.backend.id_to_token, self._special_ids) if token
         )
+        # Of a text, that one token stands for. Where a tokenizer may put any number of them into
+        # one (white space that it joins, say), a rule of thumb.
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        is_exact = type(self.backend.decoder).__name__ == "ByteLevel"
+        self.most_characters_of_a_token = longest if is_exact else max(longest, JOINED_CHARACTERS)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -114,14 +119,6 @@ class Tokenizer:
         """The vocabulary's spelling of an id; None if it has none (a padded vocabulary)."""
         token: str | None = self.backend.id_to_token(token_id)
         return token
-
-    @functools.cached_property
-    def most_characters_of_a_token(self) -> int:
-        """A text of so many characters has at least one token, whatever it is. Where the tokenizer
-        may put several characters into one (white space that it joins, say), a rule of thumb."""
-        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        is_exact = type(self.backend.decoder).__name__ == "ByteLevel"
-        return longest if is_exact else max(longest, JOINED_CHARACTERS)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, it lets other threads go on, and it does not look for offsets.
