@@ -4,6 +4,7 @@
 #   . tools/environment.sh
 #   ensure_environment            # the engine and its server
 #   ensure_environment test       # and what the tests need
+#   ensure_client_environment aiperf    # one of other people's clients, which tests/clients runs
 #
 # PYTHON names the interpreter to use; otherwise the first 3.11 or 3.12 that is found.
 
@@ -29,20 +30,25 @@ _find_python() {
     return 1
 }
 
+_make_venv() {
+    local venv=$1 python
+    if [ -e "$venv" ] && ! _is_usable_python "$venv/bin/python"; then
+        echo "== $venv belongs to another Python or is incomplete; making it anew"
+        rm -rf "$venv"
+    fi
+    if [ ! -e "$venv" ]; then
+        python=$(_find_python) || return 1
+        echo "== making $venv with $("$python" --version)"
+        "$python" -m venv "$venv" </dev/null || return 1
+    fi
+}
+
 ensure_environment() {
-    local extras=${1:-} target="." stamp stamps fingerprint python
+    local extras=${1:-} target="." stamp stamps fingerprint
     [ -n "$extras" ] && target=".[$extras]"
     stamp="$VENV/.installed${extras:+-$extras}"
 
-    if [ -e "$VENV" ] && ! _is_usable_python "$VENV/bin/python"; then
-        echo "== $VENV belongs to another Python or is incomplete; making it anew"
-        rm -rf "$VENV"
-    fi
-    if [ ! -e "$VENV" ]; then
-        python=$(_find_python) || return 1
-        echo "== making $VENV with $("$python" --version)"
-        "$python" -m venv "$VENV" </dev/null || return 1
-    fi
+    _make_venv "$VENV" || return 1
     # The root is part of the fingerprint because an editable install points at it: a copied
     # checkout must not run the original's code.
     fingerprint=$(printf '%s\n' "$ROOT" | cat - "$ROOT/setup.py" | "$VENV/bin/python" -c \
@@ -65,4 +71,21 @@ ensure_environment() {
         return 1
     }
     printf '%s\n' "$fingerprint" >"$stamp"
+}
+
+# What tests/clients/requirements-NAME.txt lists, in an environment of its own: .venv-clients/NAME.
+# Clients' requirements contradict each other's, and ours.
+ensure_client_environment() {
+    local venv="$ROOT/.venv-clients/$1" wanted="$ROOT/tests/clients/requirements-$1.txt"
+    _make_venv "$venv" || return 1
+    if cmp -s "$wanted" "$venv/.installed"; then
+        return 0
+    fi
+    echo "== installing $wanted into $venv (about 1 GB; a few minutes the first time)"
+    "$venv/bin/python" -m pip install -qq --no-input --upgrade pip </dev/null &&
+        "$venv/bin/python" -m pip install -qq --no-input --no-compile -r "$wanted" </dev/null || {
+        echo "The installation failed; pip's message above says why." >&2
+        return 1
+    }
+    cp "$wanted" "$venv/.installed"
 }

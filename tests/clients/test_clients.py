@@ -1,0 +1,150 @@
+"""Other people's clients against one server with the reference model: they are answered, as they
+come from the package index.
+
+    TESTS=all tools/run_tests.sh tests/clients
+
+Each runs in a process of its own, in .venv-clients, which is made the first time: the one thing here
+that needs a network. scripts/ has a file for each library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hybrid import reference_model
+from tests.server.processes import ROOT, ServerProcess
+from tests.thorough import EVERYTHING
+
+pytestmark = pytest.mark.skipif(not EVERYTHING, reason="installs clients: TESTS=all")
+
+MODEL = "reference_model"
+FOLDER = str(reference_model.path())
+SCRIPTS = Path(__file__).parent / "scripts"
+REQUESTS = 12
+INSTALL_SECONDS, RUN_SECONDS = 1800, 240
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ServerProcess("tools/run_text_generation_server.py", "--port", "0") as server:
+        yield server.url
+
+
+def environment(name: str) -> Path:
+    """The programs of an environment for clients, made if it is not there."""
+    made = run(
+        ["bash", "-c", f". tools/environment.sh && ensure_client_environment {name}"],
+        dict(os.environ),
+        ROOT,
+        INSTALL_SECONDS,
+    )
+    print(made)
+    return ROOT / ".venv-clients" / name / "bin"
+
+
+def run(command: list[str], variables: dict[str, str], folder: Path, seconds: int) -> str:
+    """What a command says; nothing that it started is left when it is through."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"not through after {seconds} s: {process.communicate()[0]}") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def run_client(command: list[str], folder: Path, **variables: str) -> str:
+    """A client's run in `folder`, which is its home, too. Nothing comes from a hub."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+    return run(
+        command,
+        {
+            **kept,
+            "HOME": str(folder),
+            "HF_HOME": str(folder / "hub"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody is there
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **variables,
+        },
+        folder,
+        RUN_SECONDS,
+    )
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_library_does_what_its_script_asks(script: Path, url: str, tmp_path: Path) -> None:
+    python = environment("libraries") / "python"
+    print(run_client([str(python), str(script), f"{url}/v1", MODEL, FOLDER], tmp_path))
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm_counts_no_errors(route: str, url: str, tmp_path: Path) -> None:
+    program = environment("guidellm") / "guidellm"
+    report = tmp_path / "report.json"
+    run_client(
+        [
+            *(str(program), "run", "--disable-console-interactive"),
+            *("--backend", f"kind=openai_http,target={url},model={MODEL},request_format={route}"),
+            *("--profile", "kind=concurrent,streams=4"),
+            *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={FOLDER}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+            *("--output", f"kind=json,path={report}"),
+        ],
+        tmp_path,
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (REQUESTS, 0), totals
+    tokens = benchmark["metrics"]["output_token_count"]["successful"]
+    assert (tokens["min"], tokens["max"]) == (16, 16), tokens
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_aiperf_counts_no_errors(kind: str, url: str, tmp_path: Path) -> None:
+    program = environment("aiperf") / "aiperf"
+    report = tmp_path / "report"
+    run_client(
+        [
+            *(str(program), "profile", "--model", MODEL, "--url", url),
+            *("--endpoint-type", kind, "--streaming", "--tokenizer", FOLDER),
+            *("--use-server-token-count", "--per-chunk-usage"),
+            *("--concurrency", "4", "--request-count", str(REQUESTS)),
+            *("--prompt-input-tokens-mean", "64", "--prompt-output-tokens-mean", "16"),
+            *("--extra-inputs", "ignore_eos:true", "--ui-type", "simple", "--no-gpu-telemetry"),
+            *("--output-artifact-dir", str(report)),
+        ],
+        tmp_path,
+        HF_HUB_OFFLINE="0",  # it would take no folder for a tokenizer
+    )
+    figures: dict[str, Any] = json.loads((report / "profile_export_aiperf.json").read_text())
+    assert figures["is_complete"] and figures["error_summary"] == [], figures["error_summary"]
+    assert figures["request_count"]["avg"] == REQUESTS
+    assert figures["output_sequence_length"]["avg"] == 16, figures["output_sequence_length"]
