@@ -3,13 +3,14 @@ come from the package index.
 
     TESTS=all tools/run_tests.sh tests/clients
 
-Each runs in a process of its own, in .venv-clients, which is made the first time: the one thing here
-that needs a network. scripts/ has a file for each library.
+Each runs in a process of its own, with the packages of .venv-clients, which is made the first time:
+nothing else here needs a network. scripts/ has a file for each library.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ def url() -> Iterator[str]:
         yield server.url
 
 
+@functools.cache
 def environment(name: str) -> Path:
     """The programs of an environment for clients, made if it is not there."""
     made = run(
@@ -127,22 +129,22 @@ def test_guidellm_counts_no_errors(route: str, url: str, tmp_path: Path) -> None
     assert (tokens["min"], tokens["max"]) == (16, 16), tokens
 
 
-@pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_aiperf_counts_no_errors(kind: str, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "flags"), [("chat", ["--per-chunk-usage"]), ("completions", [])])
+def test_aiperf_counts_no_errors(kind: str, flags: list[str], url: str, tmp_path: Path) -> None:
     program = environment("aiperf") / "aiperf"
     report = tmp_path / "report"
     run_client(
         [
             *(str(program), "profile", "--model", MODEL, "--url", url),
             *("--endpoint-type", kind, "--streaming", "--tokenizer", FOLDER),
-            *("--use-server-token-count", "--per-chunk-usage"),
+            *("--use-server-token-count", *flags),
             *("--concurrency", "4", "--request-count", str(REQUESTS)),
             *("--prompt-input-tokens-mean", "64", "--prompt-output-tokens-mean", "16"),
             *("--extra-inputs", "ignore_eos:true", "--ui-type", "simple", "--no-gpu-telemetry"),
             *("--output-artifact-dir", str(report)),
         ],
         tmp_path,
-        HF_HUB_OFFLINE="0",  # it would take no folder for a tokenizer
+        HF_HUB_OFFLINE="",  # it would take no folder for a tokenizer
     )
     figures: dict[str, Any] = json.loads((report / "profile_export_aiperf.json").read_text())
     assert figures["is_complete"] and figures["error_summary"] == [], figures["error_summary"]

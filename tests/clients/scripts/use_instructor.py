@@ -1,9 +1,10 @@
-"""instructor: an answer as a pydantic model, in each of its modes for OpenAI's API; and streamed."""
+"""instructor: an answer as a pydantic model, whole and streamed, in its modes for OpenAI's API."""
 
 import sys
 
 import instructor
 import openai
+from instructor.core.exceptions import IncompleteOutputException
 from pydantic import BaseModel, Field
 
 
@@ -45,7 +46,7 @@ for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
 # affair, and the reference model opens strings that it does not close.
 try:
     made_for("JSON").create(**{**WANTED, "max_tokens": 64}, max_retries=1)
-except instructor.exceptions.IncompleteOutputException as cut:
+except IncompleteOutputException as cut:
     text = cut.last_completion.choices[0].message.content
     assert text.startswith('{"'), text
     print("JSON", text)

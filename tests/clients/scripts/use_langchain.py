@@ -3,6 +3,7 @@
 import sys
 from typing import Annotated
 
+import openai
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -33,7 +34,11 @@ for method in ("function_calling", "json_schema"):
 # Of this method the server is told only "any JSON object": whether and how it ends is the model's
 # affair, and the reference model opens strings that it does not close.
 loose = chat.bind(response_format={"type": "json_object"}, max_tokens=64)
-assert loose.invoke("It rains in Paris. Answer as JSON.").text.startswith('{"')
+try:
+    text = loose.invoke("It rains in Paris. Answer as JSON.").text
+except openai.LengthFinishReasonError as cut:
+    text = cut.completion.choices[0].message.content
+assert text.startswith('{"'), text
 
 
 @tool
@@ -45,7 +50,8 @@ def look_up(
 
 
 question = HumanMessage("What is the weather in Paris?")
-called = chat.bind_tools([look_up], tool_choice="look_up").invoke([question])
+forced = chat.bind_tools([look_up], tool_choice="any", parallel_tool_calls=False)
+called = forced.invoke([question])
 (call,) = called.tool_calls
 assert call["name"] == "look_up" and set(call["args"]) == {"city", "days"}, call
 result = look_up.invoke(call)
@@ -53,13 +59,13 @@ assert isinstance(result, ToolMessage) and result.tool_call_id == call["id"]
 after = chat.bind_tools([look_up]).invoke([question, called, result], max_tokens=16)
 assert after.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"]
 
-pieces = list(chat.bind_tools([look_up], tool_choice="any").stream([question]))
+pieces = list(forced.stream([question]))
 whole = pieces[0]
 for piece in pieces[1:]:
     whole += piece
 assert [c["args"] for c in whole.tool_calls] == [call["args"]], whole
 
-pieces = list(chat.stream("My name is Anna. What is my name?", max_tokens=16))
+pieces = list(chat.stream("My name is Anna. What is my name?", max_tokens=16, stream_usage=True))
 text = "".join(piece.text for piece in pieces)
 assert text == chat.invoke("My name is Anna. What is my name?", max_tokens=16).text
 assert sum((p.usage_metadata or {}).get("output_tokens", 0) for p in pieces) > 0, pieces

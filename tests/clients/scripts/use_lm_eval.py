@@ -76,7 +76,7 @@ said = requests.post(f"{url}/completions", json={**body, "prompt": question + ch
 logprobs = said.json()["choices"][0]["logprobs"]
 own = sum(
     value
-    for value, offset in zip(logprobs["token_logprobs"], logprobs["text_offset"])
+    for value, offset in zip(logprobs["token_logprobs"], logprobs["text_offset"], strict=True)
     if len(question) <= offset < len(question + choice)
 )
 assert abs(sample["filtered_resps"][1][0] - own) < 0.05, (sample["filtered_resps"][1], own)

@@ -1,4 +1,4 @@
-"""openai-agents with its chat completions model: a tool's result goes back, typed output, streams."""
+"""openai-agents' chat completions model: a tool's result goes back; typed output; streams."""
 
 import asyncio
 import sys
