@@ -85,12 +85,10 @@ class Waits:
     # With --worst-bodies, by name.
     bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
     sent: int = 0
-    _current: str | None = None
-    _current_start: float = 0.0
-    _before: str | None = None
+    _begun: list[tuple[float, str]] = field(default_factory=list)  # when each was begun
 
     def begin(self, body: str) -> None:
-        self._before, self._current, self._current_start = self._current, body, time.monotonic()
+        self._begun.append((time.monotonic(), body))
 
     def end(self, outcome: dict[str, Any]) -> None:
         self.sent += 1
@@ -107,8 +105,14 @@ class Waits:
         self._add("health", start, end)
 
     def _add(self, what: str, start: float, end: float) -> None:
-        """A wait is the fault of the body that was under way when it began."""
-        body = self._current if start >= self._current_start else self._before
+        """A wait is the fault of the body that was under way for most of it."""
+        most, body, until = 0.0, None, end
+        for begun, name in reversed(self._begun):
+            if until - max(begun, start) > most:
+                most, body = until - max(begun, start), name
+            if begun <= start:
+                break
+            until = begun
         if body is not None:
             seen = self._of(body)
             seen[what] = max(seen[what], round(end - start, 3))
@@ -144,7 +148,7 @@ class Server:
         return sum(
             sum(map(int, _read(pid, "stat").rpartition(")")[2].split()[11:13])) / _TICKS
             for pid, command in self.processes().items()
-            if "megatron_hybrid.server.front_end" in command
+            if "megatron_hybrid.server.front_end" in command or command.startswith("gunicorn: ")
         )
 
 
@@ -381,8 +385,8 @@ def memory_growth(samples: list[tuple[float, list[int]]], warm: float) -> float:
     last = samples[-1][0] - 60
     first = [sum(sizes) for when, sizes in samples if warm <= when <= warm + 60]
     end = [sum(sizes) for when, sizes in samples if when >= last]
-    if not first:
-        return 0.0  # shorter than the warm-up
+    if not first or not any(first):
+        return 0.0  # shorter than the warm-up, or the server is gone
     return round(100 * (statistics.median(end) / statistics.median(first) - 1), 2)
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,12 @@ def run(command: list[str], variables: dict[str, str], folder: Path, seconds: in
 
 def run_client(command: list[str], folder: Path, **variables: str) -> str:
     """A client's run in `folder`, which is its home, too. Nothing comes from a hub."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
-    return run(
-        command,
-        {
-            **kept,
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    # aiperf leaves its sockets behind, and a socket's path may not be long.
+    with tempfile.TemporaryDirectory() as short:
+        own = {
             "HOME": str(folder),
+            "TMPDIR": short,
             "HF_HOME": str(folder / "hub"),
             "HF_HUB_OFFLINE": "1",
             "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody is there
@@ -93,11 +94,8 @@ def run_client(command: list[str], folder: Path, **variables: str) -> str:
             "OMP_NUM_THREADS": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "PYTHONDONTWRITEBYTECODE": "1",
-            **variables,
-        },
-        folder,
-        RUN_SECONDS,
-    )
+        }
+        return run(command, {**kept, **own, **variables}, folder, RUN_SECONDS)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
