@@ -1,4 +1,5 @@
-"""The one place that imports megatron.core: process groups, tensor-parallel layers, collectives."""
+"""Process groups (with several ranks megatron-core's: nobody else imports it), tensor-parallel
+layers, collectives."""
 
 from megatron_hybrid.parallel.context import ExpertRanks, ParallelContext, initialize
 from megatron_hybrid.parallel.layers import (

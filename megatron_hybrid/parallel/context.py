@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.parallel import megatron
 from megatron_hybrid.parallel.fresh_store import agree_on_prefix
 from megatron_hybrid.parallel.ranks import RankGroup
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
@@ -68,8 +67,11 @@ class ParallelContext:
         _context = None
         for captures in list(self._captures):
             captures.clear()
-        if megatron.parallel_state.model_parallel_is_initialized():
-            megatron.parallel_state.destroy_model_parallel()
+        if self.lockstep.size > 1:
+            from megatron_hybrid.parallel import megatron
+
+            if megatron.parallel_state.model_parallel_is_initialized():
+                megatron.parallel_state.destroy_model_parallel()
         _leave()
 
 
@@ -102,7 +104,35 @@ def initialize(
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _initialize_torch(layout, device, timeout_minutes)
-    state = megatron.parallel_state
+    if sizes.lockstep_group == 1:
+        context = _alone(layout, device)
+    else:
+        context = _with_others(layout, device, timeout_minutes)
+    groups = (context.tensor, context.pipeline, context.experts.owners, context.experts.tensor)
+    found = tuple(group.size for group in groups)
+    if found != sizes.numbers:
+        raise ConfigurationError(
+            "The process groups were made for tensor, pipeline, expert and expert tensor parallel "
+            f"sizes {found}; destroy them before asking for {sizes}."
+        )
+    if symmetric_memory:
+        context.tensor.use_symmetric_memory()
+    _context = context
+    return context
+
+
+def _alone(layout: RankLayout, device: torch.device) -> ParallelContext:
+    """Every group is this one rank."""
+    itself = RankGroup(_world(), device)
+    experts = ExpertRanks(owners=itself, tensor=itself, everyone=itself, replicas=itself)
+    return ParallelContext(layout, device, itself, itself, itself, itself, experts)
+
+
+def _with_others(layout: RankLayout, device: torch.device, timeout_minutes: int) -> ParallelContext:
+    """megatron-core's groups."""
+    from megatron_hybrid.parallel import megatron
+
+    state, sizes = megatron.parallel_state, layout.sizes
     if not state.model_parallel_is_initialized():
         megatron.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
@@ -119,13 +149,13 @@ def initialize(
 
     tensor = ranks(state.get_tensor_model_parallel_group())
     everyone = ranks(state.get_expert_tensor_and_model_parallel_group())
-    context = ParallelContext(
+    return ParallelContext(
         layout=layout,
         device=device,
         tensor=tensor,
         pipeline=ranks(state.get_pipeline_model_parallel_group()),
         replica=ranks(state.get_model_parallel_group()),
-        lockstep=ranks(dist.group.WORLD),
+        lockstep=ranks(_world()),
         experts=ExpertRanks(
             owners=ranks(state.get_expert_model_parallel_group()),
             tensor=ranks(state.get_expert_tensor_parallel_group()),
@@ -133,17 +163,12 @@ def initialize(
             replicas=ranks(state.get_data_parallel_group()),
         ),
     )
-    groups = (context.tensor, context.pipeline, context.experts.owners, context.experts.tensor)
-    found = tuple(group.size for group in groups)
-    if found != sizes.numbers:
-        raise ConfigurationError(
-            "The process groups were made for tensor, pipeline, expert and expert tensor parallel "
-            f"sizes {found}; destroy them before asking for {sizes}."
-        )
-    if symmetric_memory:
-        context.tensor.use_symmetric_memory()
-    _context = context
-    return context
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _initialize_torch(layout: RankLayout, device: torch.device, timeout_minutes: int) -> None:

@@ -1,38 +1,37 @@
-"""Tensor-parallel layers: megatron-core's parameters and sharding, with a forward for inference.
+"""Tensor-parallel layers with megatron-core's names and sharding, and a forward for inference.
 
-megatron-core's forward goes through an autograd function and several checks for training, 11 to
-30 us a call; a matrix product and an all-reduce is all that inference needs.
+megatron-core's own need its process groups, whose import takes longer than torch's, and their
+forward goes through an autograd function and several checks for training, 11 to 30 us a call.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_hybrid.parallel import megatron
 from megatron_hybrid.parallel.ranks import RankGroup
 
 
-def _config(dtype: torch.dtype) -> megatron.ModelParallelConfig:
-    # CPU initialisation: torch.empty without a device, so `with torch.device(...)` decides.
-    return megatron.ModelParallelConfig(
-        use_cpu_initialization=True, perform_initialization=False, params_dtype=dtype
-    )
+def _unread(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Weights that are to be read from a checkpoint; `with torch.device(...)` decides where."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def _no_initialization(weight: Tensor) -> None:
-    """Weights are read from a checkpoint."""
+def _part_of(size: int, parallel: RankGroup) -> int:
+    """One rank's share. Raises ValueError where the shares would differ."""
+    if size % parallel.size:
+        raise ValueError(f"{size} cannot be shared out evenly to {parallel.size} ranks.")
+    return size // parallel.size
 
 
-class ColumnParallelLinear(megatron.ColumnParallelLinear):
+class ColumnParallelLinear(nn.Module):
     """y_rank = x W_rank^T + b_rank: every rank keeps its part of the output.
 
     `output_size` counts all ranks' rows, so a rank that replicates some rows (KV heads, groups)
     passes its own number times the number of ranks.
     """
 
-    weight: Tensor
     bias: Tensor | None
 
     def __init__(
@@ -44,29 +43,22 @@ class ColumnParallelLinear(megatron.ColumnParallelLinear):
         dtype: torch.dtype,
         parallel: RankGroup,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=_config(dtype),
-            init_method=_no_initialization,
-            bias=bias,
-            gather_output=False,
-            tp_group=parallel.group,
-        )
-        self.requires_grad_(False)
+        super().__init__()
+        rows = _part_of(output_size, parallel)
+        self.weight = _unread(rows, input_size, dtype=dtype)
+        self.bias = _unread(rows, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, input] -> [tokens, output / ranks]."""
         return F.linear(x, self.weight, self.bias)
 
 
-class RowParallelLinear(megatron.RowParallelLinear):
+class RowParallelLinear(nn.Module):
     """y = sum over ranks of x_rank W_rank^T, plus the bias once.
 
     `sums`: False leaves the sum to whoever uses the result, which is this rank's part of it then.
     """
 
-    weight: Tensor
     bias: Tensor | None
 
     def __init__(
@@ -79,19 +71,11 @@ class RowParallelLinear(megatron.RowParallelLinear):
         parallel: RankGroup,
         sums: bool = True,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=_config(dtype),
-            init_method=_no_initialization,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=parallel.group,
-        )
+        super().__init__()
+        self.weight = _unread(output_size, _part_of(input_size, parallel), dtype=dtype)
+        self.bias = _unread(output_size, dtype=dtype) if bias else None
         self.parallel = parallel
         self.sums = sums
-        self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, input / ranks] -> [tokens, output]."""
@@ -99,10 +83,8 @@ class RowParallelLinear(megatron.RowParallelLinear):
         return self.parallel.all_reduce(y) if self.sums else y
 
 
-class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
-    """Each rank holds rows [vocab_start_index, vocab_end_index) of the table."""
-
-    weight: Tensor
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds as many rows of the table, from `vocab_start_index` on."""
 
     def __init__(
         self,
@@ -112,15 +94,11 @@ class VocabParallelEmbedding(megatron.VocabParallelEmbedding):
         dtype: torch.dtype,
         parallel: RankGroup,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            init_method=_no_initialization,
-            config=_config(dtype),
-            tp_group=parallel.group,
-        )
+        super().__init__()
+        rows = _part_of(num_embeddings, parallel)
+        self.vocab_start_index = parallel.rank * rows
+        self.weight = _unread(rows, embedding_dim, dtype=dtype)
         self.parallel = parallel
-        self.requires_grad_(False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 -> [tokens, embedding_dim]."""

@@ -1,4 +1,7 @@
-"""What we use of megatron-core, the same for 0.16 (Python 3.11) and 0.19 (Python 3.12)."""
+"""What we use of megatron-core, the same for 0.16 (Python 3.11) and 0.19 (Python 3.12).
+
+Its import takes longer than torch's: only who has several ranks needs this module.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +43,9 @@ def _no_compiler() -> Iterator[None]:
 with warnings.catch_warnings(), _no_compiler():
     # Warnings about the optimizers' missing Apex, which inference does not use.
     warnings.simplefilter("ignore")
-    from megatron.core import ModelParallelConfig, parallel_state
-    from megatron.core.tensor_parallel import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
+    from megatron.core import parallel_state
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ModelParallelConfig",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "initialize_model_parallel",
-    "parallel_state",
-]
+__all__ = ["initialize_model_parallel", "parallel_state"]
 
 
 def initialize_model_parallel(**wanted: Any) -> None:
