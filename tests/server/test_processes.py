@@ -195,7 +195,7 @@ def test_a_signal_lets_open_requests_finish_and_leaves_nothing(
 ) -> None:
     with own(tokenizer_folder, "--http-workers", "2", TMPDIR=temporary) as server:
         processes = server.descendants()
-        assert len(processes) == 3
+        assert len(processes) == 4  # the master, who prepares large requests, and the workers
         connection, answer = open_stream(server, max_tokens=40)
         idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
         idle.request("GET", "/health")
@@ -311,10 +311,10 @@ def test_a_killed_worker_is_replaced_and_its_requests_are_aborted(
     tokenizer_folder: Path, temporary: str
 ) -> None:
     with own(tokenizer_folder, TMPDIR=temporary) as server:
-        master, worker = server.descendants()
+        master, _, worker = server.descendants()
         connection, answer = open_stream(server)
         os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: len(server.descendants()) == 2 and worker not in server.descendants())
+        wait_until(lambda: len(server.descendants()) == 3 and worker not in server.descendants())
         wait_until(lambda: send(f"{server.url}/health")[0] == 200)
         wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
         connection.close()
@@ -358,7 +358,7 @@ def test_a_signal_while_the_model_loads_ends_both_processes_at_once(
 
 def test_a_killed_front_end_ends_the_engine_process(tokenizer_folder: Path) -> None:
     with own(tokenizer_folder) as server:
-        master, _ = server.descendants()
+        master, *_ = server.descendants()
         os.kill(master, signal.SIGKILL)
         assert server.process.wait(10) == 1
         assert "front end process ended" in server.output
