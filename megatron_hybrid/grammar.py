@@ -6,6 +6,7 @@ itself is imported by the first grammar: every engine imports this module.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,6 +27,41 @@ FIELD = "response_format"  # of requests that bring a grammar
 KEPT_GRAMMARS = 64  # compiled ones, the last used
 COMPILING_THREADS = 2
 MAX_MESSAGE = 300  # characters of llguidance's reasons: they quote the grammar
+# What llguidance says, and what it means to who wrote the schema.
+_CLEARER = [
+    (re.compile(pattern, re.DOTALL), sentence)
+    for pattern, sentence in (
+        (r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(?:\n\s*\d+ \| .*)?", r"\1"),
+        (r"(.*) while processing json-schema:///(.*)", r"\1 (in \2)"),
+        (r"Unsatisfiable schema: anyOf is empty", "an enum, a type or an anyOf in it is empty"),
+        (r"Unsatisfiable schema: (.*)", r"nothing can match it: \1"),
+        (r"NoExtensionBias", "its references ($ref) lead to nothing but each other"),
+        (
+            r"circular references with sibling keys are not supported.*",
+            "a $ref to what it stands in itself has other keywords beside it",
+        ),
+        (r"Pointer '(.*)' does not exist", r"$ref names '#\1', which is not in it"),
+        (
+            r"Resource '(?:json-schema:///)?(.*)' is not present in a registry.*",
+            r"$ref or $schema names '\1', and nothing outside the schema is looked up",
+        ),
+        (r"Unimplemented keys: \[(.*)\]", r"it uses \1, which is not supported"),
+        (
+            r"oneOf constraints are not supported.*",
+            "one value could match several branches of a oneOf; use anyOf, or give each branch a "
+            "required property with a const of its own",
+        ),
+        (r"Unknown format: (.*)", r"the format '\1' is not known"),
+        (r"Schema intersection stack level exceeded", "too many $ref in it are combined"),
+        (r"recursion limit exceeded.*", "too much in it stands inside each other"),
+        (
+            r"Failed to generate regex for integer range.*",
+            "the range of an integer in it lies beyond 64 bits",
+        ),
+        (r"invalid multiple of", "multipleOf must be more than 0"),
+        (r"Expecting object schema to apply options", "it must be an object"),
+    )
+]
 
 # JSON has no whitespace but a space after a comma or a colon: small models would never end it.
 _JSON_OPTIONS: Any = {
@@ -37,12 +73,17 @@ _JSON_OPTIONS: Any = {
 }
 
 
-def check(grammar: Grammar) -> None:
-    """Raise InvalidRequestError for a grammar that no engine can serve."""
+def check(grammar: Grammar, field: str = FIELD) -> None:
+    """Raise InvalidRequestError, which names `field`, for a grammar that no engine can serve."""
     from llguidance import LLMatcher
 
-    grammar.validate()
-    _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
+    try:
+        grammar.validate()
+        _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
+    except InvalidRequestError as error:
+        if field == FIELD:
+            raise
+        raise InvalidRequestError(field, str(error).replace(FIELD, field, 1)) from error
 
 
 class AnswerMatcher:
@@ -213,7 +254,7 @@ def _source(grammar: Grammar) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
     except ValueError as error:
-        raise _refusal(grammar, str(error)) from error
+        raise _refusal(grammar, _reason(str(error))) from error
 
 
 def _limits() -> LLParserLimits:
@@ -235,8 +276,12 @@ def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
 
 
 def _reason(error: str) -> str:
-    """llguidance's words in one line."""
-    text = " ".join(error.replace("<non-verbose/>", "").split())
+    """What llguidance says, in one line."""
+    text = error.replace("<non-verbose/>", "").strip()
+    for pattern, sentence in _CLEARER:
+        if match := pattern.fullmatch(text):
+            text = match.expand(sentence)
+    text = " ".join(text.split())
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 

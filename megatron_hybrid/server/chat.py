@@ -14,7 +14,7 @@ from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.logprobs import chat_logprobs
 from megatron_hybrid.server.preparation import PreparedChat
 from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.server.streaming import Answer, Chunk, EventFrame, collect, stream
+from megatron_hybrid.server.streaming import Answer, Chunk, EventFrame, collect, frame_of, stream
 from megatron_hybrid.server.tool_calls.reader import as_openai
 
 
@@ -36,7 +36,7 @@ def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) ->
 
     prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
     if wanted.stream:
-        frame = EventFrame(head, include_usage=wanted.include_usage)
+        frame = frame_of(generation, head, wanted)
         events = _ChatEvents(frame, logprobs, prompt_token_ids)
         return stream(generation, frame, events, include_usage=wanted.include_usage)
     answers = collect(generation, wanted.params.n)
@@ -106,9 +106,8 @@ class _ChatEvents:
         return events
 
     def _begin(self, role: Chunk) -> bytes:
-        if self._prompt_token_ids is None or len(self._texts) > 1:
-            return self._event(role)
-        return self._frame.event_with_prompt(role, self._prompt_token_ids)
+        is_first = len(self._texts) == 1
+        return self._frame.opening(role, self._prompt_token_ids if is_first else None)
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Chunk:

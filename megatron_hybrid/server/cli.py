@@ -201,6 +201,8 @@ def _server_options(
         api_key=args.api_key,
         max_queue=args.max_queue,
         control_routes=args.enable_control_routes,
+        close_json_objects=args.close_json_objects,
+        ignore_unknown_fields=args.ignore_unknown_fields,
         request_timeout=args.request_timeout,
         http_workers=args.http_workers,
         http_connections=args.http_connections,

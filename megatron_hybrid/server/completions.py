@@ -13,7 +13,7 @@ from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.preparation import PreparedCompletion
 from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.server.streaming import Chunk, EventFrame, collect, stream
+from megatron_hybrid.server.streaming import Chunk, EventFrame, collect, frame_of, stream
 from megatron_hybrid.tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ def answer_completion(
         "model": serving.options.model_name,
     }
     if wanted.stream:
-        frame = EventFrame(head, include_usage=wanted.include_usage)
+        frame = frame_of(generation, head, wanted)
         events = _CompletionEvents(frame, shapes)
         return stream(generation, frame, events, include_usage=wanted.include_usage)
     choices = [

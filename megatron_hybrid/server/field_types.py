@@ -162,6 +162,67 @@ class LogitBias:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """An object of few strings, numbers and booleans."""
+
+    most: int
+    max_length: int
+    description: str
+
+    def take(self, fields: Fields, name: str) -> dict[str, Any]:
+        values = fields.object(name)
+        if len(values) > self.most:
+            raise FieldError(name, f"{name} has {len(values)} entries; the limit is {self.most}.")
+        entries = fields.inside(values, fields.name(name))
+        for key, value in values.items():
+            if len(key) > self.max_length:
+                raise fields.wrong_value(
+                    name, key, f"its keys have at most {self.max_length} characters"
+                )
+            if isinstance(value, str):
+                entries.text(key, self.max_length)
+            elif value is not None and not isinstance(value, (bool, int, float)):
+                raise entries.wrong_type(key, value, "a string, a number, true or false")
+        return values
+
+    def schema(self) -> JsonSchema:
+        value = {"type": ["string", "number", "boolean", "null"], "maxLength": self.max_length}
+        return {
+            **_described("object", self.description, None),
+            "propertyNames": {"maxLength": self.max_length},
+            "additionalProperties": value,
+            "maxProperties": self.most,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnyObject:
+    """An object, whatever it holds."""
+
+    description: str
+
+    def take(self, fields: Fields, name: str) -> dict[str, Any]:
+        return fields.object(name)
+
+    def schema(self) -> JsonSchema:
+        return _described("object", self.description, None)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyList:
+    """A list, whatever it holds."""
+
+    most: int
+    description: str
+
+    def take(self, fields: Fields, name: str) -> list[Any]:
+        return fields.list(name, self.most)
+
+    def schema(self) -> JsonSchema:
+        return {**_described("array", self.description, None), "maxItems": self.most}
+
+
 class Unsupported:
     """A field of OpenAI's API that is refused, except for null and values that change nothing."""
 

@@ -1,9 +1,11 @@
-"""A JSON body taken apart field by field. Whatever nobody asked for is unknown, and refused."""
+"""A JSON body taken apart field by field. Whatever nobody asked for is unknown, and refused, or
+dropped where the operator says so."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any, overload
 
 import msgspec
@@ -26,21 +28,46 @@ class FieldError(InvalidRequestError):
         return type(self), (self.field, str(self), self.code)
 
 
+@dataclass(frozen=True, slots=True)
+class ParseOptions:
+    """What the operator decides about bodies. close_json_objects: an object of a JSON Schema has no
+    properties but those that it names, unless it says otherwise. ignore_unknown_fields: they are
+    dropped instead of refused."""
+
+    close_json_objects: bool = True
+    ignore_unknown_fields: bool = False
+
+
+BY_DEFAULT = ParseOptions()
+
+
 class Fields:
     """One JSON object. Every method takes a field out and returns its checked value.
 
-    null counts as left out, as in OpenAI's API.
+    null counts as left out, as in OpenAI's API. ignore_unknown: `finish` refuses nothing.
     """
 
-    def __init__(self, values: dict[str, Any], path: str = "") -> None:
+    def __init__(
+        self, values: dict[str, Any], path: str = "", *, ignore_unknown: bool = False
+    ) -> None:
         self._values = dict(values)
         self._path = path
+        self._ignore_unknown = ignore_unknown
+
+    def inside(self, values: dict[str, Any], path: str) -> Fields:
+        """An object within this one; `path` is its name from the body's root."""
+        return Fields(values, path, ignore_unknown=self._ignore_unknown)
 
     def name(self, field: str) -> str:
         return f"{self._path}.{field}" if self._path else field
 
     def given(self, field: str) -> bool:
         return self._values.get(field) is not None
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether nothing is left."""
+        return not self._values
 
     def any(self, field: str) -> Any:
         return self._values.pop(field, None)
@@ -148,7 +175,9 @@ class Fields:
         )
 
     def finish(self) -> None:
-        """Refuse the first field that nobody took."""
+        """Refuse the first field that nobody took, unless unknown ones are ignored."""
+        if self._ignore_unknown:
+            return
         for field in self._values:
             name = self.name(field)
             raise FieldError(name, f"Unknown field: {name}.", "unknown_parameter")

@@ -277,9 +277,19 @@ class Generation:
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
         cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
         completion = sum(answer.completion_tokens for answer in answers)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return _usage(prompt, cached, completion)
+
+    def usage_so_far(self, index: int) -> dict[str, object]:
+        """Of the choice with this index: tokens of its prompt, and those it has written."""
+        number, own = divmod(index, self._request.params.n)
+        answer = self._choices[f"{self.request_id}-{number}", own].answer
+        return _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+
+
+def _usage(prompt: int, cached: int, completion: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

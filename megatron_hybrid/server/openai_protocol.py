@@ -1,4 +1,5 @@
-"""OpenAI's request bodies, checked and typed. A field is supported or refused, never ignored."""
+"""OpenAI's request bodies, checked and typed. A field is supported or refused; ignored are only
+those that change no token, and unknown ones where the operator says so."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.request import SamplingParams
-from megatron_hybrid.server.chat_messages import parse_messages
+from megatron_hybrid.server.chat_messages import parse_messages, parse_template_arguments
 from megatron_hybrid.server.field_types import take_all
-from megatron_hybrid.server.fields import FieldError, Fields
+from megatron_hybrid.server.fields import BY_DEFAULT, FieldError, Fields, ParseOptions
 from megatron_hybrid.server.request_fields import (
     CHAT,
     COMMON,
@@ -34,6 +35,7 @@ class GenerationRequest:
     max_tokens_field: str | None  # the name under which the client gave max_tokens, if it did
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in every chunk of a stream; only with include_usage
     cache_salt: str
     priority: int
     cache_checkpoints: tuple[int, ...]
@@ -74,28 +76,28 @@ class CompletionRequest:
     echo: bool = False
 
 
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
+def parse_chat(body: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> ChatRequest:
     """Raises InvalidRequestError naming the first field that is wrong."""
-    fields = Fields(body)
+    fields = Fields(body, ignore_unknown=options.ignore_unknown_fields)
     messages = parse_messages(fields)
-    template_arguments = fields.object("chat_template_kwargs")
-    tools = parse_tools(fields)
+    template_arguments = parse_template_arguments(fields)
+    tools = parse_tools(fields, options)
     max_tokens_field, max_tokens, logprobs = _parse_chat_lengths(fields)
     take_all(fields, UNSUPPORTED_CHAT)
-    generation = _parse_generation(fields, max_tokens_field, max_tokens, logprobs)
+    generation = _parse_generation(fields, options, max_tokens_field, max_tokens, logprobs)
     fields.finish()
     return ChatRequest(messages, template_arguments, tools, generation)
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+def parse_completion(body: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> CompletionRequest:
     """Raises InvalidRequestError naming the first field that is wrong."""
-    fields = Fields(body)
+    fields = Fields(body, ignore_unknown=options.ignore_unknown_fields)
     prompts = _parse_prompts(fields)
     max_tokens_field = "max_tokens" if fields.given("max_tokens") else None
     own = take_all(fields, COMPLETION)
     take_all(fields, UNSUPPORTED_COMPLETION)
     generation = _parse_generation(
-        fields, max_tokens_field, own["max_tokens"], own["logprobs"], echo=own["echo"]
+        fields, options, max_tokens_field, own["max_tokens"], own["logprobs"], echo=own["echo"]
     )
     fields.finish()
     n = generation.params.n
@@ -157,6 +159,7 @@ def _is_integer(value: Any) -> bool:
 
 def _parse_generation(
     fields: Fields,
+    options: ParseOptions,
     max_tokens_field: str | None,
     max_tokens: int | None,
     logprobs: int | None,
@@ -171,16 +174,18 @@ def _parse_generation(
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-        grammar=parse_response_format(fields),
+        grammar=parse_response_format(fields, options),
         **take_all(fields, SAMPLING),
     )
     params.validate()
+    include_usage, continuous_usage = _parse_stream_options(fields, common["stream"])
     return GenerationRequest(
         model=common["model"] or None,
         params=params,
         max_tokens_field=max_tokens_field,
         stream=common["stream"],
-        include_usage=_parse_stream_options(fields, common["stream"]),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         cache_salt=common["cache_salt"],
         priority=common["priority"],
         cache_checkpoints=common["cache_checkpoints"],
@@ -190,13 +195,15 @@ def _parse_generation(
     )
 
 
-def _parse_stream_options(fields: Fields, stream: bool) -> bool:
+def _parse_stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether usage comes in a chunk at the end, and in every chunk."""
     if not fields.given("stream_options"):
         fields.any("stream_options")
-        return False
-    options = Fields(fields.object("stream_options"), "stream_options")
+        return False, False
+    options = fields.inside(fields.object("stream_options"), "stream_options")
     if not stream:
         raise FieldError("stream_options", "stream_options needs stream to be true.")
     wanted = take_all(options, STREAM_OPTIONS)
     options.finish()
-    return bool(wanted["include_usage"])
+    # As vLLM has it: without the one, the other changes nothing.
+    return wanted["include_usage"], wanted["include_usage"] and wanted["continuous_usage_stats"]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from megatron_hybrid.engine.pause import PAUSE_MODES
 from megatron_hybrid.server import request_fields
-from megatron_hybrid.server.chat_messages import EMPTY_IN_ANSWERS, MAX_NAME_LENGTH, ROLES
+from megatron_hybrid.server.chat_messages import (
+    EMPTY_ELSEWHERE,
+    MAX_NAME_LENGTH,
+    OF_ANSWERS,
+    ROLES,
+    SHARED,
+)
 from megatron_hybrid.server.control_routes import MAX_PATH_LENGTH
 from megatron_hybrid.server.field_types import JsonSchema, schemas
 from megatron_hybrid.server.response_format import response_format_schema
 from megatron_hybrid.server.tool_calls.fields import (
+    CACHE_MARKS,
     MAX_ID_LENGTH,
     calls_schema,
     tools_schemas,
@@ -26,7 +33,7 @@ def request_schemas(vocab_size: int | None) -> dict[str, JsonSchema]:
         "ChatRequest": _body(
             {
                 "messages": _MESSAGES,
-                "chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+                **schemas(request_fields.TEMPLATE),
                 **schemas(request_fields.CHAT),
                 **tools_schemas(),
                 **_shared(),
@@ -53,7 +60,7 @@ def request_schemas(vocab_size: int | None) -> dict[str, JsonSchema]:
         "TokenizeChatRequest": _body(
             {
                 "messages": _MESSAGES,
-                "chat_template_kwargs": _TEMPLATE_ARGUMENTS,
+                **schemas(request_fields.TEMPLATE),
                 **tools_schemas(),
                 "cache_salt": request_fields.COMMON["cache_salt"].schema(),
             },
@@ -116,34 +123,33 @@ def _prompt(token_ids: JsonSchema) -> JsonSchema:
 
 
 def _message() -> JsonSchema:
-    part = _body({"type": {"const": "text"}, "text": {"type": "string"}}, "type", "text")
+    text = {"type": {"const": "text"}, "text": {"type": "string"}, **schemas(CACHE_MARKS)}
+    part = _body(text, "type", "text")
     content: JsonSchema = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    name = {"type": ["string", "null"], "maxLength": MAX_NAME_LENGTH}
+    nothing: JsonSchema = {"anyOf": [content, {"type": "null"}]}
     others = [role for role in ROLES if role not in ("assistant", "tool")]
-    shared: dict[str, JsonSchema] = {
-        "name": name,
-        "tool_calls": {"enum": [[], None], "description": "Accepted if empty."},
-        **{
-            field: {"enum": [[], None], "description": "Accepted if empty."}
-            for field in EMPTY_IN_ANSWERS
-        },
+    said: dict[str, JsonSchema] = {
+        "role": {"enum": others},
+        "content": content,
+        **schemas(EMPTY_ELSEWHERE),
     }
-    calling: dict[str, JsonSchema] = {
+    answer: dict[str, JsonSchema] = {
         "role": {"const": "assistant"},
-        "tool_calls": {**calls_schema(), "type": "array", "minItems": 1},
-        "content": {"anyOf": [content, {"type": "null"}]},
+        "tool_calls": calls_schema(),
+        "content": nothing,
+        **schemas(OF_ANSWERS),
     }
     result: dict[str, JsonSchema] = {
         "role": {"const": "tool"},
-        "content": content,
+        "content": nothing,
         "tool_call_id": {"type": "string", "maxLength": MAX_ID_LENGTH},
+        **schemas(EMPTY_ELSEWHERE),
     }
-    said: dict[str, JsonSchema] = {"role": {"enum": [*others, "assistant"]}, "content": content}
     return {
         "anyOf": [
-            _body({**shared, **said}, "role", "content"),
-            _body({**shared, **calling}, "role", "tool_calls"),
-            _body({**shared, **result}, "role", "content", "tool_call_id"),
+            _body({**schemas(SHARED), **said}, "role", "content"),
+            _body({**schemas(SHARED), **answer}, "role"),
+            _body({**schemas(SHARED), **result}, "role", "tool_call_id"),
         ]
     }
 
@@ -156,8 +162,4 @@ _MESSAGES: JsonSchema = {
     "type": "array",
     "items": {"$ref": "#/components/schemas/Message"},
     "minItems": 1,
-}
-_TEMPLATE_ARGUMENTS: JsonSchema = {
-    "type": ["object", "null"],
-    "description": "Variables of the model's chat template.",
 }

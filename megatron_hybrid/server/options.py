@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from megatron_hybrid.server.fields import ParseOptions
+
 MOST_WORKERS = 64
 CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
@@ -37,6 +39,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_policy: str = POLICIES[0]
 
     control_routes: bool = False
+    close_json_objects: bool = True
+    ignore_unknown_fields: bool = False
+
+    @property
+    def parsing(self) -> ParseOptions:
+        """What concerns the reading of bodies."""
+        return ParseOptions(self.close_json_objects, self.ignore_unknown_fields)
 
     @property
     def serves_control(self) -> bool:
@@ -92,6 +101,20 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *TOOL_CALL_FORMATS),
         default="auto",
         help="how the model writes tool calls; auto: as its chat template shows",
+    )
+    group.add_argument(
+        "--close-json-objects",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="an object with `properties` in a JSON schema has no others, unless the schema says "
+        "so with additionalProperties; the standard's letter allows any, and small models then "
+        "never end",
+    )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="drop fields of requests that are not known here instead of refusing them by name; "
+        "those that are known and not supported are refused all the same",
     )
     group.add_argument(
         "--request-timeout",

@@ -19,7 +19,11 @@ from megatron_hybrid.answer_places import GeneratedAnswer
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.answer_memory import AnswerMemoryClient, ChatKeys
-from megatron_hybrid.server.chat_messages import MAX_NAME_LENGTH, parse_messages
+from megatron_hybrid.server.chat_messages import (
+    MAX_NAME_LENGTH,
+    parse_messages,
+    parse_template_arguments,
+)
 from megatron_hybrid.server.fields import Body, FieldError, Fields, parse_body
 from megatron_hybrid.server.logprobs import EchoedPrompt
 from megatron_hybrid.server.openai_protocol import (
@@ -102,7 +106,7 @@ class Preparation:
 
     def chat(self, body: Body, limits: Limits) -> PreparedChat:
         """Of /v1/chat/completions."""
-        request = parse_chat(parse_body(body))
+        request = parse_chat(parse_body(body), self.options.parsing)
         self._check_model(request.generation)
         wanted = self._with_tool_grammar(request)
         keys = ChatKeys(wanted.cache_salt, request.messages)
@@ -117,7 +121,7 @@ class Preparation:
 
     def completion(self, body: Body, limits: Limits) -> PreparedCompletion:
         """Of /v1/completions."""
-        request = parse_completion(parse_body(body))
+        request = parse_completion(parse_body(body), self.options.parsing)
         wanted = request.generation
         self._check_model(wanted)
         prompts = []
@@ -130,11 +134,12 @@ class Preparation:
 
     def tokenize(self, body: Body, limits: Limits) -> bytes:
         """Of /tokenize; the answer's body."""
-        fields = Fields(parse_body(body))
+        options = self.options.parsing
+        fields = Fields(parse_body(body), ignore_unknown=options.ignore_unknown_fields)
         if fields.given("messages"):
             messages = parse_messages(fields)
-            arguments = fields.object("chat_template_kwargs")
-            tools = parse_tools(fields)
+            arguments = parse_template_arguments(fields)
+            tools = parse_tools(fields, options)
             keys = ChatKeys(fields.text("cache_salt", MAX_NAME_LENGTH), messages)
             fields.finish()
             tokens = self._encode_chat(messages, arguments, tools, keys, limits).token_ids

@@ -14,10 +14,12 @@ from megatron_hybrid.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from megatron_hybrid.server.field_types import (
+    AnyObject,
     Boolean,
     FieldType,
     Integer,
     Integers,
+    Labels,
     LogitBias,
     Number,
     StopStrings,
@@ -28,6 +30,8 @@ from megatron_hybrid.server.field_types import (
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_NAME_LENGTH = 1024
+MAX_WORD_LENGTH = 64  # of what OpenAI has a few fixed words for
+MAX_METADATA = 64
 MAX_TOKENS = 2**31 - 1
 MAX_TIMEOUT = 86_400.0
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -82,6 +86,18 @@ COMMON: dict[str, FieldType] = {
     "model": Text(MAX_NAME_LENGTH, "The model's name; left out: the one that is served."),
     "user": Text(MAX_NAME_LENGTH, "Whose request it is, for the client's own records."),
     "safety_identifier": Text(MAX_NAME_LENGTH, "The newer name of user."),
+    "metadata": Labels(
+        MAX_METADATA, MAX_NAME_LENGTH, "For the client's own records; nothing keeps it here."
+    ),
+    "store": Boolean("Changes nothing: no answer is stored for a later request to ask for."),
+    "service_tier": Text(MAX_WORD_LENGTH, "Changes nothing; priority says who runs first."),
+    "prompt_cache_key": Text(
+        MAX_NAME_LENGTH, "Changes nothing: equal beginnings of prompts are found by themselves."
+    ),
+    "prompt_cache_retention": Text(
+        MAX_WORD_LENGTH, "Changes nothing: what is cached stays while there is room."
+    ),
+    "prompt_cache_options": AnyObject("Changes nothing: the cache chooses by itself."),
     "return_token_ids": Boolean(
         "Give the token ids of the prompt and, as token_ids of every choice, of the answer."
     ),
@@ -111,6 +127,15 @@ CHAT: dict[str, FieldType] = {
     "top_logprobs": Integer(
         0, MAX_LOGPROBS, "And of this many likeliest tokens at its place; needs logprobs."
     ),
+    "verbosity": Text(MAX_WORD_LENGTH, "Changes nothing: ask for short answers in a message."),
+}
+
+# Of chats, for their template.
+TEMPLATE: dict[str, FieldType] = {
+    "chat_template_kwargs": AnyObject("Variables of the model's chat template."),
+    "reasoning_effort": Text(
+        MAX_WORD_LENGTH, "The template's variable of this name, unless chat_template_kwargs has it."
+    ),
 }
 
 COMPLETION: dict[str, FieldType] = {
@@ -128,7 +153,6 @@ COMPLETION: dict[str, FieldType] = {
 
 # OpenAI's, and of vLLM's and SGLang's those that clients and routers send without being asked to.
 _UNSUPPORTED: dict[str, FieldType] = {
-    "metadata": Unsupported({}),
     "skip_special_tokens": Unsupported(True),
     "spaces_between_special_tokens": Unsupported(True),
     "include_stop_str_in_output": Unsupported(False),
@@ -153,14 +177,7 @@ UNSUPPORTED_CHAT: dict[str, FieldType] = {
     "audio": Unsupported(),
     "prediction": Unsupported(),
     "moderation": Unsupported(),
-    "store": Unsupported(False),
-    "service_tier": Unsupported("auto", "default"),
-    "reasoning_effort": Unsupported(),
-    "verbosity": Unsupported("medium"),
     "web_search_options": Unsupported(),
-    "prompt_cache_key": Unsupported(),
-    "prompt_cache_options": Unsupported(),
-    "prompt_cache_retention": Unsupported(),
     "echo": Unsupported(False),
     "add_generation_prompt": Unsupported(True),
     "continue_final_message": Unsupported(False),
@@ -177,5 +194,8 @@ UNSUPPORTED_COMPLETION: dict[str, FieldType] = {
 }
 STREAM_OPTIONS: dict[str, FieldType] = {
     "include_usage": Boolean("Send a last chunk with the usage of the whole request."),
+    "continuous_usage_stats": Boolean(
+        "With include_usage: give every chunk the usage of its own choice so far."
+    ),
     "include_obfuscation": Unsupported(False),
 }

@@ -8,14 +8,15 @@ import re
 from megatron_hybrid.grammar import check
 from megatron_hybrid.request import Grammar
 from megatron_hybrid.server.field_types import JsonSchema
-from megatron_hybrid.server.fields import Fields
+from megatron_hybrid.server.fields import BY_DEFAULT, Fields, ParseOptions
+from megatron_hybrid.server.json_schemas import served_schema
 
 MAX_DESCRIPTION_LENGTH = 65_536
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ANY_OBJECT = '{"type":"object"}'
 
 
-def parse_response_format(fields: Fields) -> Grammar | None:
+def parse_response_format(fields: Fields, options: ParseOptions = BY_DEFAULT) -> Grammar | None:
     """Takes the field out of a body; None if the answer is plain text.
 
     Raises InvalidRequestError; a JSON schema that cannot be followed is named with the reason.
@@ -23,7 +24,7 @@ def parse_response_format(fields: Fields) -> Grammar | None:
     if not fields.given("response_format"):
         fields.any("response_format")
         return None
-    wanted = Fields(fields.object("response_format"), "response_format")
+    wanted = fields.inside(fields.object("response_format"), "response_format")
     if not wanted.given("type"):
         raise wanted.missing("type")
     kind = wanted.text("type", 64)
@@ -33,15 +34,15 @@ def parse_response_format(fields: Fields) -> Grammar | None:
     if kind == "json_object":
         grammar = Grammar("json_schema", _ANY_OBJECT)
     elif kind == "json_schema":
-        grammar = _parse_json_schema(wanted)
+        grammar = _parse_json_schema(wanted, options)
     wanted.finish()
     return grammar
 
 
-def _parse_json_schema(wanted: Fields) -> Grammar:
+def _parse_json_schema(wanted: Fields, options: ParseOptions) -> Grammar:
     if not wanted.given("json_schema"):
         raise wanted.missing("json_schema")
-    fields = Fields(wanted.object("json_schema"), "response_format.json_schema")
+    fields = wanted.inside(wanted.object("json_schema"), "response_format.json_schema")
     if not fields.given("name"):
         raise fields.missing("name")
     name = fields.text("name", 64)
@@ -52,10 +53,13 @@ def _parse_json_schema(wanted: Fields) -> Grammar:
     # These two change nothing here: the answer follows the schema whether `strict` or not.
     fields.text("description", MAX_DESCRIPTION_LENGTH)
     fields.boolean("strict")
-    schema = json.dumps(fields.object("schema")) if fields.given("schema") else _ANY_OBJECT
+    text = _ANY_OBJECT
+    if fields.given("schema"):
+        name = fields.name("schema")
+        text = json.dumps(served_schema(fields.object("schema"), name, options))
     fields.any("schema")
     fields.finish()
-    grammar = Grammar("json_schema", schema)
+    grammar = Grammar("json_schema", text)
     check(grammar)
     return grammar
 
@@ -69,8 +73,9 @@ def response_format_schema() -> JsonSchema:
             "description": {"type": ["string", "null"], "maxLength": MAX_DESCRIPTION_LENGTH},
             "schema": {
                 "type": ["object", "null"],
-                "description": "The answer's JSON Schema; left out: any JSON object. A schema "
-                "with a feature that cannot be followed is refused.",
+                "description": "The answer's JSON Schema; left out: any JSON object. An object "
+                "has no properties but those that its schema names, unless it says otherwise. A "
+                "schema with a feature that cannot be followed is refused.",
             },
             "strict": {
                 "type": ["boolean", "null"],

@@ -12,6 +12,7 @@ from msgspec import json
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.generation import ClientGone, Delta, Generation
 from megatron_hybrid.server.http_errors import describe
+from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.tool_calls.formats import Call
 
 Chunk = dict[str, Any]
@@ -60,10 +61,9 @@ class EventFrame:
     def event(self, choice: Chunk) -> bytes:
         return self._before + json.encode(choice) + self._after
 
-    def event_with_prompt(self, choice: Chunk, token_ids: list[int]) -> bytes:
-        """The event that gives the prompt's token ids besides its choice."""
-        prompt = b'],"prompt_token_ids":' + json.encode(token_ids)
-        return self._before + json.encode(choice) + prompt + self._end
+    def opening(self, choice: Chunk, prompt_token_ids: list[int] | None) -> bytes:
+        """The event before a choice's text; prompt_token_ids: to be given with it."""
+        return self._before + json.encode(choice) + _prompt_ids(prompt_token_ids) + self._end
 
     def usage(self, usage: Chunk) -> bytes:
         """The event that comes last, without choices."""
@@ -78,6 +78,41 @@ class EventFrame:
             return before + json.encode(text) + after
 
         return encode
+
+
+class UsageFrame(EventFrame):
+    """Every event says what its choice has used so far."""
+
+    def __init__(self, head: Chunk, usage_so_far: Callable[[int], Chunk]) -> None:
+        """usage_so_far: of the choice with an index."""
+        super().__init__(head, include_usage=True)
+        self._usage_so_far = usage_so_far
+
+    def event(self, choice: Chunk) -> bytes:
+        usage = json.encode(self._usage_so_far(choice["index"]))
+        return self._before + json.encode(choice) + b'],"usage":' + usage + b"}\n\n"
+
+    def opening(self, choice: Chunk, prompt_token_ids: list[int] | None) -> bytes:
+        # The first token is there already, but its text is still to come.
+        usage = self._usage_so_far(choice["index"])
+        usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        end = _prompt_ids(prompt_token_ids) + b',"usage":' + json.encode(usage) + b"}\n\n"
+        return self._before + json.encode(choice) + end
+
+    def text_events(self, make_choice: Callable[[str], Chunk]) -> Callable[[str], bytes]:
+        return lambda text: self.event(make_choice(text))
+
+
+def frame_of(generation: Generation, head: Chunk, wanted: GenerationRequest) -> EventFrame:
+    """What the events of this request's answers have in common."""
+    if wanted.continuous_usage:
+        return UsageFrame(head, generation.usage_so_far)
+    return EventFrame(head, include_usage=wanted.include_usage)
+
+
+def _prompt_ids(token_ids: list[int] | None) -> bytes:
+    """What comes after the choice."""
+    return b"]" if token_ids is None else b'],"prompt_token_ids":' + json.encode(token_ids)
 
 
 def stream(

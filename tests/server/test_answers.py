@@ -286,3 +286,46 @@ def test_tokenize_and_detokenize_are_inverse(http: FlaskClient) -> None:
     assert http.post("/detokenize", json={"tokens": answer["tokens"]}).get_json() == {
         "prompt": text
     }
+
+
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}, {"logprobs": 1}])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_usage_in_every_chunk_counts_up_to_the_last_ones(
+    http: FlaskClient, path: str, extra: dict[str, Any]
+) -> None:
+    asked: dict[str, Any] = {"prompt": ["Hello there", "ab"]}
+    if path == CHAT:
+        asked = {"messages": [{"role": "user", "content": "Hello"}]}
+        extra = {name: bool(value) for name, value in extra.items()}
+    body = {**asked, "max_tokens": 5, "n": 2, **extra}
+    *chunks, last = events(http, path, {**body, **CONTINUOUS})
+    assert last["choices"] == []
+    by_choice: dict[int, list[dict[str, Any]]] = {}
+    for chunk in chunks:
+        usage = chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        by_choice.setdefault(chunk["choices"][0]["index"], []).append(usage)
+    assert sorted(by_choice) == ([0, 1] if path == CHAT else [0, 1, 2, 3])
+    for usages in by_choice.values():
+        written = [usage["completion_tokens"] for usage in usages]
+        assert written == sorted(written) and written[-1] == 5
+        assert written[0] == 0 or path == COMPLETION, "a role is no token"
+        assert len({usage["prompt_tokens"] for usage in usages}) == 1
+        assert set(usages[0]) == set(last["usage"])
+    prompts = sum(by_choice[index][0]["prompt_tokens"] for index in sorted(by_choice)[::2])
+    assert prompts == last["usage"]["prompt_tokens"]
+    written = sum(usages[-1]["completion_tokens"] for usages in by_choice.values())
+    assert written == last["usage"]["completion_tokens"]
+
+
+def test_usage_in_every_chunk_goes_only_with_usage_at_the_end(http: FlaskClient) -> None:
+    for wanted in ({"continuous_usage_stats": True}, {"include_usage": False}):
+        chunks = events(http, COMPLETION, {"prompt": "Hello", "stream_options": wanted})
+        assert not any("usage" in chunk for chunk in chunks)
+    chunks = events(
+        http, COMPLETION, {"prompt": "Hello", "stream_options": {"include_usage": True}}
+    )
+    assert {str(chunk["usage"]) for chunk in chunks[:-1]} == {"None"}

@@ -71,11 +71,20 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("cache_salt", {"cache_salt": "x" * 1025}),
     (
         "stream_options.continuous_usage_stats",
-        {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": 1}},
     ),
+    ("metadata", {"metadata": []}),
+    ("metadata", {"metadata": {str(i): "" for i in range(65)}}),
+    ("metadata", {"metadata": {"a" * 1025: ""}}),
+    ("metadata.a", {"metadata": {"a": "b" * 1025}}),
+    ("metadata.a", {"metadata": {"a": {"b": "c"}}}),
+    ("store", {"store": "yes"}),
+    ("service_tier", {"service_tier": 1}),
+    ("service_tier", {"service_tier": "a" * 65}),
+    ("prompt_cache_key", {"prompt_cache_key": 5}),
+    ("prompt_cache_retention", {"prompt_cache_retention": True}),
+    ("prompt_cache_options", {"prompt_cache_options": "explicit"}),
+    ("safety_identifier", {"safety_identifier": {}}),
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("presence_penalty", {"presence_penalty": "1"}),
     ("frequency_penalty", {"frequency_penalty": -2.01}),
@@ -167,7 +176,32 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("reasoning_effort", {"reasoning_effort": 3}),
+    ("verbosity", {"verbosity": ["low"]}),
+    (
+        "messages[0].reasoning_content",
+        {"messages": [{"role": "assistant", "reasoning_content": 5}]},
+    ),
+    ("messages[0].reasoning", {"messages": [{"role": "assistant", "reasoning": ["a"]}]}),
+    ("messages[0].reasoning", {"messages": [{"role": "user", "content": "", "reasoning": "a"}]}),
+    ("messages[0].refusal", {"messages": [{"role": "assistant", "refusal": 5}]}),
+    ("messages[0].refusal", {"messages": [{"role": "user", "content": "", "refusal": "a"}]}),
+    ("messages[0].annotations", {"messages": [{"role": "assistant", "annotations": "a"}]}),
+    ("messages[0].audio", {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}),
+    ("messages[0].function_call", {"messages": [{"role": "assistant", "function_call": {}}]}),
+    ("messages[0].cache_control", {"messages": [{**HELLO[0], "cache_control": "ephemeral"}]}),
+    (
+        "messages[0].content[0].cache_control",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}]}
+            ]
+        },
+    ),
+    (
+        "messages[0].content[0].color",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "color": 1}]}]},
+    ),
     ("chat_template_kwargs", {"chat_template_kwargs": []}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
     ("prompt", {"prompt": "Hello"}),

@@ -82,7 +82,7 @@ def test_a_response_format_becomes_a_grammar(
     assert schema_of({"type": "json_object"}) == {"type": "object"}
     schema = {
         "type": "object",
-        "properties": {"größe": {"type": "integer"}},
+        "properties": {"größe": {"type": "integer", "minimum": 0, "maximum": 300}},
         "required": ["größe"],
         "additionalProperties": False,
     }

@@ -409,8 +409,89 @@ def test_a_schema_that_cannot_be_held_to_is_refused(reference: Tokenizer) -> Non
     tools = parsed(tools=[{"type": "function", "function": function}])
     with pytest.raises(InvalidRequestError) as caught:
         calling.params(tools, SamplingParams())
-    assert caught.value.field == "tools"
-    assert str(caught.value).startswith("tools ")
+    field = "tools[0].function.parameters"
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field} ")
+
+
+def held(form: str, reference: Tokenizer, parameters: Any, **fields: Any) -> Grammar:
+    """What an answer has to match that must call a function with these parameters."""
+    function = {"name": "f"} | ({} if parameters is None else {"parameters": parameters})
+    tools = parsed(
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        **fields,
+    )
+    assert tools.descriptions[0]["function"] == function, "the template sees what the client sent"
+    grammar = ToolCalling(reference, form).params(tools, SamplingParams()).grammar
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_are_those_that_the_schema_names(
+    name: str, reference: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    parameters = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for given, good, bad in (
+        (parameters, {"a": 1}, {"a": 1, "b": 2}),
+        (None, {}, {"a": 1}),
+        ({"type": "object", "properties": {}}, {}, {"a": 1}),
+        (
+            {"properties": {"o": parameters}},
+            {"o": {"a": 1}},
+            {"o": {"a": 1, "b": 2}},
+        ),
+    ):
+        grammar = held(name, reference, given)
+        for arguments, fits in ((good, True), (bad, False)):
+            text = written(name, a_call(name, Call("f", arguments)))
+            assert allows(compiler, reference, grammar, text) == fits, text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_references_mean_the_whole_of_the_parameters(
+    name: str, reference: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "maximum": 9},
+            "m": {"$ref": "#/properties/n"},
+            "of": {"type": "array", "items": {"$ref": "#"}},
+            "d": {"$ref": "#/$defs/odd"},
+        },
+        "$defs": {"odd": {"enum": [7, 1]}},
+    }
+    grammar = held(name, reference, parameters)
+    for arguments, fits in (
+        ({"n": 1, "m": 2, "of": [{"n": 3, "of": []}], "d": 7}, True),
+        ({"m": 10}, False),
+        ({"of": [{"n": 10}]}, False),
+        ({"of": [[]]}, False),
+        ({"d": 2}, False),
+    ):
+        text = written(name, a_call(name, Call("f", arguments)))
+        assert allows(compiler, reference, grammar, text) == fits, text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "reason"),
+    [
+        ({"properties": {"a": {"not": {}}}}, "", 'it uses "not", which is not supported'),
+        ({"properties": {"a": {"not": {}}}, "x-guidance": {"lenient": True}}, "", '"not"'),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "", "$ref names '#/$defs/b'"),
+        ({"type": "string"}, ".type", 'is "string"; arguments are an object'),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_function_whose_parameters_can_not_be_served_is_named(
+    name: str, reference: Tokenizer, parameters: Any, field: str, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        held(name, reference, parameters)
+    assert caught.value.field == f"tools[0].function.parameters{field}"
+    assert reason in str(caught.value) and "%json" not in str(caught.value)
 
 
 def test_a_model_whose_template_takes_no_tools_refuses_them(http: FlaskClient) -> None:

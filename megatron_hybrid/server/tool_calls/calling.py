@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -100,8 +101,7 @@ class ToolCalling:
             )
         names = [tools.choice] if tools.named else list(tools.schemas)
         schemas = {
-            name: tools.schemas[name] if tools.forced or name in tools.strict else _ANY_OBJECT
-            for name in names
+            name: tools.schemas[name] if name in tools.held else _ANY_OBJECT for name in names
         }
         choices = Choices(
             schemas,
@@ -109,12 +109,20 @@ class ToolCalling:
             text=not tools.forced and other is None,
             otherwise=None if other is None else other.text,
         )
-        from megatron_hybrid import grammar as grammars  # only who needs it loads the library
-
         grammar = calls_grammar(self._format, self._tokenizer, choices)
-        try:
-            grammars.check(grammar)
-        except InvalidRequestError as error:
-            reason = str(error).replace(grammars.FIELD, "tools", 1)
-            raise FieldError("tools", reason) from error
+        _check(grammar, tools)
         return grammar
+
+
+def _check(grammar: Grammar, tools: Tools) -> None:
+    """Refuse what can't be served, by the name of the function whose schema it is."""
+    from megatron_hybrid import grammar as grammars  # only who needs it loads the library
+
+    try:
+        grammars.check(grammar, "tools")
+    except InvalidRequestError:
+        for number, (name, schema) in enumerate(tools.schemas.items()):
+            if name in tools.held:
+                path = f"tools[{number}].function.parameters"
+                grammars.check(Grammar("json_schema", json.dumps(schema)), path)
+        raise

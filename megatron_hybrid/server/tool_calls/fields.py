@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_hybrid.server.field_types import JsonSchema
-from megatron_hybrid.server.fields import FieldError, Fields, show
+from megatron_hybrid.server.field_types import AnyObject, FieldType, JsonSchema, take_all
+from megatron_hybrid.server.field_types import schemas as schemas_of
+from megatron_hybrid.server.fields import BY_DEFAULT, FieldError, Fields, ParseOptions, show
+from megatron_hybrid.server.json_schemas import served_schema
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
@@ -21,13 +23,25 @@ MAX_INDEX = 100_000
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,63}")
 _NAME_RULE = "it must have from 1 to 64 letters, digits, _, . or -, a letter or _ first"
 _WORDS = ("none", "auto", "required")
+_NO_PARAMETERS: JsonSchema = {"type": "object", "properties": {}}  # what is meant by leaving out
+# What clients add to messages, their parts and tools for other servers' caches.
+CACHE_MARKS: dict[str, FieldType] = {
+    "cache_control": AnyObject("Changes nothing: what is cached is found by itself."),
+    "prompt_cache_breakpoint": AnyObject("Changes nothing: what is cached is found by itself."),
+}
+# What clients keep of other servers' answers, and send back.
+PROVIDER_FIELDS: dict[str, FieldType] = {
+    "provider_specific_fields": AnyObject("Changes nothing."),
+    "extra_content": AnyObject("Changes nothing."),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """descriptions: the functions, for the chat template. schemas: of their arguments, by name.
-    strict: names of those whose arguments must match their schema. choice: none, auto, required,
-    or the name of the one that must be called (`named`). several: more than one call is fine.
+    """descriptions: the functions, for the chat template. schemas: of their arguments, by name, as
+    answers are held to them. strict: names of those whose arguments must match their schema.
+    choice: none, auto, required, or the name of the one that must be called (`named`). several:
+    more than one call is fine.
     """
 
     descriptions: list[dict[str, Any]] = field(default_factory=list)
@@ -43,12 +57,19 @@ class Tools:
         return self.named or self.choice == "required"
 
     @property
+    def held(self) -> frozenset[str]:
+        """Names of the functions whose arguments have to match their schema."""
+        if self.named:
+            return frozenset([self.choice])
+        return frozenset(self.schemas) if self.forced else self.strict
+
+    @property
     def read(self) -> bool:
         """Whether calls are looked for in the answer."""
         return self.named or self.choice != "none"
 
 
-def parse_tools(fields: Fields) -> Tools:
+def parse_tools(fields: Fields, options: ParseOptions = BY_DEFAULT) -> Tools:
     """Take the three fields out of a body; raises FieldError naming what is wrong."""
     several = fields.boolean("parallel_tool_calls", True)
     descriptions: list[dict[str, Any]] = []
@@ -56,27 +77,41 @@ def parse_tools(fields: Fields) -> Tools:
     strict: set[str] = set()
     for number, value in enumerate(fields.list("tools", MAX_TOOLS)):
         path = f"tools[{number}]"
-        function, is_strict = _parse_tool(value, path)
+        function, is_strict = _parse_tool(fields, value, path)
         name = function["name"]
         if name in schemas:
             raise FieldError(
                 f"{path}.function.name", f"{path}.function.name is {name!r} for a second time."
             )
         descriptions.append({"type": "function", "function": function})
-        schemas[name] = function.get("parameters", {})
+        schemas[name] = function.get("parameters", _NO_PARAMETERS)
         if is_strict:
             strict.add(name)
     choice, named = _parse_choice(fields, schemas)
-    return Tools(descriptions, schemas, frozenset(strict), choice, named, several)
+    tools = Tools(descriptions, schemas, frozenset(strict), choice, named, several)
+    for number, name in enumerate(schemas):
+        if name in tools.held:
+            path = f"tools[{number}].function.parameters"
+            schemas[name] = _held_schema(schemas[name], path, options)
+    return tools
 
 
-def _parse_tool(value: Any, path: str) -> tuple[dict[str, Any], bool]:
+def _held_schema(schema: dict[str, Any], path: str, options: ParseOptions) -> dict[str, Any]:
+    """What arguments are held to: an object, also where the schema leaves its type out."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise FieldError(f"{path}.type", f"{path}.type is {show(kind)}; arguments are an object.")
+    return served_schema({"type": "object"} | schema | {"type": "object"}, path, options)
+
+
+def _parse_tool(body: Fields, value: Any, path: str) -> tuple[dict[str, Any], bool]:
     """The function, as templates expect it, and whether it is strict."""
-    fields = _object(value, path)
+    fields = _object(body, value, path)
     _check_type(fields)
     if not fields.given("function"):
         raise fields.missing("function")
-    inner = Fields(fields.object("function"), f"{path}.function")
+    inner = fields.inside(fields.object("function"), f"{path}.function")
+    take_all(fields, CACHE_MARKS)
     fields.finish()
     function: dict[str, Any] = {"name": _parse_name(inner)}
     if inner.given("description"):
@@ -86,6 +121,7 @@ def _parse_tool(value: Any, path: str) -> tuple[dict[str, Any], bool]:
         function["parameters"] = inner.object("parameters")
     inner.any("parameters")
     is_strict = inner.boolean("strict")
+    take_all(inner, CACHE_MARKS)
     inner.finish()
     return function, is_strict
 
@@ -105,11 +141,11 @@ def _parse_choice(fields: Fields, schemas: Mapping[str, Any]) -> tuple[str, bool
         return (value if schemas else default), False
     if not isinstance(value, dict):
         raise fields.wrong_type("tool_choice", value, "a string or an object")
-    wanted = Fields(value, "tool_choice")
+    wanted = fields.inside(value, "tool_choice")
     _check_type(wanted)
     if not wanted.given("function"):
         raise wanted.missing("function")
-    function = Fields(wanted.object("function"), "tool_choice.function")
+    function = wanted.inside(wanted.object("function"), "tool_choice.function")
     wanted.finish()
     name = _parse_name(function)
     function.finish()
@@ -125,19 +161,20 @@ def parse_calls(fields: Fields) -> list[dict[str, Any]]:
     """`tool_calls` of an assistant's message, with their arguments as objects, for templates."""
     path = fields.name("tool_calls")
     return [
-        _parse_call(value, f"{path}[{number}]")
+        _parse_call(fields, value, f"{path}[{number}]")
         for number, value in enumerate(fields.list("tool_calls", MAX_CALLS))
     ]
 
 
-def _parse_call(value: Any, path: str) -> dict[str, Any]:
-    fields = _object(value, path)
+def _parse_call(message: Fields, value: Any, path: str) -> dict[str, Any]:
+    fields = _object(message, value, path)
     _check_type(fields)
     call_id = fields.text("id", MAX_ID_LENGTH)
     fields.integer("index", 0, MAX_INDEX)  # of streamed answers, which clients put together
     if not fields.given("function"):
         raise fields.missing("function")
-    function = Fields(fields.object("function"), f"{path}.function")
+    function = fields.inside(fields.object("function"), f"{path}.function")
+    take_all(fields, PROVIDER_FIELDS)
     fields.finish()
     name = _parse_name(function)
     text = function.text("arguments", MAX_ARGUMENTS_LENGTH)
@@ -147,6 +184,7 @@ def _parse_call(value: Any, path: str) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.wrong_value("arguments", text, "it must be a JSON object in a string")
+    take_all(function, PROVIDER_FIELDS)
     function.finish()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -168,10 +206,10 @@ def name_results(messages: list[dict[str, Any]]) -> None:
             message.setdefault("name", names[message["tool_call_id"]])
 
 
-def _object(value: Any, path: str) -> Fields:
+def _object(outer: Fields, value: Any, path: str) -> Fields:
     if not isinstance(value, dict):
         raise FieldError(path, f"{path} is {show(value)}; it must be an object.", "invalid_type")
-    return Fields(value, path)
+    return outer.inside(value, path)
 
 
 def _check_type(fields: Fields) -> None:
@@ -205,6 +243,7 @@ def _closed(properties: JsonSchema, *required: str) -> JsonSchema:
 
 def tools_schemas() -> dict[str, JsonSchema]:
     """What `parse_tools` accepts, by field, as JSON Schema."""
+    marks = schemas_of(CACHE_MARKS)
     function = _closed(
         {
             "name": _NAME_SCHEMA,
@@ -217,10 +256,13 @@ def tools_schemas() -> dict[str, JsonSchema]:
                 "type": ["boolean", "null"],
                 "description": "The arguments always match their schema.",
             },
+            **marks,
         },
         "name",
     )
-    tool = _closed({"type": {"const": "function"}, "function": function}, "type", "function")
+    tool = _closed(
+        {"type": {"const": "function"}, "function": function, **marks}, "type", "function"
+    )
     named = _closed(
         {"type": {"const": "function"}, "function": _closed({"name": _NAME_SCHEMA}, "name")},
         "type",
@@ -255,6 +297,7 @@ def calls_schema() -> JsonSchema:
                 "maxLength": MAX_ARGUMENTS_LENGTH,
                 "description": "A JSON object in a string.",
             },
+            **schemas_of(PROVIDER_FIELDS),
         },
         "name",
     )
@@ -264,6 +307,7 @@ def calls_schema() -> JsonSchema:
             "type": {"const": "function"},
             "index": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_INDEX},
             "function": function,
+            **schemas_of(PROVIDER_FIELDS),
         },
         "type",
         "function",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_hybrid.request import Grammar
+from megatron_hybrid.server.json_schemas import with_definitions
 from megatron_hybrid.server.tool_calls.formats import (
     Schemas,
     ToolFormat,
@@ -89,12 +90,10 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Any, root: Mapping[str, Any] | None = None) -> str:
-    """JSON of a schema, or of a part of `root`, whose definitions it may refer to."""
-    plain = dict(schema) if isinstance(schema, Mapping) else {}
-    for name in ("$defs", "definitions"):
-        if root is not None and name in root:
-            plain.setdefault(name, root[name])
-    return f"%json {json.dumps({'x-guidance': _JSON_STYLE, **plain})}"
+    """JSON of a schema, or of a part of `root`, to which it may refer."""
+    whole = schema if root is None else with_definitions(schema, root)
+    plain = whole if isinstance(whole, Mapping) else {}
+    return f"%json {json.dumps({**plain, 'x-guidance': _JSON_STYLE})}"
 
 
 def _json_call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
