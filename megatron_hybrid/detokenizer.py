@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -32,11 +33,10 @@ class IncrementalDetokenizer:
     ) -> None:
         self.stop_hit: str | None = None
         self.tokens_used = 0
-        self._stop = tuple(stop)
+        self._stops = _Stops(stop) if stop else None
         self._visible_ids = visible_ids
         self._decoding = _decoding_for(tokenizer)
         self._tokenizer = tokenizer
-        self._held = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take new tokens and return the text that is now certain; nothing after a stop string."""
@@ -56,33 +56,76 @@ class IncrementalDetokenizer:
         if self.stop_hit is not None:
             return ""
         text = self._release(self._decoding.flush())
-        if self.stop_hit is None:
-            text += self._held
-            self._held = ""
+        if self._stops is not None and self.stop_hit is None:
+            text += self._stops.take_held()
         return text
 
     def _release(self, text: str) -> str:
-        """Append to the held text, cut at the first stop string, keep what may begin one."""
-        if not self._stop:
+        """The text that is certain with this new text; a stop string ends it."""
+        if self._stops is None:
             return text
-        text = self._held + text
-        first = _first_stop(text, self._stop)
-        if first is not None:
-            start, self.stop_hit = first
-            self._held = ""
-            return text[:start]
-        keep = max(overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        certain, self.stop_hit = self._stops.push(text)
+        return certain
 
 
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Start and name of the stop string that is complete first (the longest of several)."""
-    hits = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
-    if not hits:
-        return None
-    _, start, stop = min(hits)
-    return start, stop
+class _Stops:
+    """Looks for stop strings in a text that comes in pieces, and holds back what may begin one.
+
+    By Knuth, Morris and Pratt: a character costs the same however long the strings are and however
+    much is held back, since a request may have many of them, and many answers.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._begun = [0] * len(stops)  # characters of each that the text ends with
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that is certain now, and the stop string that ended it: the one that is complete
+        first, of several the longest."""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None
+        whole = self._held + text
+        for end in range(len(self._held), len(whole)):
+            complete = self._advance(whole[end])
+            if complete:
+                hit = max(complete, key=len)
+                self._held = ""
+                return whole[: end + 1 - len(hit)], hit
+        certain = len(whole) - max(self._begun)
+        self._held = whole[certain:]
+        return whole[:certain], None
+
+    def take_held(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> list[str]:
+        """The stop strings that are complete with this character."""
+        complete = []
+        for number, (stop, borders) in enumerate(self._stops):
+            begun = self._begun[number]
+            while begun and stop[begun] != character:
+                begun = borders[begun - 1]
+            begun += stop[begun] == character
+            self._begun[number] = begun
+            if begun == len(stop):
+                complete.append(stop)
+        return complete
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of the text, the length of its longest proper one that also ends it."""
+    borders = [0]
+    for character in text[1:]:
+        length = borders[-1]
+        while length and text[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (text[length] == character))
+    return tuple(borders)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.detokenizer import IncrementalDetokenizer, bytes_of_token
+from megatron_hybrid.detokenizer import IncrementalDetokenizer, _Stops, bytes_of_token
 from megatron_hybrid.tokenizer import Tokenizer
 from tests.server.make_tokenizers import byte_level, metaspace, sentencepiece_style
 
@@ -144,3 +146,60 @@ def test_bytes_of_tokens_spell_the_text(name: str) -> None:
     text = "the cat" if name == "metaspace" else "the café 日本 \U0001f680"
     data = b"".join(bytes_of_token(tokenizer, token) for token in tokenizer.encode(text))
     assert data.decode().strip() == text
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """By looking at every end: the text before the stop string that is complete first, the longest
+    of several."""
+    for end in range(len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            hit = max(hits, key=len)
+            return text[: end - len(hit)], hit
+    return text, None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stop_strings_are_found_as_by_looking_at_every_end(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def word(longest: int) -> str:
+        return "".join(rng.choices("ab", k=rng.randint(1, longest)))
+
+    for _ in range(30):
+        stops = [word(6) for _ in range(rng.randint(1, 4))]
+        pieces = [word(4) for _ in range(8)]
+        finder, shown, hit = _Stops(stops), "", None
+        for number, piece in enumerate(pieces):
+            certain, hit = finder.push(piece)
+            shown += certain
+            if hit is not None:
+                break
+            so_far = "".join(pieces[: number + 1])
+            held = max(
+                length
+                for stop in stops
+                for length in range(len(stop))
+                if so_far.endswith(stop[:length])
+            )
+            assert shown == so_far[: len(so_far) - held]
+        else:
+            shown += finder.take_held()
+        assert (shown, hit) == first_stop("".join(pieces), stops)
+
+
+def test_a_character_costs_no_more_where_much_is_held_back() -> None:
+    """Counted, not timed: comparisons of characters, of which KMP makes at most two for each."""
+    comparisons = 0
+
+    class Counted(str):
+        def __getitem__(self, index):
+            nonlocal comparisons
+            comparisons += 1
+            return str.__getitem__(self, index)
+
+    stops = _Stops(["a" * 1000 + "b", "b" * 1000])
+    stops._stops = [(Counted(stop), borders) for stop, borders in stops._stops]
+    for _ in range(5000):
+        stops.push("a")
+    assert comparisons < 5000 * 2 * 3
