@@ -12,6 +12,8 @@ from megatron_hybrid.models.raw_config import RawConfig
 
 # Where gates and up projections are one tensor: (which part of how many).
 GATED = {"gate_proj": (0, 2), "up_proj": (1, 2), "down_proj": (0, 1)}
+# Frequencies that old checkpoints hold: see check_rotary_tables.
+ROTARY_TABLE = r"rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Family(ABC):
     model_types: ClassVar[tuple[str, ...]]
     # (pattern, replacement): other spellings of the same names, applied to a checkpoint's names.
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    # Tensors in a checkpoint that inference has no use for.
-    ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
+    # Tensors in a checkpoint that inference has no use for: they must not change any token.
+    ignored: ClassVar[tuple[str, ...]] = (ROTARY_TABLE,)
     # The usual names of a layer's own roles, where a checkpoint's differ: (pattern, replacement).
     roles: ClassVar[tuple[tuple[str, str], ...]] = ()
     embedding: ClassVar[str] = "model.embed_tokens.weight"
@@ -46,7 +48,8 @@ class Family(ABC):
 
     @abstractmethod
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
-        """Where a block's weight may be, the usual place first. `role` is "norm.weight" for the
+        """Where a block's weight may be, the usual place first; where it is in several of them, it
+        has to be the same. `role` is "norm.weight" for the
         norm before the mixer, else "mixer." and the layer's own name for it. Past the model's last
         block come those of its MTPHead; what is in none of them has a role that begins with
         "mtp.", and the number of the head's first or last block."""
@@ -59,8 +62,6 @@ class Family(ABC):
         return _renamed(role.removeprefix("mixer."), self.roles)
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
-        if config.tie_word_embeddings and name == self.lm_head:
-            return True
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 

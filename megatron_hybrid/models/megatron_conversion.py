@@ -22,10 +22,16 @@ from megatron_hybrid.models.family import Family, Location
 from megatron_hybrid.models.megatron_arguments import MODEL_TYPE, arguments_of
 from megatron_hybrid.models.megatron_folder import described_in, is_megatron_folder
 from megatron_hybrid.models.megatron_limits import check_expressible
-from megatron_hybrid.models.megatron_names import MegatronNames, Role, Rows
+from megatron_hybrid.models.megatron_names import HEAD, MegatronNames, Role, Rows
 from megatron_hybrid.models.megatron_source import MegatronSource
 from megatron_hybrid.models.megatron_to_hugging_face import with_model_type
 from megatron_hybrid.models.megatron_writer import Piece, StoredTensor, write_checkpoint
+from megatron_hybrid.models.weight_checks import (
+    check_all_used,
+    check_rotary_tables,
+    check_same,
+    possible_places,
+)
 from megatron_hybrid.models.weight_source import FolderSource, Index, open_folder
 
 # Beside a checkpoint that was converted: the names and types that its tensors had.
@@ -54,6 +60,7 @@ def to_megatron(source: Path, target: Path, *, progress: bool = True) -> None:
     _make(target)
     with open_folder(source, family) as weights:
         reader = _HuggingFaceRoles(weights, family, config)
+        reader.check()
         write_checkpoint(target, _stored_tensors(reader, config), arguments, progress=progress)
         used = {reader.place(role).name for role in MegatronNames(config).roles()}
         names = {
@@ -69,15 +76,33 @@ class _HuggingFaceRoles:
     def __init__(self, source: FolderSource, family: Family, config: HybridModelConfig) -> None:
         self._source, self._family, self._config = source, family, config
 
+    def check(self) -> None:
+        """Raise WeightsError for a weight that is of no use, or that is stored twice with different
+        values."""
+        source, family, config = self._source, self._family, self._config
+        used: set[str] = set()
+        for role in MegatronNames(config).roles():
+            first, *copies = self._places(role)
+            used.update(place.name for place in (first, *copies))
+            for copy in copies:
+                check_same(source, family, config, first, copy, self._whole)
+        check_all_used(source, family, config, used)
+        check_rotary_tables(source, config)
+
     def place(self, role: Role) -> Location:
-        places = _places(self._family, self._config, role)
-        found = next((place for place in places if place.name in self._source.names), None)
-        if found is None:
+        return self._places(role)[0]
+
+    def _places(self, role: Role) -> list[Location]:
+        places = possible_places(self._family, self._config, role.block, role.role)
+        found = [place for place in places if place.name in self._source.names]
+        if not found:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {self._source.where}.")
         return found
 
     def shape(self, role: Role) -> tuple[int, ...]:
-        place = self.place(role)
+        return self._shape(self.place(role))
+
+    def _shape(self, place: Location) -> tuple[int, ...]:
         shape = self._source.shape(place.name)[0 if place.index is None else 1 :]
         return (shape[0] // place.parts, *shape[1:])
 
@@ -86,7 +111,13 @@ class _HuggingFaceRoles:
 
     def read(self, role: Role, start: int, stop: int) -> Tensor:
         """Rows of a role."""
-        place, (rows, *rest) = self.place(role), self.shape(role)
+        return self._read(self.place(role), start, stop)
+
+    def _whole(self, place: Location) -> Tensor:
+        return self._read(place, 0, self._shape(place)[0])
+
+    def _read(self, place: Location, start: int, stop: int) -> Tensor:
+        rows, *rest = self._shape(place)
         offset = place.part * rows
         index: Index = (slice(offset + start, offset + stop), *(slice(0, n) for n in rest))
         if place.index is not None:
@@ -184,19 +215,20 @@ def to_hugging_face(
             )
     family = family_of(config.model_type)
     weights = MegatronSource.open(source, config)
-    if unexpected := next(
-        (name for name in weights.names if not weights.ignores(config, name)), None
-    ):
-        raise WeightsError(
-            f"Weight {unexpected!r} in {weights.where} has no place in a {config.model_type} model "
-            "of this configuration."
-        )
+    check_all_used(weights, weights, config, ())
+    if config.tie_word_embeddings and HEAD in weights.names:
+        places = Location(weights.embedding), Location(HEAD)
+        check_same(weights, weights, config, *places, partial(_whole, weights))
     _make(target)
     tensors = _HuggingFaceTensors(weights, family, config, _recorded_names(source))
     _write_safetensors(target, tensors, max_shard_bytes, progress)
     copy_description(source, target)
     if values is not None:
         (target / "config.json").write_text(json.dumps(values, indent=2))
+
+
+def _whole(source: MegatronSource, place: Location) -> Tensor:
+    return source.read(place.name, tuple(slice(0, n) for n in source.shape(place.name)))
 
 
 def _recorded_names(source: Path) -> dict[str, torch.dtype]:
@@ -238,7 +270,9 @@ class _HuggingFaceTensors:
         self.tensors: dict[str, _Whole] = {}
         own = {family.canonical(name): name for name in recorded}
         for role, name in source.roles():
-            places = _places(family, config, role)
+            if config.tie_word_embeddings and role.role == "lm_head":
+                continue
+            places = possible_places(family, config, role.block, role.role)
             place = next((place for place in places if place.name in own), places[0])
             shape = source.shape(name)
             written = own.get(place.name, place.name)
@@ -257,7 +291,7 @@ class _HuggingFaceTensors:
         for stored, shape, place in whole.parts:
             target = out if place.index is None else out[place.index]
             rows = target[place.part * shape[0] : (place.part + 1) * shape[0]]
-            rows.copy_(self._source.read(stored, tuple(slice(0, n) for n in shape)))
+            rows.copy_(_whole(self._source, Location(stored)))
         return out
 
 
@@ -298,12 +332,6 @@ def _shards(tensors: dict[str, _Whole], max_bytes: int) -> Iterator[list[str]]:
 
 
 # ------------------------------------------------------------------ both
-
-
-def _places(family: Family, config: HybridModelConfig, role: Role) -> list[Location]:
-    if role.block is None:
-        return [Location(str(getattr(family, role.role)))]
-    return family.locate(config, role.block, role.role)
 
 
 def _make(target: Path) -> None:

@@ -33,6 +33,7 @@ _IGNORED = (
     r"(local|global)_tokens_per_expert$",
     r"rotary_pos_emb\.inv_freq$",
 )
+HEAD = "output_layer.weight"
 HYBRID_NORM, GPT_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 
 
@@ -102,7 +103,7 @@ class MegatronNames:
         norm = GPT_NORM if self.is_gpt else HYBRID_NORM
         yield Role(None, "final_norm", [self._norm(norm, config.zero_centered_norm)])
         if not config.tie_word_embeddings:
-            yield Role(None, "lm_head", [Rows("output_layer.weight", 0, vocab)])
+            yield Role(None, "lm_head", [Rows(HEAD, 0, vocab)])
 
     def _block(self, block: int, letter: str) -> Iterator[tuple[str, list[Rows]]]:
         config, layer = self.config, _Layer(self, block // self.per_layer)

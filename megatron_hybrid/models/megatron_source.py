@@ -14,7 +14,7 @@ from megatron_hybrid.models.family import Location
 from megatron_hybrid.models.megatron_arguments import has_zero_centered_norms
 from megatron_hybrid.models.megatron_checkpoint import Index, MegatronCheckpoint
 from megatron_hybrid.models.megatron_limits import check_expressible
-from megatron_hybrid.models.megatron_names import MegatronNames, Role, Rows
+from megatron_hybrid.models.megatron_names import HEAD, MegatronNames, Role, Rows
 
 
 class MegatronSource:
@@ -44,13 +44,14 @@ class MegatronSource:
             name = _name(role)
             self._roles[name] = role
             self._found[role.block, role.role] = name
+        if config.tie_word_embeddings and HEAD in checkpoint.shapes:
+            # The embedding once more, where a stage of its own: to be compared.
+            self._roles[HEAD] = Role(None, "lm_head", [Rows(HEAD, 0, config.vocab_size)])
         self._check_extents()
         self.embedding = self._found[None, "embedding"]
         self.final_norm = self._found[None, "final_norm"]
-        self.lm_head = self._found.get((None, "lm_head"), "output_layer.weight")
+        self.lm_head = HEAD
         used = {rows.name for role in self._roles.values() for rows in role.rows}
-        if config.tie_word_embeddings:
-            used.add("output_layer.weight")  # the embedding once more, where a stage of its own
         others = {name for name in checkpoint.shapes if not self._layout.ignores(name)} - used
         self.names: Mapping[str, str] = {name: name for name in (*self._roles, *sorted(others))}
 
@@ -129,7 +130,7 @@ class MegatronSource:
             for rows in role.rows:
                 end = rows.start + self._count(rows)
                 ends[rows.name] = max((end, len(rows.lead)), ends.get(rows.name, (0, 0)))
-        padded = {"embedding.word_embeddings.weight", "output_layer.weight"}
+        padded = {self._found[None, "embedding"], HEAD}
         for name, (end, lead) in ends.items():
             stored = self._checkpoint.shapes[name][lead]
             if stored < end or (stored > end and name not in padded):

@@ -116,6 +116,7 @@ class TensorSource:
                     f"{type(name).__name__} and {type(tensor).__name__}."
                 )
             canonical = family.canonical(name)
+            _refuse_twice(names.get(canonical, name), name, self.where)
             self._tensors[canonical], names[canonical] = tensor.detach(), name
         self.names: Mapping[str, str] = names
 
@@ -148,6 +149,11 @@ def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
 
         if index.is_file():
             own = _weight_map(index)
+            if single.is_file() and single.name not in own.values():
+                raise WeightsError(
+                    f"{folder} has both {single.name} and {index.name}, which names other files: "
+                    "remove the one that is not the model."
+                )
             for file in sorted(set(own.values())):
                 if not (folder / file).is_file():
                     raise WeightsError(f"{index.name} names {file}, which is not in {folder}.")
@@ -158,8 +164,18 @@ def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
             raise WeightsError(
                 f"{folder} has neither model.safetensors nor model.safetensors.index.json."
             )
-        names = {family.canonical(name): (name, file) for name, file in own.items()}
+        names: dict[str, tuple[str, str]] = {}
+        for name, file in own.items():
+            canonical = family.canonical(name)
+            _refuse_twice(names.get(canonical, (name, ""))[0], name, str(folder))
+            names[canonical] = name, file
         yield FolderSource(folder, names, files)
+
+
+def _refuse_twice(first: str, second: str, where: str) -> None:
+    """Raise WeightsError for two spellings of one weight's name."""
+    if first != second:
+        raise WeightsError(f"{first!r} and {second!r} in {where} are names of the same weight.")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,13 @@ from megatron_hybrid.models.families import family_of
 from megatron_hybrid.models.family import Location
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.megatron_folder import described_in, is_megatron_folder
+from megatron_hybrid.models.weight_checks import (
+    check_all_used,
+    check_rotary_tables,
+    check_same,
+    check_shape,
+    possible_places,
+)
 from megatron_hybrid.models.weight_source import (
     Tensors,
     TensorSource,
@@ -68,7 +76,7 @@ def load_model(
     else:
         with _open(folder, config) as (source, names):
             placed = _place(model, source, names)
-            _check_all_used(model, placed, source, names)
+            _check(model, placed, source, names)
             _put(placed, source, progress and parallel.is_first)
     model.after_loading()
     return model
@@ -108,18 +116,11 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
             else:
                 names = family = family_of(model.config.model_type)
                 opened = TensorSource(source, family)
-            placed = _place(model, opened, names, partial=not isinstance(source, str | Path))
-        except (WeightsError, ConfigurationError, OSError) as error:
-            refused = error if isinstance(error, WeightsError) else WeightsError(str(error))
+            placed = _place(model, opened, names, some=not isinstance(source, str | Path))
         except Exception as error:  # of whatever gives the tensors: nothing has been changed yet
-            refused = WeightsError(f"{type(error).__name__}: {error}")
-            refused.__cause__ = error
+            refused = _refusal(error)
         _refuse_together(parallel.lockstep, refused)
-        try:
-            _check_all_used(model, placed, opened, names)
-        except WeightsError as error:  # of tensors in memory each rank has its own
-            refused = error
-        _refuse_together(parallel.lockstep, refused)
+        _check(model, placed, opened, names)
         lost: Exception | None = None
         try:
             _put(placed, opened)
@@ -132,6 +133,17 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
                 f"The new weights were copied only in part ({reason}): the model is a mixture of "
                 "old and new ones. The engine must be restarted."
             ) from lost
+
+
+def _refusal(error: Exception) -> WeightsError:
+    """What went wrong before anything was changed."""
+    if isinstance(error, WeightsError):
+        return error
+    if isinstance(error, ConfigurationError | OSError):
+        return WeightsError(str(error))
+    refused = WeightsError(f"{type(error).__name__}: {error}")
+    refused.__cause__ = error
+    return refused
 
 
 def _refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
@@ -156,48 +168,59 @@ def _open(folder: Path, config: HybridModelConfig) -> Iterator[tuple[WeightSourc
 
 
 class _Placed(NamedTuple):
-    """A part of the model, and where a source has it."""
+    """A part of the model, where a source has it, and where it has it once more."""
 
     part: WeightPart
     place: Location
+    copies: list[Location]
 
 
 def _place(
-    model: HybridModel, source: WeightSource, names: WeightNames, *, partial: bool = False
+    model: HybridModel, source: WeightSource, names: WeightNames, *, some: bool = False
 ) -> list[_Placed]:
     """Where each of this rank's parts is. Raises WeightsError for a weight that has the wrong
-    shape, or is missing, unless `partial`. Reads no weight."""
+    shape, or is missing, unless `some` are enough. Reads no weight."""
     placed = []
     for block, part in model.weight_parts():
-        if block is None:
-            places = [Location(str(getattr(names, part.role)))]
-        else:
-            places = names.locate(model.config, block, part.role)
-        place = next((place for place in places if place.name in source.names), None)
-        if place is not None:
-            _check_shape(source.shape(place.name), part, place)
-            placed.append(_Placed(part, place))
-        elif not partial:
+        places = possible_places(names, model.config, block, part.role)
+        stored = [place for place in places if place.name in source.names]
+        for place in stored:
+            check_shape(source, place, part.shape)
+        if stored:
+            placed.append(_Placed(part, stored[0], stored[1:]))
+        elif not some:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
     return sorted(placed, key=lambda one: source.file_of(one.place.name))
 
 
-def _check_all_used(
+def _check(
     model: HybridModel, placed: list[_Placed], source: WeightSource, names: WeightNames
 ) -> None:
-    """Raise WeightsError, on every rank, for a weight that has no place on any rank."""
-    everywhere = model.parallel.lockstep.gather_objects({place.name for _, place in placed})
-    for name in sorted(source.names.keys() - set().union(*everywhere)):
-        if not names.ignores(model.config, name):
-            raise WeightsError(
-                f"Weight {source.names[name]!r} in {source.where} has no place in a "
-                f"{model.config.model_type} model of this configuration."
-            )
+    """Raise WeightsError, on every rank, for a weight that has no place on any rank, or that is
+    stored twice with different values."""
+    config, lockstep = model.config, model.parallel.lockstep
+    own = {place.name for one in placed for place in (one.place, *one.copies)}
+    everywhere = set[str]().union(*lockstep.gather_objects(own))
+    refused: WeightsError | None = None
+    try:
+        check_all_used(source, names, config, everywhere)
+        check_rotary_tables(source, config)
+        for part, place, copies in placed:
+            for copy in copies:
+                check_same(source, names, config, place, copy, partial(_loaded, source, part))
+    except Exception as error:  # of tensors in memory each rank has its own
+        refused = _refusal(error)
+    _refuse_together(lockstep, refused)
+
+
+def _loaded(source: WeightSource, part: WeightPart, place: Location) -> Tensor:
+    """A part's values in one of its places, in the type that the model has them in."""
+    return source.read(place.name, _slices(part, place)).to(part.target.dtype)
 
 
 @torch.no_grad()
 def _put(placed: list[_Placed], source: WeightSource, progress: bool = False) -> None:
-    for part, place in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
+    for part, place, _ in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
         if part.target.numel():  # the last ranks may have nothing of a small vocabulary
             part.put(source.read(place.name, _slices(part, place)))
 
@@ -207,17 +230,6 @@ def _slices(part: WeightPart, place: Location) -> tuple[slice | int, ...]:
     first = slice(part.source[0].start + offset, part.source[0].stop + offset)
     rest = (first, *part.source[1:])
     return rest if place.index is None else (place.index, *rest)
-
-
-def _check_shape(stored: tuple[int, ...], part: WeightPart, place: Location) -> None:
-    expected = (part.shape[0] * place.parts, *part.shape[1:])
-    if place.index is not None:
-        expected = (place.stacked, *expected)
-    if stored != expected:
-        raise WeightsError(
-            f"Weight {place.name!r} has shape {list(stored)}; the configuration makes it "
-            f"{list(expected)}."
-        )
 
 
 # What may differ between the checkpoints of one model.

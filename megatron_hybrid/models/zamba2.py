@@ -14,8 +14,6 @@ from megatron_hybrid.models.raw_config import MAMBA2_LAYERS, RawConfig
 
 class Zamba2(Family):
     model_types = ("zamba2",)
-    # The shared blocks may be in the checkpoint once for every layer that uses them.
-    ignored = (*Family.ignored, r"\.shared_transformer\.")
     roles = (
         (r"^transformer\.input_norm\.", "input_layernorm."),
         (r"^transformer\.mlp_norm\.", "pre_ff_layernorm."),

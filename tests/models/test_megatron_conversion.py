@@ -106,6 +106,35 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "hf", root / "megatron"
 
 
+def test_a_weight_without_a_place_is_not_left_out(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(llama[0], source)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file(tensors_of(source) | {name: torch.ones(64)}, source / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"'{name}' .* has no place"):
+        to_megatron(source, tmp_path / "megatron", progress=False)
+
+
+def test_a_tied_head_has_to_be_the_embedding(tmp_path: Path, parallel: ParallelContext) -> None:
+    source, megatron, same, other = (tmp_path / name for name in ("hf", "mt", "same", "other"))
+    make_tiny_model("mamba2", source, tie_word_embeddings=True)
+    to_megatron(source, megatron, progress=False)
+    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
+    rewrite(megatron, same, lambda t: t.update({head: t[embedding].clone()}))
+    load(same, parallel)
+    to_hugging_face(same, tmp_path / "back", progress=False)
+    assert_same_tensors(source, tmp_path / "back")
+    rewrite(megatron, other, lambda t: t.update({head: t[embedding] + 1}))
+    for convert in (lambda: load(other, parallel), lambda: to_hugging_face(other, tmp_path / "no")):
+        with pytest.raises(WeightsError, match=f"'{head}' .* different values"):
+            convert()
+    tensors = tensors_of(source)
+    tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"] + 1
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(WeightsError, match="'lm_head.weight' .* different values"):
+        to_megatron(source, tmp_path / "not_either", progress=False)
+
+
 # ------------------------------------------------------------------ there and back
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.models.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments
+from tests.tiny_models import make_tiny_model
 
 Tiny = Callable[[str], TinyModel]
 
@@ -217,6 +220,102 @@ def test_weights_without_a_use_are_ignored(
         tiny("nemotron_h"), tmp_path, lambda t: t | {"mtp.layers.0.norm.weight": torch.ones(64)}
     )
     load(tmp_path, parallel)
+
+
+# ------------------------------------------------------------------ one weight, stored twice
+
+
+def test_blocks_that_are_not_shared_are_refused(tmp_path: Path, parallel: ParallelContext) -> None:
+    """transformers shares none without tie_word_embeddings; where all are the same, it is no other
+    model."""
+    theirs = make_tiny_model("zamba2", tmp_path, tie_word_embeddings=False)
+    with pytest.raises(WeightsError, match=r"layers\.1\.shared_.*layers\.4\.shared_.* different"):
+        load(tmp_path, parallel)
+    uses: Any = theirs.model.layers
+    for first, second in ((1, 4), (3, 5)):
+        block = uses[first].shared_transformer.state_dict()
+        uses[second].shared_transformer.load_state_dict(block)
+    theirs.save_pretrained(tmp_path)
+    tokens = random_tokens(20)
+    ours = run_in_segments(load(tmp_path, parallel), tokens, [])
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens]), use_cache=False).logits[0]
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_no_shared_block_has_is_refused(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    name = "model.layers.1.shared_transformer.self_attn.q_proj.bias"
+    copy_with(tiny("zamba2"), tmp_path, lambda t: t | {name: torch.ones(64)})
+    with pytest.raises(WeightsError, match=f"'{name}' .* has no place"):
+        load(tmp_path, parallel)
+
+
+def test_a_tied_head_with_other_values_is_refused(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """transformers would not tie it."""
+    model, embedding = tiny("granite_moe_hybrid"), "model.embed_tokens.weight"
+    tensors = load_file(model.folder / "model.safetensors")
+    head = tensors[embedding].clone()
+    head[-1, -1] += 1
+    copy_with(model, tmp_path, lambda t: t | {"lm_head.weight": head})
+    with pytest.raises(WeightsError, match="'lm_head.weight' .*\"tie_word_embeddings\": false"):
+        load(tmp_path, parallel)
+    ours = load(model.folder, parallel)
+    with pytest.raises(WeightsError, match="different values"):
+        update_model(ours, {embedding: head + 1, "lm_head.weight": head})
+    assert ours.embedding is not None
+    assert torch.equal(ours.embedding.weight, tensors[embedding]), "nothing was changed"
+
+
+def test_a_tied_head_may_stand_for_the_embedding(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    model, tokens = tiny("granite_moe_hybrid"), random_tokens(20)
+    names = {"model.embed_tokens.weight": "lm_head.weight"}
+    copy_with(model, tmp_path, lambda t: {names.get(k, k): v for k, v in t.items()})
+    ours = load(tmp_path, parallel)
+    assert torch.equal(run_in_segments(ours, tokens, []), run_in_segments(model.ours, tokens, []))
+
+
+@pytest.mark.parametrize(
+    ("theta", "size", "fits"), [(1e4, 8, True), (5e5, 8, False), (1e4, 16, False)]
+)
+def test_rotary_tables_have_to_be_the_configurations(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext, theta: float, size: int, fits: bool
+) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    table = (theta ** -(torch.arange(size) / size)).to(torch.bfloat16)
+    copy_with(tiny("llama"), tmp_path, lambda t: t | {name: table})
+    if fits:
+        load(tmp_path, parallel)
+        return
+    with pytest.raises(WeightsError, match="inv_freq' .* other frequencies than rope_theta 10000"):
+        load(tmp_path, parallel)
+
+
+def test_two_spellings_of_one_name_are_refused(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    model, names = tiny("nemotron_h"), ("backbone.norm_f.weight", "model.norm_f.weight")
+    copy_with(model, tmp_path, lambda t: t | {name: torch.ones(64) for name in names})
+    with pytest.raises(WeightsError, match="are names of the same weight"):
+        load(tmp_path, parallel)
+    with pytest.raises(WeightsError, match="are names of the same weight"):
+        update_model(model.ours, [(name, torch.ones(64)) for name in names])
+
+
+def test_two_sets_of_files_are_refused(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """transformers reads the one, and another program the other."""
+    copy_with(tiny("llama"), tmp_path, lambda t: t)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(WeightsError, match="both model.safetensors and .*index.json"):
+        load(tmp_path, parallel)
 
 
 def test_time_constants_stay_in_float32(tiny: Tiny, parallel: ParallelContext) -> None:
