@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 MOST_SPECULATIVE_TOKENS = 32
 MOST_WRITE_INTERVAL = 16
 PREFIX = "inference_dynamic_batching_"
+# Upper limits of whole numbers: MOST where more would do nothing, the others where arrays are made
+# that more would only fill memory with.
+MOST = 2**31 - 1
+MOST_BLOCK_SIZE = 2**20
+MOST_REQUESTS = 2**16
+MOST_TOKENS = 2**24
+MOST_GB = 2**30
 
 
-def _option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    *,
+    least: int = 0,
+    least_means: str = "",
+    most: int = MOST,
+) -> Any:
+    """`least`, `most`: of a number, both included; `least_means`: what the first one stands for."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "least": least,
+        "least_means": least_means,
+        "most": most,
+    }
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -54,13 +78,22 @@ class EngineConfig:
         "auto: the fastest kernels on the device; reference: plain torch, to compare with",
         ("auto", "reference"),
     )
-    seed: int = _option(1234, "seed of requests that bring none, and of dummy weights")
+    seed: int = _option(
+        1234,
+        "seed of requests that bring none, and of dummy weights",
+        least=-(2**63),
+        most=2**64 - 1,
+    )
 
-    tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over")
-    pipeline_model_parallel_size: int = _option(1, "stages that the layers are split into")
-    expert_model_parallel_size: int = _option(1, "ranks that a layer's experts are shared out to")
+    tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over", least=1)
+    pipeline_model_parallel_size: int = _option(1, "stages that the layers are split into", least=1)
+    expert_model_parallel_size: int = _option(
+        1, "ranks that a layer's experts are shared out to", least=1
+    )
     expert_tensor_parallel_size: int | None = _option(
-        None, "ranks that each expert is split over; left out: --tensor-model-parallel-size"
+        None,
+        "ranks that each expert is split over; left out: --tensor-model-parallel-size",
+        least=1,
     )
 
     symmetric_memory_all_reduce: bool = _option(
@@ -77,25 +110,37 @@ class EngineConfig:
     )
 
     inference_dynamic_batching_buffer_size_gb: float | None = _option(
-        None, "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)"
+        None,
+        "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)",
+        most=MOST_GB,
     )
-    inference_dynamic_batching_block_size: int = _option(64, "tokens in a KV block")
+    inference_dynamic_batching_block_size: int = _option(
+        64, "tokens in a KV block", least=1, most=MOST_BLOCK_SIZE
+    )
     inference_dynamic_batching_max_requests: int | None = _option(
-        None, "requests that run at the same time; left out: up to 256, as memory allows"
+        None,
+        "requests that run at the same time; left out: up to 256, as memory allows",
+        least=1,
+        most=MOST_REQUESTS,
     )
-    inference_dynamic_batching_max_tokens: int = _option(8192, "tokens computed in one step")
+    inference_dynamic_batching_max_tokens: int = _option(
+        8192, "tokens computed in one step", least=1, most=MOST_TOKENS
+    )
     inference_dynamic_batching_num_cuda_graphs: int = _option(
         16,
         "batch sizes of decodes for which a CUDA graph is captured at start, on a GPU; -1: all "
         "sizes that are worth one; 0: none",
+        least=-1,
+        least_means="all sizes that are worth one",
     )
     inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = _option(
         16,
         "prompts that a graph of small prompts beside decodes has room for; 0: only steps of "
         "decodes run from graphs",
+        least_means="none",
     )
     inference_max_seq_length: int | None = _option(
-        None, "longest prompt and answer together; left out: the model's"
+        None, "longest prompt and answer together; left out: the model's", least=1
     )
     enable_chunked_prefill: bool | None = _option(
         None, "cut prompts into chunks that fit a step; always on with state caching"
@@ -107,7 +152,9 @@ class EngineConfig:
     inference_dynamic_batching_prefix_caching_mamba_gb: float | None = _option(
         None,
         "memory for cached recurrent states; 0: none, and then a hybrid skips nothing; left out: "
-        "0.25 on a CPU, half of what is free on a GPU",
+        "at most 0.25 on a CPU, half of what is free on a GPU",
+        least_means="none",
+        most=MOST_GB,
     )
     inference_dynamic_batching_prefix_caching_eviction_policy: str = _option(
         "replay_cost",
@@ -119,12 +166,16 @@ class EngineConfig:
         True, "also keep states at the exact end of prompts and answers, off the grid"
     )
     inference_dynamic_batching_prefix_caching_checkpoint_interval: int = _option(
-        1024, "tokens between states that are kept for want of a better place; 0: none"
+        1024,
+        "tokens between states that are kept for want of a better place; 0: none",
+        least_means="none",
     )
     num_speculative_tokens: int = _option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "
         "they come from. 0: none. Answers are the same",
+        least_means="none",
+        most=MOST_SPECULATIVE_TOKENS,
     )
     drafter: str = _option(
         "auto",
@@ -154,65 +205,22 @@ class EngineConfig:
         "tokens that a request decodes from one write of its recurrent states to the next; in "
         "between what the states take in is kept, which is much less. Left out: chosen for the "
         "device and the kind of layers; 1: every token",
+        least=1,
+        most=MOST_WRITE_INTERVAL,
     )
     inference_logging_step_interval: int = _option(
-        100, "steps between two lines of the periodic log; 0: none"
+        100, "steps between two lines of the periodic log; 0: none", least_means="none"
     )
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            PREFIX + "block_size",
-            PREFIX + "max_requests",
-            PREFIX + "max_tokens",
-            "inference_max_seq_length",
-            "mamba_inference_state_write_interval",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{_flag(name)} is {value}; it must be at least 1.")
-        _ = self.parallel_sizes  # refuses what does not go together
         size = self.inference_dynamic_batching_buffer_size_gb
         if size is not None and size <= 0:
             raise ConfigurationError(
-                f"{_flag(PREFIX + 'buffer_size_gb')} is {size}; it must be more than 0."
+                f"{_flag(PREFIX + 'buffer_size_gb')} is {_shown(size)}; it must be more than 0."
             )
-        if self.inference_logging_step_interval < 0:
-            raise ConfigurationError(
-                f"--inference-logging-step-interval is {self.inference_logging_step_interval}; "
-                "it must be 0 (no log) or more."
-            )
-        interval = PREFIX + "prefix_caching_checkpoint_interval"
-        if getattr(self, interval) < 0:
-            raise ConfigurationError(
-                f"{_flag(interval)} is {getattr(self, interval)}; it must be 0 (none) or more."
-            )
-        graphs = PREFIX + "num_cuda_graphs"
-        if getattr(self, graphs) < -1:
-            raise ConfigurationError(
-                f"{_flag(graphs)} is {getattr(self, graphs)}; it must be 0 (none) or more, or -1 "
-                "(all sizes that are worth one)."
-            )
-        mixed = PREFIX + "cuda_graph_mixed_prefill_count"
-        if getattr(self, mixed) < 0:
-            raise ConfigurationError(
-                f"{_flag(mixed)} is {getattr(self, mixed)}; it must be 0 (none) or more."
-            )
-        if not 0 <= self.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
-            raise ConfigurationError(
-                f"--num-speculative-tokens is {self.num_speculative_tokens}; it must be 0 (none) "
-                f"to {MOST_SPECULATIVE_TOKENS}."
-            )
-        written = self.mamba_inference_state_write_interval
-        if written is not None and written > MOST_WRITE_INTERVAL:
-            raise ConfigurationError(
-                f"--mamba-inference-state-write-interval is {written}; it must be at most "
-                f"{MOST_WRITE_INTERVAL}."
-            )
+        self._check_ranges()
+        _ = self.parallel_sizes  # refuses what does not go together
         requests = self.inference_dynamic_batching_max_requests
         if requests is not None and requests > self.inference_dynamic_batching_max_tokens:
             raise ConfigurationError(
@@ -243,13 +251,30 @@ class EngineConfig:
             }[kind.split(" ")[0]]
             if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
                 raise ConfigurationError(
-                    f"{_flag(option.name)} is {value!r}; it must be of type {kind}."
+                    f"{_flag(option.name)} is {_shown(value)}; it must be of type {kind}."
                 )
             choices = option.metadata["choices"]
             if choices and value not in choices:
                 raise ConfigurationError(
                     f"{_flag(option.name)} is {value!r}; it must be one of {', '.join(choices)}."
                 )
+
+    def _check_ranges(self) -> None:
+        for option in fields(self):
+            value, limits = getattr(self, option.name), option.metadata
+            if isinstance(value, bool | str | None) or limits["least"] <= value <= limits["most"]:
+                continue
+            if value != value or abs(value) == math.inf:
+                wanted = "a finite number"
+            elif value > limits["most"]:
+                wanted = f"at most {limits['most']}"
+            elif limits["least_means"]:
+                wanted = f"{limits['least']} ({limits['least_means']}) or more"
+            else:
+                wanted = f"at least {limits['least']}"
+            raise ConfigurationError(
+                f"{_flag(option.name)} is {_shown(value)}; it must be {wanted}."
+            )
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], source: str) -> EngineConfig:
@@ -281,15 +306,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigurationError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
     if values is None:
         return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigurationError(f"--config {path} must hold option names and their values.")
     if isinstance(values.get("load"), str):  # an absolute path stays as it is
         values["load"] = str(Path(path).parent / values["load"])
     return values
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"  # which Python may refuse to print
+    return repr(value)
 
 
 def _flag(name: str) -> str:

@@ -23,6 +23,7 @@ from megatron_hybrid.engine.profiling import measure_activations
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
     StageLayers,
+    cpu_cache_bytes,
     derive_geometry,
     describe,
     gpu_cache_bytes,
@@ -194,9 +195,17 @@ def _lockstep(parallel: ParallelContext) -> Lockstep | None:
 def load_weights(config: EngineConfig) -> HybridModel:
     """The model alone, for `build_engine`."""
     plan = _Plan.of(config)
+    weights = _bytes_of(plan.shapes)
     if plan.device.type == "cuda":
-        gpu_cache_bytes(plan.device, weights=_bytes_of(plan.shapes))  # refuses what does not fit
+        gpu_cache_bytes(plan.device, weights=weights)  # refuses what does not fit
+    else:
+        _cpu_cache_bytes(weights)
     return _load(plan)
+
+
+def _cpu_cache_bytes(weights: int) -> int:
+    """`weights`: bytes still to be loaded."""
+    return cpu_cache_bytes(weights=weights, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +377,10 @@ def _without_weights(
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:
     """`loaded`: the weights are there, so that what a step takes can be measured."""
-    config, gpu_bytes = plan.config, None
+    config, weights = plan.config, 0 if loaded else _bytes_of(model)
+    gpu_bytes = cpu_bytes = None
+    if plan.device.type == "cpu":
+        cpu_bytes = _cpu_cache_bytes(weights)
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
         max_tokens = config.inference_dynamic_batching_max_tokens
@@ -388,7 +400,7 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
 
         gpu_bytes = gpu_cache_bytes(
             plan.device,
-            weights=0 if loaded else _bytes_of(model),
+            weights=weights,
             measure_activations=measure if loaded else lambda: 0,
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
             vocab_size=plan.model_config.vocab_size if model.is_last_stage else 0,
@@ -404,6 +416,7 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
             list(model.kv_specs.values()), list(model.state_specs.values()), model.is_last_stage
         ),
         plan.ring_length,
+        cpu_bytes,
     )
 
 

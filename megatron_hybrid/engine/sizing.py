@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry, slots_for_budget
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 
@@ -63,6 +63,27 @@ def gpu_cache_bytes(
     return max(0, int(left * GPU_SHARE))
 
 
+def cpu_cache_bytes(*, weights: int = 0, processes: int = 1) -> int:
+    """Bytes that the caches can take of the machine's memory, on a CPU.
+
+    weights: bytes still to be loaded. processes: that share the memory, each with as much as this
+    one. Raises ConfigurationError when the weights alone do not fit.
+    """
+    available = available_memory() // processes
+    if weights > available:
+        raise ConfigurationError(
+            f"The model's weights take {weights / GIB:.2f} GB; {available / GIB:.2f} GB of memory "
+            f"are available{_to_each(processes)}. Free some, use a machine or a container with "
+            "more, a smaller --dtype, or split the model over several machines with "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size."
+        )
+    return available - weights
+
+
+def _to_each(processes: int) -> str:
+    return f" to each of {processes} processes" if processes > 1 else ""
+
+
 def derive_geometry(
     config: EngineConfig,
     kv_specs: Iterable[KVSpec],
@@ -72,6 +93,7 @@ def derive_geometry(
     gpu_bytes: int | None = None,
     stage: StageLayers | None = None,
     ring_length: int = 0,
+    cpu_bytes: int | None = None,
 ) -> CacheGeometry:
     """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
     or too large.
@@ -79,8 +101,8 @@ def derive_geometry(
     The specs are of the whole model, and so are the bytes of what is returned: ranks that decide
     alike must be told the same. `stage`: what of it this rank keeps and has to pay for; None: all.
     `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
-    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU. `ring_length`: of a running
-    request's rings.
+    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU, where `cpu_bytes` says how
+    much. `ring_length`: of a running request's rings.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
     stage = stage or StageLayers(kv_specs, state_specs, has_logits=True)
@@ -94,10 +116,12 @@ def derive_geometry(
     ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
     own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
+    pays_for_states = keeps_states and own_slot > 0
     if gpu_bytes is None:
-        buffer, states = _cpu_budgets(config)
+        assert cpu_bytes is not None
+        buffer, states = _cpu_budgets(config, pays_for_states, minimum(cpu_bytes))
     else:
-        buffer, states = _gpu_budgets(config, keeps_states and own_slot > 0, minimum(gpu_bytes))
+        buffer, states = _gpu_budgets(config, pays_for_states, minimum(gpu_bytes))
     max_requests = minimum(_max_requests(config, buffer, own_live if state_specs else 0))
     cached = 0
     if keeps_states:
@@ -155,17 +179,11 @@ def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> Con
     )
 
 
-def _cpu_budgets(config: EngineConfig) -> tuple[int, int]:
-    """Bytes for KV blocks and live states, and bytes for cached states."""
-    buffer = _bytes(config.inference_dynamic_batching_buffer_size_gb)
-    states = _bytes(config.inference_dynamic_batching_prefix_caching_mamba_gb)
-    if buffer is None:
-        buffer = min(CPU_BUFFER_BYTES, psutil.virtual_memory().available // 2)
-    return buffer, CPU_STATE_BYTES if states is None else states
-
-
-def _gpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
-    """As above; what is not given gets what is left, or half of it each."""
+def _given_budgets(
+    config: EngineConfig, keeps_states: bool
+) -> tuple[int | None, int | None, str, int]:
+    """The two budgets in bytes (None: to be chosen), those that were given in words, and their
+    sum."""
     buffer = _bytes(config.inference_dynamic_batching_buffer_size_gb)
     states = _bytes(config.inference_dynamic_batching_prefix_caching_mamba_gb)
     if not keeps_states:
@@ -178,9 +196,30 @@ def _gpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[
         )
         if size
     ]
-    wanted = sum(size for _, size in given)
+    flags = " and ".join(f"{flag} is {size / GIB:.2f}" for flag, size in given)
+    return buffer, states, flags, sum(size for _, size in given)
+
+
+def _cpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
+    """Bytes for KV blocks and live states, and bytes for cached states. What is not given gets
+    what is rarely exceeded, and at most a part of what is left."""
+    buffer, states, flags, wanted = _given_budgets(config, keeps_states)
     if wanted > limit or limit == 0:
-        flags = " and ".join(f"{flag} is {size / GIB:.2f}" for flag, size in given)
+        raise ConfigurationError(
+            f"{flags or 'There is no memory for caches'}; beside the model's weights, "
+            f"{limit / GIB:.2f} GB of memory are available."
+        )
+    if buffer is None:
+        buffer = min(CPU_BUFFER_BYTES, (limit - wanted) // 2)
+    if states is None:
+        states = min(CPU_STATE_BYTES, (limit - buffer) // 4)
+    return buffer, states
+
+
+def _gpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
+    """As above; what is not given gets what is left, or half of it each."""
+    buffer, states, flags, wanted = _given_budgets(config, keeps_states)
+    if wanted > limit or limit == 0:
         raise ConfigurationError(
             f"{flags or 'There is no memory for caches'}; beside the weights, the activations of "
             "--inference-dynamic-batching-max-tokens "

@@ -301,6 +301,7 @@ def together(
                 minimum,
                 memory[rank],
                 stages[rank],
+                cpu_bytes=64 * GIB,
             )
         except ConfigurationError as error:
             found[rank] = error

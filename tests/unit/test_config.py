@@ -13,6 +13,8 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 
 BLOCK = "inference_dynamic_batching_block_size"
+BUFFER = "inference_dynamic_batching_buffer_size_gb"
+STATES = "inference_dynamic_batching_prefix_caching_mamba_gb"
 INTERVAL = "inference_dynamic_batching_prefix_caching_checkpoint_interval"
 EXACT_ENDS = "inference_dynamic_batching_prefix_caching_exact_ends"
 
@@ -86,6 +88,20 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path):
             },
             "must be at least --inference-dynamic-batching-max-requests, which is 9",
         ),
+        ({BUFFER: float("nan")}, "buffer-size-gb is nan; it must be a finite number"),
+        ({BUFFER: float("inf")}, "buffer-size-gb is inf; it must be a finite number"),
+        ({BUFFER: -float("inf")}, "buffer-size-gb is -inf; it must be more than 0"),
+        ({BUFFER: 1.7e308}, "buffer-size-gb is 1.7e.308; it must be at most 1073741824"),
+        ({STATES: float("nan")}, "mamba-gb is nan; it must be a finite number"),
+        ({STATES: -float("inf")}, "mamba-gb is -inf; it must be a finite number"),
+        ({STATES: -1}, "mamba-gb is -1; it must be 0 .none. or more"),
+        ({BLOCK: 10**12}, "block-size is 1000000000000; it must be at most 1048576"),
+        ({"inference_dynamic_batching_max_requests": 10**9}, "it must be at most 65536"),
+        ({"inference_dynamic_batching_max_tokens": 10**10}, "it must be at most 16777216"),
+        ({"inference_max_seq_length": 2**70}, "it must be at most 2147483647"),
+        ({"seed": 2**64}, "it must be at most 18446744073709551615"),
+        ({"seed": -(10**5000)}, "--seed is a number of 16610 bits; it must be at least -9223"),
+        ({"seed": float("inf")}, "--seed is inf; it must be of type int"),
         ({"no_such_option": 1}, "'no_such_option', which is not an option"),
     ],
 )
@@ -94,14 +110,36 @@ def test_mistakes_are_refused_in_a_sentence(values, message):
         EngineConfig.from_mapping(values, "here")
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1\n", "nope: 1\n"])
+def test_every_number_has_limits():
+    for option in fields(EngineConfig):
+        if str(option.type).split(" ")[0] in ("int", "float"):
+            for value in (option.metadata["most"] + 1, option.metadata["least"] - 1):
+                with pytest.raises(ConfigurationError, match=option.name.replace("_", "-")):
+                    EngineConfig(**{option.name: value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [", "- 1\n", "nope: 1\n", "1: 2\n", "seed: " + "9" * 5000, "seed: 2020-99-99\n",
+        "load: \xff\n", "a: " + "[" * 5000,
+    ],
+)  # fmt: skip
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigurationError, match="bad.yaml"):
         parse("--config", str(path))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         parse("--config", str(tmp_path / "none.yaml"))
+
+
+def test_what_a_file_says_has_the_same_limits(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    for text, words in ((".nan", "is nan; it must be a finite"), (".inf", "is inf; it must be a")):
+        path.write_text(f"{BUFFER}: {text}\n")
+        with pytest.raises(ConfigurationError, match=words):
+            parse("--config", str(path))
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")))

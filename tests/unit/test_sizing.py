@@ -1,4 +1,5 @@
-"""How the memory of a GPU is divided, and what the largest step is; neither needs a GPU."""
+"""How the memory of a GPU or of a machine is divided, and what the largest step is; nothing here
+needs a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +9,15 @@ import torch
 
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.engine import host_memory
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.profiling import largest_step
-from megatron_hybrid.engine.sizing import GPU_SHARE, derive_geometry, gpu_cache_bytes
+from megatron_hybrid.engine.sizing import (
+    GPU_SHARE,
+    cpu_cache_bytes,
+    derive_geometry,
+    gpu_cache_bytes,
+)
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
@@ -93,6 +100,51 @@ def test_weights_activations_graphs_and_workspaces_are_taken_off(monkeypatch):
     assert gpu_cache_bytes(GPU, measure_activations=lambda: 200 * GIB) == 0
     with pytest.raises(ConfigurationError, match="take 101.00 GB; of the 140.00 GB of cuda:0, 100"):
         gpu_cache_bytes(GPU, weights=101 * GIB)
+
+
+def on_a_cpu(gigabytes: float, **options):
+    return derive_geometry(
+        EngineConfig(**options), [KV], [STATE], 1000, cpu_bytes=int(gigabytes * GIB)
+    )
+
+
+def test_on_a_cpu_little_is_taken_and_less_where_there_is_little():
+    for memory, wanted in ((100.0, 1.25), (2.0, 1.25), (1.0, 0.625)):
+        assert wanted - 0.02 < used(on_a_cpu(memory)) <= wanted
+    found = on_a_cpu(1.0, **{BUFFER: 0.9})
+    assert 0.9 < used(found) <= 0.925
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "words"),
+    [
+        (4.0, {STATES: 1e6}, "caching-mamba-gb is 1000000.00; .* weights, 4.00 GB of memory"),
+        (4.0, {BUFFER: 4.1}, "buffer-size-gb is 4.10; .* 4.00 GB of memory are available"),
+        (4.0, {BUFFER: 3.0, STATES: 2.0}, "buffer-size-gb is 3.00 and --.*-mamba-gb is 2.00; "),
+        (0.0, {}, "There is no memory for caches; .* 0.00 GB"),
+    ],
+)
+def test_a_budget_is_compared_with_the_machines_memory(memory, options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        on_a_cpu(memory, **options)
+
+
+def test_a_budget_that_nothing_uses_is_not_compared():
+    assert on_a_cpu(4.0, **{CACHING: False, STATES: 100.0}).num_cached_slots == 0
+
+
+def test_weights_that_do_not_fit_into_memory_are_refused_before_they_load(monkeypatch):
+    monkeypatch.setattr(host_memory, "_machine_available", lambda: 8 * GIB)
+    monkeypatch.setattr(host_memory, "_left_in_groups", lambda root: [2 * GIB, 3 * GIB])
+    assert cpu_cache_bytes(weights=GIB) == GIB
+    with pytest.raises(ConfigurationError, match="weights take 3.00 GB; 2.00 GB of memory are av"):
+        cpu_cache_bytes(weights=3 * GIB)
+    with pytest.raises(ConfigurationError, match="1.00 GB .* available to each of 2 processes"):
+        cpu_cache_bytes(weights=3 * GIB // 2, processes=2)
+    monkeypatch.setattr(host_memory, "_left_in_groups", lambda root: [GIB // 1000])
+    for load in (load_weights, build_engine):
+        with pytest.raises(ConfigurationError, match="The model's weights take 0.0. GB; 0.00 GB"):
+            load(CONFIG)
 
 
 @pytest.mark.parametrize(
