@@ -21,7 +21,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron_hybrid import LLM, ConfigurationError, SamplingParams
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 from megatron_hybrid.reference_model.chats import Chat, write_chat
 
 Message = dict[str, str]
@@ -73,7 +77,7 @@ def long_chat(llm: LLM, tokens: int) -> Chat:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -23,6 +23,7 @@ from megatron_hybrid.answer_places import (
 )
 from megatron_hybrid.chat_content import with_plain_content
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
+from megatron_hybrid.model_files import check_tokenizer
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -70,14 +71,14 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read the tokenizer of a Hugging Face folder; ConfigurationError if there is none."""
         path = Path(folder)
-        if not path.is_dir():
-            raise ConfigurationError(f"--load names {path}, which is not a folder.")
+        check_tokenizer(path)
         try:
             return cls(_load_hf_tokenizer(path))
         except Exception as error:  # transformers raises many kinds for a broken folder
+            reason = " ".join(str(error).split())  # and of many lines
             raise ConfigurationError(
-                f"The folder {path} has no tokenizer that can be read (looked for tokenizer.json "
-                f"and tokenizer.model): {error}"
+                f"{path} has no tokenizer that can be read (tokenizer.json is looked for first): "
+                f"{reason}"
             ) from error
 
     @property
@@ -291,8 +292,14 @@ def _load_hf_tokenizer(path: Path) -> Any:
 
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what fails is raised, too
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    finally:
+        logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigurationError(
             f"its tokenizer ({type(tokenizer).__name__}) cannot be turned into a tokenizer.json."

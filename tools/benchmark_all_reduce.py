@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.kernels.norm import triton as norm
 from megatron_hybrid.parallel import RankGroup, initialize
 
@@ -69,7 +70,7 @@ def gathers(fast: RankGroup, nccl: RankGroup, x: Tensor) -> list[Callable[[], ob
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--width", type=int, default=4096, help="values in a row (default: 4096)")

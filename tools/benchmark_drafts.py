@@ -28,7 +28,11 @@ import numpy as np
 import torch
 
 from megatron_hybrid import SamplingParams
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.drafting.drafter import Ints, Tokens
 from megatron_hybrid.engine.build import build_engine, load_weights
@@ -144,7 +148,7 @@ class Ways:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N")

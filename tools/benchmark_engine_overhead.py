@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.benchmarks.environment import describe_environment
 from megatron_hybrid.benchmarks.measurements import distribution
 from megatron_hybrid.cache.block_hash import extend_keys, root_key
@@ -49,7 +50,7 @@ CHAIN = 32  # blocks in one cached sequence
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=256, help="requests that decode at once")

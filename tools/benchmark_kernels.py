@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.benchmarks.environment import describe_environment
 from megatron_hybrid.benchmarks.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from megatron_hybrid.benchmarks.timing import Call, Ceilings, Timing, number_of_sets, time_calls
@@ -663,7 +664,7 @@ def describe(row: dict[str, Any], on_gpu: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

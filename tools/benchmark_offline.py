@@ -37,7 +37,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_hybrid import EngineConfig
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 from megatron_hybrid.benchmarks import WORKLOAD_NAMES, Workload, make_workload, summarize
 from megatron_hybrid.benchmarks.driver import BenchmarkError, Run, run_workload
 from megatron_hybrid.benchmarks.environment import describe_environment, peak_memory
@@ -53,7 +57,7 @@ WARM_UP_SEED = 10**6
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("benchmark")

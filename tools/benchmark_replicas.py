@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.benchmarks.replicas import (
     ALONE,
     JOINT,
@@ -34,7 +35,7 @@ POLICY_FLAG = "--inference-dynamic-batching-prefix-caching-coordinator-policy"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shown = Workload()

@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 from megatron_hybrid import ConfigurationError, WeightsError
+from megatron_hybrid.arguments import ArgumentParser
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_hybrid import reference_model
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.reference_model.chats import Chat, Question, write_chat
 
 EDGES = [0, 128, 512, 1024, 2048, 3072, 4096]
@@ -231,7 +232,7 @@ def _order(row: str) -> tuple[int, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=reference_model.path(), help="folder")

@@ -27,7 +27,11 @@ from megatron_hybrid import (
     SamplingParams,
     WeightsError,
 )
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -39,7 +43,7 @@ class InputError(ValueError):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)

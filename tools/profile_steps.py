@@ -28,7 +28,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hybrid import SamplingParams
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
@@ -129,7 +133,7 @@ def summarize(events: Any) -> tuple[dict[str, KernelTime], float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N or prefill")

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.simulation import plots, report
 from megatron_hybrid.simulation.policies import ABLATIONS, BASELINES, POLICIES
 from megatron_hybrid.simulation.pools import SHAPES, SPLITS
@@ -44,7 +45,7 @@ from megatron_hybrid.simulation.traces import TRACES
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", nargs="+", default=["all"], choices=[*TRACES, "all"])

@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.reference_model.chats import Chat, write_chat
 
 VOCABULARY = 2048
@@ -431,7 +432,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", default="runs/reference_model", help="folder of the run")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.benchmarks.serving_clients import SAMPLINGS
 from megatron_hybrid.benchmarks.serving_metrics import METRICS, parse_goodput
 from megatron_hybrid.benchmarks.workloads import SHARED_PREFIX, WORKLOAD_NAMES
@@ -27,7 +28,7 @@ _SAMPLING_FIELDS = (
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a flag that is cut short may mean another one elsewhere

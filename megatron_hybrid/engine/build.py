@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_hybrid import reference_model
 from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
@@ -38,6 +37,7 @@ from megatron_hybrid.grammar import FolderGrammars
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.model_files import find_model_folder
 from megatron_hybrid.models.config import (
     MAMBA,
     SHARED_TRANSFORMER,
@@ -46,7 +46,7 @@ from megatron_hybrid.models.config import (
     resolve_dtype,
 )
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.megatron_folder import described_in, end_tokens, is_megatron_folder
+from megatron_hybrid.models.megatron_folder import described_in, end_tokens
 from megatron_hybrid.models.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
 
@@ -240,7 +240,7 @@ class _Plan:
     @classmethod
     def of(cls, config: EngineConfig, model: HybridModel | None = None) -> _Plan:
         """`model`: with the weights, where it is there already."""
-        folder = model_folder(config)
+        folder = find_model_folder(config)
         model_config = _model_config(config, folder)
         max_seq_length = _max_seq_length(config, model_config)
         if config.parallel_sizes.expert > 1 and model_config.moe is None:
@@ -292,22 +292,11 @@ def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
     )
 
 
-def model_folder(config: EngineConfig) -> Path:
-    """The folder to serve: --load's, or the reference model's."""
-    folder = reference_model.path() if config.load is None else Path(config.load)
-    if not (folder / "config.json").is_file() and not is_megatron_folder(folder):
-        raise ConfigurationError(
-            f"--load names {folder}, which holds no config.json; "
-            "it must be a Hugging Face model folder or a Megatron checkpoint (torch_dist)."
-        )
-    return folder
-
-
 def tokenizer_folder(config: EngineConfig) -> Path:
     """The folder with the tokenizer: --tokenizer-model's, or where the model is described."""
     if config.tokenizer_model is not None:
         return Path(config.tokenizer_model)
-    folder = model_folder(config)
+    folder = find_model_folder(config)
     return described_in(folder) or folder
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
+from megatron_hybrid.model_files import INDEX, SINGLE, check_weights
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.family import Family, Location
 
@@ -135,7 +137,8 @@ def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
     """Raises WeightsError for a folder without weights, or with files that are no safetensors."""
     if not folder.is_dir():
         raise WeightsError(f"{folder} is no folder.")
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    check_weights(folder)
+    index, single = folder / INDEX, folder / SINGLE
     with ExitStack() as stack:
         files: dict[str, Any] = {}
 
@@ -144,7 +147,7 @@ def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
                 try:
                     files[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
                 except (SafetensorError, OSError) as error:
-                    raise WeightsError(f"{file} in {folder} cannot be read: {error}.") from error
+                    raise WeightsError(_unreadable(folder, file, error)) from error
             return files[file]
 
         if index.is_file():
@@ -158,18 +161,24 @@ def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
                 if not (folder / file).is_file():
                     raise WeightsError(f"{index.name} names {file}, which is not in {folder}.")
                 opened(file)
-        elif single.is_file():
-            own = dict.fromkeys(opened(single.name).keys(), single.name)
         else:
-            raise WeightsError(
-                f"{folder} has neither model.safetensors nor model.safetensors.index.json."
-            )
+            own = dict.fromkeys(opened(single.name).keys(), single.name)
         names: dict[str, tuple[str, str]] = {}
         for name, file in own.items():
             canonical = family.canonical(name)
             _refuse_twice(names.get(canonical, (name, ""))[0], name, str(folder))
             names[canonical] = name, file
         yield FolderSource(folder, names, files)
+
+
+def _unreadable(folder: Path, file: str, error: Exception) -> str:
+    with contextlib.suppress(OSError), (folder / file).open("rb") as opened:
+        if opened.read(20) == b"version https://git-":
+            return (
+                f"{file} in {folder} is Git LFS's pointer to the weights: `git lfs pull` there "
+                "fetches them."
+            )
+    return f"{file} in {folder} cannot be read: {error}."
 
 
 def _refuse_twice(first: str, second: str, where: str) -> None:

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_hybrid import reference_model
-from megatron_hybrid.arguments import add_engine_arguments, engine_config_from_args
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
+from megatron_hybrid.model_files import check_model_files
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.cache_publishing import CachePublishing
@@ -44,7 +49,7 @@ REFERENCE_MODEL_NAME = "reference_model"
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; the process's exit code."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled: see parallel/megatron
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="megatron-hybrid serve",
         description="Serve a model over HTTP, in OpenAI's wire format.",
     )
@@ -60,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         config = engine_config_from_args(args)
+        check_model_files(config)
         kv_events = KVEventsConfig.from_json(args.kv_events_config)
         layout = RankLayout.from_environment(config.parallel_sizes)
         options = _server_options(config, args, layout)
