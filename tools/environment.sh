@@ -43,6 +43,51 @@ _make_venv() {
     fi
 }
 
+# Says what pip is doing: on a terminal in one line that changes, elsewhere in a line every so many
+# seconds, with the time that has passed. From its first error on, all it says goes to stderr.
+_show_progress() {
+    local line state=starting failed="" began=$SECONDS next=$PROGRESS_SECONDS passed
+    local second="-t 1"
+    [ "${BASH_VERSINFO[0]}" -ge 4 ] || second="" # there the end looks like a second without a line
+    while true; do
+        if IFS= read -r $second line; then
+            case $line in
+            ERROR:* | error:* | Traceback*) failed=1 ;;
+            "Collecting "*) state="looking for ${line#Collecting }" ;;
+            *Downloading\ *) state="downloading ${line##*Downloading }" ;;
+            *Installing\ build\ * | *Building\ *) state="building" ;;
+            "Installing collected packages: "*) state="installing what was downloaded" ;;
+            esac
+            if [ -n "$failed" ] || [[ $line = "WARNING: Retrying "* ]]; then
+                [ -t 1 ] && printf '\r\033[K'
+                printf '%s\n' "$line" >&2
+            fi
+        elif [ $? -le 128 ]; then
+            break # pip has ended; above 128 a second has passed without a line
+        fi
+        passed=$((SECONDS - began))
+        if [ -t 1 ]; then
+            printf '\r   %d:%02d  %.66s\033[K' $((passed / 60)) $((passed % 60)) "${state%% (from *}"
+        elif [ "$passed" -ge "$next" ]; then
+            next=$((passed + PROGRESS_SECONDS))
+            printf '   %d:%02d  %s\n' $((passed / 60)) $((passed % 60)) "${state%% (from *}"
+        fi
+    done
+    [ -t 1 ] && printf '\r\033[K'
+    return 0
+}
+PROGRESS_SECONDS=20
+
+# _pip_install VENV ARGUMENT...: modules are compiled as they are imported, since most never are.
+_pip_install() {
+    local venv=$1
+    shift
+    PYTHONUNBUFFERED=1 PIP_ROOT_USER_ACTION=ignore "$venv/bin/python" -m pip install --no-input \
+        --disable-pip-version-check --progress-bar off --no-compile "$@" </dev/null 2>&1 |
+        _show_progress
+    return "${PIPESTATUS[0]}"
+}
+
 ensure_environment() {
     local extras=${1:-} target="." stamp stamps fingerprint
     [ -n "$extras" ] && target=".[$extras]"
@@ -63,10 +108,8 @@ ensure_environment() {
     echo "== installing $target into $VENV (a few minutes the first time)"
     # In its own line, before our requirements: an old pip does not know how to install
     # pyproject projects in editable mode.
-    # Modules are compiled as they are imported: most never are.
-    (cd "$ROOT" && "$VENV/bin/python" -m pip install -qq --no-input --upgrade pip </dev/null &&
-        "$VENV/bin/python" -m pip install -qq --no-input --no-compile --editable "$target" \
-            </dev/null) || {
+    (cd "$ROOT" && _pip_install "$VENV" --upgrade pip &&
+        _pip_install "$VENV" --editable "$target") || {
         echo "The installation failed; pip's message above says why." >&2
         return 1
     }
@@ -82,8 +125,7 @@ ensure_client_environment() {
         return 0
     fi
     echo "== installing $wanted into $venv (about 1 GB; a few minutes the first time)"
-    "$venv/bin/python" -m pip install -qq --no-input --upgrade pip </dev/null &&
-        "$venv/bin/python" -m pip install -qq --no-input --no-compile -r "$wanted" </dev/null || {
+    _pip_install "$venv" --upgrade pip && _pip_install "$venv" -r "$wanted" || {
         echo "The installation failed; pip's message above says why." >&2
         return 1
     }

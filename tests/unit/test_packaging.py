@@ -187,6 +187,55 @@ def test_a_wrong_interpreter_is_explained(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+FAKE_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+-m\\ venv\\ *) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+-m\\ pip\\ *--upgrade*) ;;
+-m\\ pip\\ *) printf '%s\\n' "$PIP_SAYS"; exit "$PIP_STATUS" ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_installation_says_how_far_it_is_and_why_it_failed(tmp_path, status):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    fake = tmp_path / "fake"
+    fake.write_text(FAKE_PYTHON.replace("REAL", sys.executable))
+    fake.chmod(0o755)
+    says = [
+        "WARNING: somebody runs pip as root",
+        "Collecting torch<2.14 (from here)",
+        "  Downloading torch-2.11.whl (800 MB)",
+        "Installing collected packages: sympy, torch",
+        *(["ERROR: the disk is full", "  of wheels"] if status else []),
+    ]
+    script = (
+        'set -euo pipefail; . tools/environment.sh; PROGRESS_SECONDS=0; ensure_environment "$@"'
+    )
+    command = [shutil.which("bash"), "-c", script]
+    variables = {"PYTHON": str(fake), "PIP_SAYS": "\n".join(says), "PIP_STATUS": str(status)}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, (tmp_path / ".venv" / ".installed").exists()) == (status, not status)
+    steps = re.findall(r"^   0:0\d  (.*)$", done.stdout, re.M)
+    assert list(dict.fromkeys(steps)) == [
+        "starting",
+        "looking for torch<2.14",
+        "downloading torch-2.11.whl (800 MB)",
+        "installing what was downloaded",
+    ]
+    failure = "ERROR: the disk is full\n  of wheels\nThe installation failed; pip's message above"
+    assert done.stderr.startswith(failure) if status else done.stderr == ""
+
+
 def test_ci_runs_the_readmes_second_command():
     assert "tools/run_tests.sh" in (ROOT / ".ci" / "run").read_text()
     assert "tools/run_tests.sh" in (ROOT / "README.md").read_text()
