@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False} | options)
 
     def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         # Before anything else: a required flag that is missing may be there under a wrong name.

@@ -70,7 +70,7 @@ _show_progress() {
             printf '\r   %d:%02d  %.66s\033[K' $((passed / 60)) $((passed % 60)) "${state%% (from *}"
         elif [ "$passed" -ge "$next" ]; then
             next=$((passed + PROGRESS_SECONDS))
-            printf '   %d:%02d  %s\n' $((passed / 60)) $((passed % 60)) "${state%% (from *}"
+            printf '   %d:%02d  %.66s\n' $((passed / 60)) $((passed % 60)) "${state%% (from *}"
         fi
     done
     [ -t 1 ] && printf '\r\033[K'
