@@ -241,7 +241,8 @@ class RequestEvent:
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
     that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
     `prompt_logprobs` comes with the first token of choice 0: one entry per prompt token, None for
-    the first. `counters` comes with the last event: see docs/prefix_cache.md.
+    the first. With the last event come `counters` (see docs/prefix_cache.md) and, if it ever ran,
+    the seconds that it waited for that.
     """
 
     request_id: str
@@ -255,6 +256,7 @@ class RequestEvent:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     counters: dict[str, int] | None = None
+    queue_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)

@@ -476,6 +476,8 @@ class Scheduler:
         event = self._event(request) if event is None else event
         event.finish_reason = reason
         event.counters = dict(request.counters)
+        if request.admitted is not None:
+            event.queue_seconds = request.admitted - request.arrived
         self._events.append(event)
 
     def _leave(self, request: TrackedRequest, *, keeps_end: bool = True) -> None:

@@ -8,6 +8,7 @@ from flask import Flask, request
 from werkzeug.exceptions import UnsupportedMediaType
 
 from megatron_hybrid.server import (
+    access_log,
     control_routes,
     dashboard,
     http_errors,
@@ -15,6 +16,7 @@ from megatron_hybrid.server import (
     openapi,
     service_routes,
 )
+from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.http_errors import WrongKey
 from megatron_hybrid.server.serving import Serving
 
@@ -24,6 +26,7 @@ MAX_BODY_BYTES = 64 * 2**20
 def create_app(serving: Serving) -> Flask:
     app = Flask("megatron_hybrid")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    access_log.install(app, Addresses(serving.options.trusted_proxies))
     http_errors.install(app)
     _install_key_check(app, serving.options.api_key)
     _install_content_type_check(app)

@@ -6,17 +6,61 @@ ends early looks complete.
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gunicorn.http.errors import ParseException
 
+if TYPE_CHECKING:
+    from megatron_hybrid.server.connections import Connection
+
 
 class BodyStalled(Exception):
-    """Nothing more of a body came for too long."""
+    """Nothing more of a body came for too long, or all of it came too slowly."""
 
 
 class BodyBroken(Exception):
     """A body ended early, or its chunks are not as HTTP wants them."""
+
+
+class Pace:
+    """How long a body may take: `seconds`, and one more for every `bytes_a_second` that came;
+    never more than `patience` seconds for the next piece."""
+
+    def __init__(
+        self,
+        *,
+        patience: float,
+        seconds: float,
+        bytes_a_second: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.received = 0
+        self._patience = patience
+        self._seconds = seconds
+        self._rate = bytes_a_second
+        self._clock = clock
+        self._begun = clock()
+        self._is_slow = False
+
+    def seconds_left(self) -> float:
+        """For the next piece; TimeoutError if none are left."""
+        left = self._begun + self._seconds + self.received / self._rate - self._clock()
+        self._is_slow = left < self._patience
+        if left <= 0:
+            raise TimeoutError
+        return min(left, self._patience)
+
+    def complaint(self) -> str:
+        """What to tell a client whose next piece was not in time."""
+        if not self._is_slow:
+            return f"Nothing more of the body came for {self._patience:g} seconds."
+        return (
+            f"The body comes too slowly: {self.received} bytes in "
+            f"{self._clock() - self._begun:.0f} seconds; it may take {self._seconds:g} seconds, "
+            f"and one more for every {self._rate:g} bytes that came."
+        )
 
 
 class BodyReader:
@@ -26,11 +70,12 @@ class BodyReader:
     closed after the answer.
     """
 
-    def __init__(self, request: Any, patience: float) -> None:
-        """request: gunicorn's; patience: the socket's timeout in seconds."""
+    def __init__(self, request: Any, connection: Connection, pace: Pace) -> None:
+        """request: gunicorn's."""
         self._request = request
         self._reader = request.body.reader
-        self._patience = patience
+        self._connection = connection
+        self._pace = pace
         self._length: int | None = getattr(self._reader, "length", None)  # None: in chunks
         self._received = 0
 
@@ -39,16 +84,17 @@ class BodyReader:
 
         Raises BodyStalled or BodyBroken.
         """
+        self._connection.pace = self._pace
         try:
             data: bytes = self._reader.read(size)
         except TimeoutError as error:
             self._request.force_close()
-            raise BodyStalled(
-                f"Nothing more of the body came for {self._patience:g} seconds."
-            ) from error
+            raise BodyStalled(self._pace.complaint()) from error
         except (OSError, ParseException) as error:
             self._request.force_close()
             raise BodyBroken(f"The body could not be read: {error}.") from error
+        finally:
+            self._connection.pace = None
         self._received += len(data)
         if len(data) < size and self._length is not None and self._received < self._length:
             self._request.force_close()

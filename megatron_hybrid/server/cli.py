@@ -28,6 +28,7 @@ from megatron_hybrid.server.cache_publishing import CachePublishing
 from megatron_hybrid.server.engine_process import Broadcast, EngineLoop
 from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.messages import CacheSizes
 from megatron_hybrid.server.options import (
     ServerOptions,
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_replica_arguments(parser)
     add_ask_arguments(parser)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    set_up_logging(args.log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
     logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
     # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
     # other ranks.
@@ -212,6 +213,10 @@ def _server_options(
         request_timeout=args.request_timeout,
         http_workers=args.http_workers,
         http_connections=args.http_connections,
+        http_connections_per_address=args.http_connections_per_address,
+        trusted_proxies=tuple(args.trusted_proxies),
+        log_format=args.log_format,
+        access_log=args.access_log,
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,
         tool_call_parser=args.tool_call_parser,

@@ -27,6 +27,7 @@ from megatron_hybrid.server.coordinator_process import COORDINATOR
 from megatron_hybrid.server.engine_client import EngineClient
 from megatron_hybrid.server.engine_process import bind_socket
 from megatron_hybrid.server.launch import end_with_parent
+from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.messages import EngineReady
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 from megatron_hybrid.server.placer import Placer
@@ -40,8 +41,9 @@ PING_SECONDS = 1.0  # how soon the requests of a worker that died stop counting
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s coordinator: %(message)s")
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
+    text = f"%(asctime)s {COORDINATOR}: "
+    set_up_logging(settings.options.log_format, COORDINATOR, text, logging.INFO)
     end_with_parent(int(sys.argv[1]))
     Coordinator(settings.options, RunFolder(Path(settings.folder))).run(lambda: False)
     return 0

@@ -23,6 +23,7 @@ import msgspec
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
 from megatron_hybrid.server.coordinator_process import COORDINATOR, CoordinatorProcess
+from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings
 from megatron_hybrid.server.preparation import Preparation
 from megatron_hybrid.server.preparers import PREPARERS, PreparingProcess
@@ -32,15 +33,16 @@ from megatron_hybrid.tokenizer import Tokenizer
 NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
 FIRST_CONTACT_SECONDS = 0.5
 WATCH_SECONDS = 0.1
-SPARE_CONNECTIONS = 64  # a worker, for /health and /metrics while all others wait for the engine
 WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
 BACKLOG = 2048
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s front end: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
+    options = settings.options
+    set_up_logging(options.log_format, "front end", "%(asctime)s front end: ", logging.INFO)
+    logging.getLogger(ACCESS_LOG).disabled = not options.access_log
     try:
         run(settings)
     except ConfigurationError as error:
@@ -93,19 +95,20 @@ def run(settings: FrontEndSettings) -> None:
 def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer: Tokenizer) -> Any:
     from gunicorn.app.base import BaseApplication
 
-    from megatron_hybrid.server.worker import KEEP_ALIVE_SECONDS
+    from megatron_hybrid.server.worker import KEEP_ALIVE_SECONDS, ServerLog
 
     options = settings.options
     url = f"http://{_in_url(options.host)}:{listener.getsockname()[1]}"
     descriptor = listener.detach()  # gunicorn makes a socket of its own from it
 
     class Master(BaseApplication):
+        server_options = options
+
         def load_config(self) -> None:
             for name, value in {
                 "bind": f"fd://{descriptor}",
                 "workers": options.http_workers,
                 "worker_class": "megatron_hybrid.server.worker.FrontEndWorker",
-                "worker_connections": options.connections_a_worker + SPARE_CONNECTIONS,
                 "keepalive": int(KEEP_ALIVE_SECONDS),
                 "backlog": BACKLOG,
                 "timeout": WORKER_SECONDS,
@@ -115,6 +118,7 @@ def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer:
                 # client on this machine.
                 "forwarded_allow_ips": "",
                 "loglevel": "error",
+                "logger_class": ServerLog,
                 "proc_name": "megatron-hybrid",
                 "control_socket_disable": True,
                 "worker_tmp_dir": settings.folder,

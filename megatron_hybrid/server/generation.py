@@ -127,6 +127,9 @@ class Generation:
         self._subscription: Subscription | None = None
         self._arrived = arrived
         self._timeout = timeout
+        self._prompt_tokens = 0
+        self._queued: float | None = None  # seconds, in the engine
+        self.failure: int | None = None  # the HTTP status that fits what broke a stream off
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
@@ -146,6 +149,7 @@ class Generation:
         engine = self._client.check()
         request.params.validate_vocabulary(engine.vocab_size)
         max_seq_length = engine.max_seq_length
+        self._prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             request_id = f"{self.request_id}-{number}"
             for index in range(n):
@@ -240,6 +244,8 @@ class Generation:
 
     def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
         choice = self._choices[event.request_id, event.index]
+        if event.queue_seconds is not None:  # with its last event
+            self._queued = max(self._queued or 0.0, event.queue_seconds)
         if choice.finished:
             return []
         if event.finish_reason is FinishReason.ERROR:
@@ -268,16 +274,34 @@ class Generation:
             tokens = sum(one.answer.completion_tokens for one in choices)
             self._placement.ended(tokens if whole else None)
 
+    def figures(self, started: float) -> dict[str, object]:
+        """For the log: tokens so far, and seconds in the queue (the longest of all answers) and
+        until the first token. started: when the request came, by `time.monotonic`."""
+        figures: dict[str, object] = {}
+        if self._prompt_tokens:
+            figures["prompt_tokens"] = self._prompt_tokens  # though no event may have come
+            _, figures["cached_tokens"], figures["answer_tokens"] = self._tokens()
+        if self._queued is not None:
+            figures["queue_seconds"] = round(self._queued, 4)
+        if self._subscription is not None and self._subscription.first_event is not None:
+            figures["first_token_seconds"] = round(self._subscription.first_event - started, 4)
+        return figures
+
     def usage(self) -> dict[str, object]:
-        """Tokens read and written. A prompt with several choices was given once, so counts once,
-        and what was cached of it is what was found for the first of them to be computed."""
+        """Tokens read and written."""
+        return _usage(*self._tokens())
+
+    def _tokens(self) -> tuple[int, int, int]:
+        """Of prompts, of what was cached of them, and of answers. A prompt with several choices was
+        given once, so counts once, and what was cached of it is what was found for the first of
+        them to be computed."""
         answers = [choice.answer for choice in self._choices.values()]
         n = self._request.params.n
         groups = [answers[start : start + n] for start in range(0, len(answers), n)]
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
         cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
         completion = sum(answer.completion_tokens for answer in answers)
-        return _usage(prompt, cached, completion)
+        return prompt, cached, completion
 
     def usage_so_far(self, index: int) -> dict[str, object]:
         """Of the choice with this index: tokens of its prompt, and those it has written."""

@@ -85,19 +85,21 @@ def json_response(value: Any, status: int = 200) -> Response:
 def install(app: Flask) -> None:
     """Answer every exception, also Flask's own, with an error object."""
 
-    @app.errorhandler(Exception)
-    def answer(error: Exception) -> Response:
-        status, body = describe(error)
-        response = json_response(body, status)
-        if isinstance(error, HTTPException):
-            for name, value in error.get_headers():
-                if name.lower() == "allow":
-                    response.headers[name] = value
-        if status in (429, 503):
-            response.headers["Retry-After"] = "1"
-        if status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        return response
+    app.errorhandler(Exception)(error_response)
+
+
+def error_response(error: Exception) -> Response:
+    status, body = describe(error)
+    response = json_response(body, status)
+    if isinstance(error, HTTPException):
+        for name, value in error.get_headers():
+            if name.lower() == "allow":
+                response.headers[name] = value
+    if status in (429, 503):
+        response.headers["Retry-After"] = "1"
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 def _error_object(

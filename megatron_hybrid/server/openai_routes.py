@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flask import Flask, Response, request
+from flask import Flask, Response, g, request
 
 from megatron_hybrid.server.bodies import read_body
 from megatron_hybrid.server.chat import answer_chat
@@ -62,7 +62,8 @@ def _generation(
     serving: Serving, prefix: str, wanted: GenerationRequest, arrived: float
 ) -> Iterator[Generation]:
     """A place for the current request, given up at once if it fails."""
-    generation = serving.open(prefix, wanted, client_gone(request.environ), arrived)
+    gone = client_gone(request.environ)
+    generation = g.generation = serving.open(prefix, wanted, gone, arrived)
     try:
         yield generation
     except BaseException:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flask import Flask, Response
 
+from megatron_hybrid.server.access_log import REQUEST_ID
 from megatron_hybrid.server.field_types import JsonSchema
 from megatron_hybrid.server.http_errors import json_response
 from megatron_hybrid.server.openapi_answers import (
@@ -25,6 +26,7 @@ from megatron_hybrid.server.serving import Serving
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
 OPEN_ROUTES = ("/health", "/metrics", "/openapi.json", "/")
 _JSON = "application/json"
+_NAME = {"$ref": "#/components/headers/RequestId"}
 _EVENTS = "text/event-stream"
 _SENTENCES = {
     400: "A field is wrong or unknown; `param` names it.",
@@ -35,13 +37,13 @@ _SENTENCES = {
     409: "Not possible in the engine's present state.",
     413: "The body is too large.",
     415: "The Content-Type is not application/json.",
-    429: "Too many requests are waiting.",
+    429: "Too many requests are waiting, or connections open.",
     500: "The engine failed.",
     503: "The engine is loading, busy or gone.",
     504: "The request's time is over.",
 }
 _ASKS_ENGINE = (500, 503)
-_GENERATES = (404, 429, 504, *_ASKS_ENGINE)
+_GENERATES = (404, 504, *_ASKS_ENGINE)
 _CONTROLS = (403, 409, *_ASKS_ENGINE)
 
 
@@ -192,7 +194,14 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
                 **request_schemas(ready.vocab_size if ready is not None else None),
                 **answer_schemas(),
                 **figures_schemas(),
-            }
+            },
+            "headers": {
+                "RequestId": {
+                    "description": "The request's name in the server's log: the client's own "
+                    f"{REQUEST_ID}, if that is at most 128 printable ASCII characters.",
+                    "schema": STRING,
+                }
+            },
         },
     }
     if with_key:
@@ -218,7 +227,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         "summary": route.summary,
         "operationId": f"{route.method}_{route.path.strip('/') or 'page'}".replace("/", "_"),
     }
-    errors = {*route.errors}
+    errors = {429, *route.errors}
     if route.path_parameter is not None:
         parameter = {"name": route.path_parameter, "in": "path", "required": True, "schema": STRING}
         operation["parameters"] = [parameter]
@@ -235,6 +244,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
     operation["responses"] = {
         "200": {
             "description": "Done.",
+            "headers": {REQUEST_ID: _NAME},
             "content": {
                 kind: {} if schema is None else {"schema": schema}
                 for kind, schema in route.contents.items()
@@ -248,12 +258,12 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
 def _error_response(status: int) -> dict[str, Any]:
     response: dict[str, Any] = {
         "description": _SENTENCES[status],
+        "headers": {REQUEST_ID: _NAME},
         "content": {_JSON: {"schema": reference("Error")}},
     }
     if status in (429, 503):
-        response["headers"] = {
-            "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}
-        }
+        retry = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
+        response["headers"]["Retry-After"] = retry
     return response
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from megatron_hybrid.server.addresses import parse_network
 from megatron_hybrid.server.fields import ParseOptions
+from megatron_hybrid.server.log_format import LOG_FORMATS
 
 MOST_WORKERS = 64
 CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
@@ -32,6 +34,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float = 0.0  # seconds; 0: none
     http_workers: int = 1
     http_connections: int = 4096
+    http_connections_per_address: int = 1024  # 0: any number
+    trusted_proxies: tuple[str, ...] = ()
+    log_format: str = LOG_FORMATS[0]
+    access_log: bool = True
     engine_restart_timeout: float = 60.0  # seconds
     shutdown_timeout: float = 30.0  # seconds
     tool_call_parser: str = "auto"
@@ -57,6 +63,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def connections_a_worker(self) -> int:
         """Requests that one worker may have open: its share, rounded up."""
         return -(-self.http_connections // self.http_workers)
+
+    @property
+    def connections_an_address(self) -> int:
+        """Connections that one worker may have from an address: its share, rounded up; 0: any
+        number."""
+        return -(-self.http_connections_per_address // self.http_workers)
 
 
 class FrontEndSettings(msgspec.Struct, frozen=True):
@@ -95,6 +107,34 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         type=_whole(1, 1_000_000),
         default=4096,
         help="requests that may be open at the same time, running or waiting; more get 429",
+    )
+    group.add_argument(
+        "--http-connections-per-address",
+        type=_whole(0, 1_000_000),
+        default=1024,
+        help="connections that may be open from one address, or IPv6 network of 64 bits; more get "
+        "429. 0: any number; this machine and --trusted-proxies are not counted",
+    )
+    group.add_argument(
+        "--trusted-proxies",
+        type=_network,
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses or networks (10.0.0.0/8) of proxies that clients come through: their "
+        "connections are not counted, and X-Forwarded-For says who the client is, for the log",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default=LOG_FORMATS[0],
+        help="of what the server logs: text, or one JSON object a line",
+    )
+    group.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="log no line for every request that has ended",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -218,6 +258,15 @@ def _is_loopback(host: str) -> bool:
 def default_workers() -> int:
     """One on small machines, up to four on those with many cores."""
     return max(1, min(4, (os.cpu_count() or 1) // CORES_A_WORKER))
+
+
+def _network(text: str) -> str:
+    try:
+        return str(parse_network(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not an address, nor a network such as 10.0.0.0/8"
+        ) from None
 
 
 def _seconds(text: str) -> float:

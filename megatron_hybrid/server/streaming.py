@@ -11,7 +11,7 @@ from msgspec import json
 
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.generation import ClientGone, Delta, Generation
-from megatron_hybrid.server.http_errors import describe
+from megatron_hybrid.server.http_errors import CLIENT_CLOSED_REQUEST, describe
 from megatron_hybrid.server.openai_protocol import GenerationRequest
 from megatron_hybrid.server.tool_calls.formats import Call
 
@@ -154,10 +154,12 @@ def _events(
                 yield events
         if include_usage:
             yield frame.usage(generation.usage())
-    except ClientGone:
+    except (ClientGone, GeneratorExit):
+        generation.failure = CLIENT_CLOSED_REQUEST
         return
     except Exception as error:  # the status line is out: the error goes into the stream
-        yield b"data: " + json.encode(describe(error)[1]) + b"\n\n"
+        generation.failure, body = describe(error)
+        yield b"data: " + json.encode(body) + b"\n\n"
     finally:
         generation.close()
     yield _DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class Subscription:
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._partial: dict[ChoiceKey, RequestEvent] = {}
         self.open_choices: set[ChoiceKey] = set()
+        self.first_event: float | None = None  # when it came, by `time.monotonic`
 
     def add(self, request: wire.AddRequest) -> None:
         self._client.submit(request, self, self._on_first)
@@ -82,6 +84,8 @@ class Subscription:
 
     def deliver(self, item: Delivery) -> None:
         """Called by the client's thread."""
+        if self.first_event is None and isinstance(item, RequestEvent):
+            self.first_event = time.monotonic()
         if isinstance(item, RequestEvent) and self._whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)

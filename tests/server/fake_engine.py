@@ -23,6 +23,7 @@ from megatron_hybrid.request import (
 from megatron_hybrid.server.openapi_figures import COUNTERS, COUNTERS_BY_NAME
 
 BLOCK_SIZE = 4
+QUEUE_SECONDS = 0.0625  # that each request says it has waited
 
 
 class Added(NamedTuple):
@@ -297,6 +298,7 @@ class FakeEngine:
             event.finish_reason = FinishReason.LENGTH
         if event.finish_reason is not None:
             event.counters = {"generated_tokens": len(one.generated)}
+            event.queue_seconds = QUEUE_SECONDS
         return event
 
     def _observe(self, name: str, since: float) -> None:

@@ -25,6 +25,7 @@ import sys
 from megatron_hybrid.server import front_end, worker
 
 worker.STALLED_CLIENT_SECONDS = float(sys.argv[1])
+worker.SPARE_CONNECTIONS = 8
 front_end.main()
 """
 
@@ -46,7 +47,9 @@ def main() -> int:
     parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--data-parallel-rank", type=int, default=0)
     parser.add_argument("--policy", default="longest_prefix")
-    parser.add_argument("--stalled-client-seconds", help="instead of the worker's two minutes")
+    parser.add_argument("--stalled-client-seconds", help="not two minutes; and few places")
+    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--no-access-log", dest="access_log", action="store_false")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     if args.stalled_client_seconds is not None:
@@ -67,6 +70,8 @@ def main() -> int:
         api_key=args.api_key,
         http_workers=args.http_workers,
         http_connections=args.http_connections,
+        log_format=args.log_format,
+        access_log=args.access_log,
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,
         data_parallel_size=args.data_parallel_size,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ import pytest
 from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
-from megatron_hybrid.server.body_reader import BodyBroken, BodyReader
+from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, Pace
+from megatron_hybrid.server.connections import Connection
 from megatron_hybrid.server.preparers import NICENESS
 from tests.server.processes import ServerProcess, children_of, wait_until
 from tests.server.test_processes import FAKE, engine_figure, open_stream, send
@@ -28,11 +31,13 @@ CHUNKED = ("Transfer-Encoding: chunked",)
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    """Gives up a client after a moment; whatever the tests do to it, it logs no failure."""
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--stalled-client-seconds", "0.3") as server:
+    """Gives up a client after a moment, and has 12 places; whatever the tests do to it, it logs no
+    failure."""
+    flags = ("--stalled-client-seconds", "0.3", "--http-connections", "4", "--log-format", "json")
+    with ServerProcess(*FAKE, str(tokenizer_folder), *flags) as server:
         yield server
         assert server.stop() == 0
-    assert "Traceback" not in server.output
+    assert [line for line in server.lines if "Traceback" in line] == []
 
 
 def connect(server: ServerProcess) -> socket.socket:
@@ -148,8 +153,106 @@ def test_chunks_make_up_a_body_and_the_connection_stays(server: ServerProcess) -
     connection.close()
 
 
+def test_connections_that_send_nothing_more_make_room(server: ServerProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        stalled = []
+        for _ in range(100):
+            stalled.append(stack.enter_context(connect(server)))
+            stalled[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        assert send(f"{server.url}/health")[0] == 200
+        assert stalled[0].recv(1) == b""
+        stalled[-1].sendall(b"\r\n")
+        assert stalled[-1].recv(12) == b"HTTP/1.1 200"
+    server.wait_for_line("(that waited for their client were closed)", 20)
+
+
+def test_too_many_bodies_at_once_are_refused_but_not_looks_at_the_server(
+    server: ServerProcess,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(12)]
+        for client in clients:
+            client.sendall(head("Content-Length: 100", "x-request-id: mine") + BODY[:20])
+        assert send(f"{server.url}/health")[0] == 200
+        answers = [client.makefile("rb").read() for client in clients]
+    refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 429")]
+    assert 0 < len(refused) < 12
+    for answer in refused:
+        lines, _, body = answer.partition(b"\r\n\r\n")
+        assert {b"Retry-After: 1", b"x-request-id: mine", b"Connection: close"} <= {
+            *lines.split(b"\r\n")
+        }
+        assert json.loads(body)["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\nHost: localhost\n\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 9000 + b"\r\n\r\n", 431),
+        (head("Expect: miracles", "Content-Length: 2") + b"{}", 417),
+        (head("Transfer-Encoding: gopher, chunked"), 501),
+        # Two readers could find different ends of these.
+        (head("Content-Length: 5", "Content-Length: 6") + BODY, 400),
+        (head("Content-Length: 5", *CHUNKED) + b"0\r\n\r\n" + head(path="/abort"), 400),
+        (head("Content-Length: +5") + BODY, 400),
+        (head("Transfer-Encoding: chunked, identity") + BODY, 400),
+        (head("Transfer-Encoding: gzip") + BODY, 400),
+        (head(" Content-Length: 5") + BODY, 400),
+    ],
+)
+def test_what_is_no_request_gets_one_answer_and_a_closed_connection(
+    server: ServerProcess, data: bytes, status: int
+) -> None:
+    with connect(server) as client:
+        client.sendall(data)
+        answer = client.makefile("rb").read()
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 %d " % status)
+    assert b"\r\nx-request-id: req-" in lines
+    assert b"\r\nConnection: close" in lines
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"  # and nothing behind it
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_order(server: ServerProcess) -> None:
+    get = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-request-id: {}\r\n\r\n"
+    with connect(server) as client:
+        client.sendall("".join(map(get.format, range(50))).encode())
+        client.shutdown(socket.SHUT_WR)
+        answers = client.makefile("rb").read().decode()
+    assert re.findall("x-request-id: (.*)\r", answers) == list(map(str, range(50)))
+    assert answers.count("HTTP/1.1 200 OK") == 50
+
+
+def test_a_body_is_asked_for_when_the_client_expects_that(server: ServerProcess) -> None:
+    with connect(server) as client:
+        client.sendall(head(f"Content-Length: {len(BODY)}", "Expect: 100-continue"))
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(BODY)
+        assert client.recv(12) == b"HTTP/1.1 200"
+    with connect(server) as client:
+        client.sendall(head("Content-Length: 9", "Expect: 100-continue", "Connection: close"))
+        assert b"\r\n\r\nHTTP/1.1 408" in client.makefile("rb").read()
+
+
+def test_requests_are_logged_as_objects(server: ServerProcess) -> None:
+    lines = ("Content-Type: application/json", 'x-request-id: a "b"', "Connection: close")
+    assert ask(server, head(*lines, f"Content-Length: {len(BODY)}") + BODY)[0] == 200
+    server.wait_for_line(r"(a \\\"b\\\")", 20)
+    found = [json.loads(line) for line in server.lines if '"a \\"b\\""' in line]
+    assert [
+        (one["process"], one["route"], one["status"], one["answer_tokens"]) for one in found
+    ] == [("front end", "/v1/completions", 200, 2)]
+
+
 def test_idle_connections_end_with_the_server_without_a_word(tokenizer_folder: Path) -> None:
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.02") as server:
+    flags = ("--step-seconds", "0.02", "--no-access-log")
+    with ServerProcess(*FAKE, str(tokenizer_folder), *flags) as server:
         used = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
         used.request("GET", "/health")
         used.getresponse().read()
@@ -164,6 +267,7 @@ def test_idle_connections_end_with_the_server_without_a_word(tokenizer_folder: P
         stream.close()
         used.close()
     assert "Traceback" not in server.output
+    assert "route=" not in server.output
 
 
 class _Request:
@@ -189,7 +293,8 @@ class _Pieces(io.BytesIO):
 
 def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
     request = _Request(_Pieces(b"abcdef"))
-    reader = BodyReader(request, 1.0)
+    pace = Pace(patience=1.0, seconds=1.0, bytes_a_second=1.0)
+    reader = BodyReader(request, Connection(None, None, 1.0), pace)
     assert (reader.read(4), reader.read(4)) == (b"abcd", b"ef")
     assert not request.closes
     with pytest.raises(BodyBroken, match="chunk size"):

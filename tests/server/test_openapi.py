@@ -85,6 +85,17 @@ def test_every_route_is_described(http: FlaskClient) -> None:
     assert described == installed
 
 
+def test_every_answer_is_described_with_the_requests_name(http: FlaskClient) -> None:
+    document = description(http)
+    name = {"$ref": "#/components/headers/RequestId"}
+    assert "x-request-id" in document["components"]["headers"]["RequestId"]["description"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert {"200", "429"} <= operation["responses"].keys()
+            for response in operation["responses"].values():
+                assert response["headers"]["x-request-id"] == name
+
+
 def test_every_get_route_answers_with_all_fields_that_are_described_and_no_others(
     reference_http: FlaskClient,
 ) -> None:
