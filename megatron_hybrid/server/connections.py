@@ -37,10 +37,10 @@ MAKES_ROOM_AFTER = {Phase.HEADERS: 0.1, Phase.IDLE: 0.1, Phase.BRIEF: 5.0}  # se
 class Connection:
     """One client's connection, as what gunicorn reads requests from.
 
-    patience: seconds for the next piece of anything.
+    counted: under what it counts, where an address has a limit; None: nowhere.
     """
 
-    def __init__(self, client: Any, counted: str | None, patience: float) -> None:
+    def __init__(self, client: Any, counted: str | None) -> None:
         self.client = client
         self.counted = counted
         self.phase = Phase.HEADERS
@@ -48,7 +48,6 @@ class Connection:
         self.on_data: Callable[[], None] = lambda: None  # called when something comes while idle
         self.pace: Pace | None = None  # while a body is read
         self.requests = 0  # awaited so far
-        self._patience = patience
 
     def recv(self, size: int) -> bytes:
         """Raises TimeoutError when a body is too slow, and what the socket raises."""
@@ -57,11 +56,12 @@ class Connection:
             if data and self.phase is Phase.IDLE:
                 self.on_data()
             return data
+        before = self.client.gettimeout()
         self.client.settimeout(self.pace.seconds_left())
         try:
             data = self.client.recv(size)
         finally:
-            self.client.settimeout(self._patience)
+            self.client.settimeout(before)
         self.pace.received += len(data)
         time.sleep(0)  # lets other greenlets go on, however fast the client is
         return data

@@ -96,11 +96,11 @@ class FrontEndWorker(GeventWorker):
             self._connections.end(connection)
             gevent.sleep(0)  # a client that sends one request upon the other is not alone
         connection.requests += 1
+        connection.client.settimeout(None)
         return contextlib.nullcontext()
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        client.settimeout(STALLED_CLIENT_SECONDS)
-        connection = Connection(client, self._addresses.counted(addr[0]), STALLED_CLIENT_SECONDS)
+        connection = Connection(client, self._addresses.counted(addr[0]))
         gevent.getcurrent().connection = connection
         try:
             if self._connections.open(connection):
@@ -116,6 +116,7 @@ class FrontEndWorker(GeventWorker):
         if not self._connections.begin(connection, brief=brief):
             self._refuse_request(req, sock, addr)
             raise StopIteration
+        sock.settimeout(STALLED_CLIENT_SECONDS)
         req.unreader.sock = connection
         pace = Pace(
             patience=STALLED_CLIENT_SECONDS,

@@ -294,7 +294,7 @@ class _Pieces(io.BytesIO):
 def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
     request = _Request(_Pieces(b"abcdef"))
     pace = Pace(patience=1.0, seconds=1.0, bytes_a_second=1.0)
-    reader = BodyReader(request, Connection(None, None, 1.0), pace)
+    reader = BodyReader(request, Connection(None, None), pace)
     assert (reader.read(4), reader.read(4)) == (b"abcd", b"ef")
     assert not request.closes
     with pytest.raises(BodyBroken, match="chunk size"):

@@ -38,7 +38,7 @@ class Clients:
 
     def open(self, counted: str | None = None) -> Connection:
         near, far = socket.socketpair()
-        connection = Connection(near, counted, 120.0)
+        connection = Connection(near, counted)
         self.far_ends[connection] = far
         self.accepted = self.connections.open(connection)
         return connection
@@ -218,7 +218,7 @@ def test_a_connection_waits_as_long_as_its_body_may_take() -> None:
     near, far = socket.socketpair()
     with near, far:
         near.settimeout(7.0)
-        connection = Connection(near, None, 7.0)
+        connection = Connection(near, None)
         connection.pace = Pace(patience=1.0, seconds=0.01, bytes_a_second=1e9)
         far.send(b"abc")
         assert connection.recv(100) == b"abc"
