@@ -16,9 +16,8 @@ def with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any]
         return {**message, "content": content or ""}
     name = f"messages[{index}].content"
     if not isinstance(content, list):
-        raise InvalidRequestError(
-            name, f"{name} is {json.dumps(content)[:60]}; it must be text or a list of parts."
-        )
+        shown = json.dumps(content, default=repr)[:60]
+        raise InvalidRequestError(name, f"{name} is {shown}; it must be text or a list of parts.")
     texts = []
     for position, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
-from typing import Any, NamedTuple, cast
+from numbers import Number
+from typing import Any, NamedTuple, TypeGuard
 
 from tqdm import tqdm
 
@@ -16,7 +16,15 @@ from megatron_hybrid.engine.build import build_engine, tokenizer_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
-from megatron_hybrid.request import FinishReason, RequestEvent, RequestOutput, SamplingParams
+from megatron_hybrid.request import (
+    FinishReason,
+    RequestEvent,
+    RequestOutput,
+    SamplingParams,
+    show,
+    validate_text,
+    validate_whole_numbers,
+)
 from megatron_hybrid.tokenizer import EncodedPrompt, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -46,6 +54,8 @@ class LLM:
             config = EngineConfig.from_mapping({"load": load, **options}, "LLM")
         elif load is not None or options:
             raise ConfigurationError("LLM takes either config or single options, not both.")
+        if not isinstance(config, EngineConfig):
+            raise ConfigurationError(f"config is {show(config)}; it must be an EngineConfig.")
         self.config = config
         self.engine: DynamicInferenceEngine = build_engine(config)
         self._folder = tokenizer_folder(config)
@@ -87,11 +97,7 @@ class LLM:
         when no replica has work left.
         """
         with self._joining_if_refused():
-            single = isinstance(prompts, str) or (
-                len(prompts) > 0 and isinstance(prompts[0], Integral)
-            )
-            several = cast(Sequence[Prompt], [prompts] if single else prompts)
-            encoded = [self._encode(prompt) for prompt in several]
+            encoded = self._encode_all(prompts)
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -109,9 +115,13 @@ class LLM:
         """Answer one conversation, or several, rendered by the model's chat template; everything
         else as in `generate`."""
         with self._joining_if_refused():
-            single = len(messages) > 0 and isinstance(messages[0], Mapping)
-            chats = cast(Sequence[Messages], [messages] if single else messages)
-            encoded = [self.tokenizer.encode_chat_with_ends(chat) for chat in chats]
+            if not _is_sequence(messages):
+                raise _wrong("messages", messages, "a list of messages, or a list of such lists")
+            if len(messages) > 0 and isinstance(messages[0], Mapping):
+                encoded = [self._encode_chat(messages, "messages")]
+            else:
+                chats = enumerate(messages)
+                encoded = [self._encode_chat(chat, f"messages[{i}]") for i, chat in chats]
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -129,15 +139,17 @@ class LLM:
         aborts the request. Raises InvalidRequestError for n > 1."""
         options = _Options(cache_salt, priority, cache_checkpoints)
         with self._joining_if_refused():
+            if params is not None and not isinstance(params, SamplingParams):
+                raise _wrong("params", params, "SamplingParams or None")
             if params is not None and params.n != 1:
                 raise InvalidRequestError(
                     "n",
                     f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several.",
                 )
-            if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-                encoded = self.tokenizer.encode_chat_with_ends(cast(Messages, prompt))
+            if _is_sequence(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+                encoded = self._encode_chat(prompt, "messages")
             else:
-                encoded = self._encode(cast(Prompt, prompt))
+                encoded = self._encode(prompt, "prompt")
             ((answer,),) = self._submit([encoded], params, options)
         shown, complete = 0, False
         try:
@@ -212,11 +224,15 @@ class LLM:
         """Queue all prompts, or none; the answers to come, those of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not _is_sequence(params):
+            raise _wrong("params", params, "SamplingParams, or one for each prompt")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"There are {len(prompts)} prompts but {len(params)} SamplingParams."
             )
-        for one in params:
+        for i, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise _wrong(f"params[{i}]", one, "SamplingParams")
             one.validate()  # before there are n answers of it
         requests = [
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
@@ -290,10 +306,33 @@ class LLM:
         for request_id in sorted({answer.output.request_id for answer in ended}):
             self.engine.abort(request_id)
 
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+    def _encode_all(self, prompts: object) -> list[EncodedPrompt]:
+        """Of one prompt, or of several."""
+        several = prompts if isinstance(prompts, str) else _as_list(prompts)
+        if isinstance(several, str) or _begins_with_a_number(several):
+            return [self._encode(several, "prompt")]
+        if not _is_sequence(several):
+            raise _wrong("prompts", prompts, "text, token ids, or a list of prompts")
+        return [self._encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(several)]
+
+    def _encode(self, prompt: object, name: str) -> EncodedPrompt:
+        """`name`: what errors call it."""
         if isinstance(prompt, str):
+            validate_text(name, prompt)
             return EncodedPrompt(self.tokenizer.encode(prompt))
-        return EncodedPrompt([int(token) for token in prompt])
+        token_ids = _as_list(prompt)
+        if not _is_sequence(token_ids):
+            raise _wrong(name, prompt, "text or token ids")
+        validate_whole_numbers(name, token_ids)
+        return EncodedPrompt([int(token) for token in token_ids])
+
+    def _encode_chat(self, messages: object, name: str) -> EncodedPrompt:
+        if not _is_sequence(messages):
+            raise _wrong(name, messages, "a list of messages")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise _wrong(f"{name}[{i}]", message, "a message, with its role and content")
+        return self.tokenizer.encode_chat_with_ends(messages)
 
     def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
         answers = [
@@ -310,6 +349,23 @@ class LLM:
             if params.stop:
                 raise
             return AnswerText(None)  # a model without a tokenizer answers in token ids
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _as_list(value: Any) -> Any:
+    """An array of numpy's, or of a library like it, as lists; others as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _begins_with_a_number(values: object) -> bool:
+    return _is_sequence(values) and len(values) > 0 and isinstance(values[0], Number)
+
+
+def _wrong(name: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(name, f"{name} is {show(value)}; it must be {wanted}.")
 
 
 class _Answer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,11 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0  # of presence and frequency
 MAX_REPETITION_PENALTY = 100.0
+# The least ones that are not 0, and give no infinite logits, in float32.
+MIN_REPETITION_PENALTY = 0.01
+MIN_TOP_P = 1e-10
+MAX_TIME = 1e12  # seconds of a clock
+MAX_NAME_LENGTH = 1024  # characters of a salt or an id
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 MAX_GRAMMAR_LENGTH = 2**20
 
@@ -45,14 +52,10 @@ class Grammar:
         if self.kind not in GRAMMAR_KINDS:
             raise InvalidRequestError(
                 "response_format",
-                f"response_format has a grammar of kind {self.kind!r}; known are "
+                f"response_format has a grammar of kind {show(self.kind)}; known are "
                 f"{', '.join(GRAMMAR_KINDS)}.",
             )
-        if not isinstance(self.text, str) or len(self.text) > MAX_GRAMMAR_LENGTH:
-            raise InvalidRequestError(
-                "response_format",
-                f"response_format must hold a text of at most {MAX_GRAMMAR_LENGTH} characters.",
-            )
+        validate_text("response_format", self.text, MAX_GRAMMAR_LENGTH)
 
 
 class _Unasked(int):
@@ -61,21 +64,22 @@ class _Unasked(int):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a request ends.
+    """How tokens are chosen and when a request ends. What holds several values takes any sequence,
+    and numbers may be numpy's; nothing is checked before `validate`.
 
     temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1 is off. min_p: 0 is off.
     max_tokens: None means as many as fit; so does the default where fewer than these fit.
     seed: the same seed gives the same tokens whatever else is in the batch; None lets the
         engine choose one.
-    stop: strings that end the text (not part of it). stop_token_ids: ids that end it, besides
-        the model's own end-of-sequence ids, which `ignore_eos` switches off.
+    stop: a string, or several, that end the text (not part of it). stop_token_ids: ids that end
+        it, besides the model's own end-of-sequence ids, which `ignore_eos` switches off.
     logprobs: log-probabilities of the sampled token and of this many most likely ones.
     prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
     presence_penalty: subtracted from the logit of every token that the answer holds;
         frequency_penalty: times how often it does; both -2 to 2. repetition_penalty: divides
         positive logits and multiplies negative ones of tokens in prompt or answer (Keskar et al.,
-        2019); above 0, to 100; 1 is off. The last one comes first.
-    logit_bias: (token id, what is added to its logit, -100 to 100), each id once.
+        2019); 0.01 to 100; 1 is off. The last one comes first.
+    logit_bias: by token id, what is added to its logit, -100 to 100: a mapping, or pairs.
     min_tokens: no end-of-sequence id, nor one of `stop_token_ids`, before this many tokens.
     grammar: the answer matches it, unless `max_tokens` or a stop cuts it short. It ends when the
         grammar is complete, also before `min_tokens`.
@@ -103,10 +107,21 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: Grammar | None = None
 
+    def __post_init__(self) -> None:
+        """Tuples and plain numbers, where the values can be turned into them."""
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN_TYPES:
+                object.__setattr__(self, name, _plain(value))
+        for name, as_tuple in _SEQUENCES.items():
+            value = getattr(self, name)
+            if type(value) is not tuple or value:
+                object.__setattr__(self, name, as_tuple(value))
+
     def validate(self) -> None:
         """Raise InvalidRequestError naming the first field that is out of range."""
         _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("top_p", self.top_p, MIN_TOP_P, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -119,10 +134,15 @@ class SamplingParams:
             if value is not None:
                 _integer(name, value, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError("ignore_eos", "ignore_eos must be true or false.")
+            raise InvalidRequestError(
+                "ignore_eos", f"ignore_eos is {show(self.ignore_eos)}; it must be true or false."
+            )
+        _is_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
-            if not isinstance(text, str) or not text:
+            validate_text("stop", text)
+            if not text:
                 raise InvalidRequestError("stop", "stop must hold non-empty strings.")
+        _is_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 "stop_token_ids",
@@ -136,9 +156,8 @@ class SamplingParams:
         _number(
             "repetition_penalty",
             self.repetition_penalty,
-            0.0,
+            MIN_REPETITION_PENALTY,
             MAX_REPETITION_PENALTY,
-            open_low=True,
         )
         self._validate_logit_bias()
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -149,6 +168,10 @@ class SamplingParams:
                 f"{self.max_tokens}.",
             )
         if self.grammar is not None:
+            if not isinstance(self.grammar, Grammar):
+                raise InvalidRequestError(
+                    "grammar", f"grammar is {show(self.grammar)}; it must be a Grammar."
+                )
             self.grammar.validate()
 
     def validate_vocabulary(self, vocab_size: int) -> None:
@@ -177,12 +200,20 @@ class SamplingParams:
         return wanted
 
     def _validate_logit_bias(self) -> None:
+        _is_tuple("logit_bias", self.logit_bias, "a mapping, or pairs, of token ids and numbers")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequestError(
                 "logit_bias",
                 f"logit_bias has {len(self.logit_bias)} ids; the limit is {MAX_LOGIT_BIASES}.",
             )
-        for token, bias in self.logit_bias:
+        for entry in self.logit_bias:
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                raise InvalidRequestError(
+                    "logit_bias",
+                    f"logit_bias holds {show(entry)}; it must hold pairs of a token id and a "
+                    "number.",
+                )
+            token, bias = entry
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
@@ -207,6 +238,53 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
+
+_PLAIN_TYPES = (float, int, type(None), bool, _Unasked)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, or of a library like it, as Python's; others as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _tuple(values: Any) -> Any:
+    """Any sequence as a tuple of plain values, None as an empty one; others as they are."""
+    if values is None:
+        return ()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        return values
+    return tuple(map(_plain, values))
+
+
+def _texts(values: Any) -> Any:
+    return (values,) if isinstance(values, str) else _tuple(values)
+
+
+def _pairs(biases: Any) -> Any:
+    """A mapping, or a sequence of pairs, as a tuple of pairs of plain values."""
+    entries = _tuple(biases.items() if isinstance(biases, Mapping) else biases)
+    return tuple(map(_tuple, entries)) if isinstance(entries, tuple) else entries
+
+
+_SEQUENCES = {"stop": _texts, "stop_token_ids": _tuple, "logit_bias": _pairs}
 
 
 class RequestStatus(enum.Enum):
@@ -286,8 +364,48 @@ def validate_priority(priority: object) -> None:
     _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
 
 
+def validate_arrival(arrived: object) -> None:
+    """Raise InvalidRequestError unless it is a time of a clock, in seconds, or None."""
+    if arrived is not None:
+        _number("arrived", arrived, -MAX_TIME, MAX_TIME)
+
+
+def validate_text(name: str, value: object, max_length: int | None = None) -> None:
+    """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(name, f"{name} is {show(value)}; it must be text.")
+    if max_length is not None and len(value) > max_length:
+        raise InvalidRequestError(
+            name, f"{name} has {len(value)} characters; the limit is {max_length}."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            name,
+            f"{name} is not valid Unicode: character {error.start} is half of a surrogate pair.",
+        ) from error
+
+
+def validate_whole_numbers(name: str, values: Iterable[object]) -> None:
+    """Raise InvalidRequestError unless each value is a whole number, Python's or numpy's."""
+    if not isinstance(values, Sequence) and getattr(values, "ndim", 0) != 1:
+        raise InvalidRequestError(
+            name, f"{name} is {show(values)}; it must be a sequence of whole numbers."
+        )
+    # by type, of which there are few: there may be 100,000 values
+    kinds = set(map(type, values))
+    wrong = {kind for kind in kinds if kind is bool or not issubclass(kind, Integral)}
+    if wrong:
+        bad = next(value for value in values if type(value) in wrong)
+        raise InvalidRequestError(
+            name, f"{name} holds {show(bad)}; it must hold whole numbers alone."
+        )
+
+
 def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) -> None:
     """Raise InvalidRequestError unless these are positions in a prompt of that many tokens."""
+    validate_whole_numbers("cache_checkpoints", positions)
     if len(positions) > MAX_CACHE_CHECKPOINTS:
         raise InvalidRequestError(
             "cache_checkpoints",
@@ -307,6 +425,7 @@ def validate_prompt(
     flag: str = CONTEXT_FLAG,
 ) -> None:
     """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
+    validate_whole_numbers(field_name, token_ids)
     if len(token_ids) == 0:
         raise InvalidRequestError(field_name, f"{field_name} is empty; it needs a token at least.")
     if len(token_ids) >= max_seq_length:
@@ -321,21 +440,36 @@ def validate_prompt(
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidRequestError(
-            field_name, f"{field_name} holds token id {bad}; the model knows 0 to {vocab_size - 1}."
+            field_name,
+            f"{field_name} holds token id {show(bad)}; the model knows 0 to {vocab_size - 1}.",
         )
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
-        bracket = "more than" if open_low else "from"
+def _number(name: str, value: object, low: float, high: float) -> None:
+    # NaN is in no range
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok:
         raise InvalidRequestError(
-            name, f"{name} is {value!r}; it must be a number {bracket} {low} to {high}."
+            name, f"{name} is {show(value)}; it must be a number from {low} to {high}."
         )
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    whole = isinstance(value, (int, Integral))
+    if not whole or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
         raise InvalidRequestError(
-            name, f"{name} is {value!r}; it must be a whole number from {low} to {high}."
+            name, f"{name} is {show(value)}; it must be a whole number from {low} to {high}."
         )
+
+
+def _is_tuple(name: str, value: object, wanted: str) -> None:
+    if not isinstance(value, tuple):
+        raise InvalidRequestError(name, f"{name} is {show(value)}; it must be {wanted}.")
+
+
+def show(value: object) -> str:
+    """What it is, cut short."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # for instance: an integer of 5,000 digits
+        return f"of type {type(value).__name__}"

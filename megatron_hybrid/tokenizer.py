@@ -24,6 +24,7 @@ from megatron_hybrid.answer_places import (
 from megatron_hybrid.chat_content import with_plain_content
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.model_files import check_tokenizer
+from megatron_hybrid.request import validate_text
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -227,6 +228,8 @@ class Tokenizer:
                 "This model has no chat template, so it cannot serve messages; "
                 "use /v1/completions with a prompt.",
             )
+        if not messages:
+            raise InvalidRequestError("messages", "messages is empty; it needs a message at least.")
         arguments = dict(template_arguments or {})
         for name in arguments:
             if name in _TEMPLATE_PARAMETERS:
@@ -247,11 +250,13 @@ class Tokenizer:
 
     def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         try:
-            return self._apply_template(conversation, arguments, answer_follows=True)
+            text = self._apply_template(conversation, arguments, answer_follows=True)
         except Exception as error:  # templates are the model's code and may raise anything
             raise InvalidRequestError(
                 "messages", f"The model's chat template refuses these messages: {error}"
             ) from error
+        validate_text("messages", text)
+        return text
 
     def _message_ends(
         self, conversation: list[dict[str, Any]], arguments: dict[str, Any], whole: str

@@ -31,12 +31,16 @@ from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPla
 from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.grammar import Grammars, no_tokenizer
 from megatron_hybrid.request import (
+    MAX_NAME_LENGTH,
     FinishReason,
     RequestEvent,
     SamplingParams,
+    validate_arrival,
     validate_cache_checkpoints,
     validate_priority,
     validate_prompt,
+    validate_text,
+    validate_whole_numbers,
 )
 
 logger = logging.getLogger(__name__)
@@ -247,12 +251,24 @@ class DynamicInferenceEngine:
         end, ascending, the system message's first; a hint for where to keep states. arrived: when
         it came, by `time.monotonic`, for the latencies that are measured (None: now).
         """
+        for name, text in (
+            ("request_id", request_id),
+            ("cache_salt", cache_salt),
+            ("adapter", adapter),
+        ):
+            validate_text(name, text, MAX_NAME_LENGTH)
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                "params", f"params is of type {type(params).__name__}; it must be SamplingParams."
+            )
         params.validate()
         params.validate_vocabulary(self.vocab_size)
         limit, flag = self.max_seq_length, self.max_seq_length_flag
         validate_prompt(prompt_token_ids, self.vocab_size, limit, flag=flag)
         validate_priority(priority)
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
+        validate_whole_numbers("message_ends", message_ends)
+        validate_arrival(arrived)
         if self.scheduler.knows(request_id):
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
         length = len(prompt_token_ids)
@@ -265,6 +281,7 @@ class DynamicInferenceEngine:
             )
         stop_ids = self._stop_ids(params)
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
         seed = self._next_seed(params)
         answers = [
             TrackedRequest(
@@ -277,8 +294,8 @@ class DynamicInferenceEngine:
                 index=index,
                 cache_salt=cache_salt,
                 adapter=adapter,
-                priority=priority,
-                hints=CheckpointHints(tuple(cache_checkpoints), tuple(message_ends)),
+                priority=int(priority),
+                hints=hints,
                 arrived=self._clock() if arrived is None else arrived,
             )
             for index in range(params.n)

@@ -8,10 +8,13 @@ from megatron_hybrid.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
+    MAX_NAME_LENGTH,
     MAX_PENALTY,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
+    MIN_TOP_P,
 )
 from megatron_hybrid.server.field_types import (
     AnyObject,
@@ -29,7 +32,6 @@ from megatron_hybrid.server.field_types import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-MAX_NAME_LENGTH = 1024
 MAX_WORD_LENGTH = 64  # of what OpenAI has a few fixed words for
 MAX_METADATA = 64
 MAX_TOKENS = 2**31 - 1
@@ -40,7 +42,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 SAMPLING: dict[str, FieldType] = {
     "temperature": Number(0.0, 100.0, "0 takes the most likely token.", 1.0),
     "top_p": Number(
-        0.0, 1.0, "Only the likeliest tokens that together have this probability.", 1.0, True
+        MIN_TOP_P, 1.0, "Only the likeliest tokens that together have this probability.", 1.0
     ),
     "top_k": Integer(-1, MAX_TOKENS, "Only this many of the likeliest tokens; 0 or -1: all.", 0),
     "min_p": Number(0.0, 1.0, "Only tokens this likely in relation to the likeliest one.", 0.0),
@@ -67,11 +69,10 @@ SAMPLING: dict[str, FieldType] = {
         0.0,
     ),
     "repetition_penalty": Number(
-        0.0,
+        MIN_REPETITION_PENALTY,
         MAX_REPETITION_PENALTY,
         "Makes tokens of prompt and answer less likely if above 1.",
         1.0,
-        True,
     ),
     "logit_bias": LogitBias(
         MAX_LOGIT_BIASES,
