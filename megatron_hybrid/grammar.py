@@ -6,13 +6,14 @@ itself is imported by the first grammar: every engine imports this module.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ from megatron_hybrid.request import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 FIELD = "response_format"  # of requests that bring a grammar
 KEPT_GRAMMARS = 64  # compiled ones, the last used
@@ -87,18 +92,26 @@ def check(grammar: Grammar, field: str = FIELD) -> None:
 
 
 class AnswerMatcher:
-    """How far one answer has come in its grammar."""
+    """How far one answer has come in its grammar. Whatever the library raises becomes the answer's
+    `error`: the step that asks goes on for the others."""
 
-    def __init__(self, matcher: LLMatcher, never: npt.NDArray[np.int64]) -> None:
-        """never: token ids that are not allowed even where the grammar can end."""
+    def __init__(self, matcher: LLMatcher, never: npt.NDArray[np.int64], size: int) -> None:
+        """never: token ids that are not allowed even where the grammar can end. size: of the
+        vocabulary."""
         self._matcher = matcher
         self._never = never
+        self._size = size
+        self._failure: str | None = None
 
     def allowed(self, avoid: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.uint8]:
         """Which tokens may come next: a bit each, the lowest first; at least as many bits as the
         vocabulary has ids. Without those to `avoid`, unless nothing else is left. End-of-sequence
-        ids are allowed where the grammar can end."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
+        ids are allowed where the grammar can end. Where that can't be told, all are: the answer
+        ends with an error."""
+        mask = self._ask(lambda matcher: matcher.compute_bitmask(), None)
+        if mask is None:
+            return np.full(-(-self._size // 8), 0xFF, dtype=np.uint8)
+        bits = np.frombuffer(mask, dtype=np.uint8).copy()
         _clear(bits, self._never)
         if avoid is not None and len(avoid):
             rest = bits.copy()
@@ -109,19 +122,36 @@ class AnswerMatcher:
 
     def advance(self, token: int) -> None:
         """The answer goes on with this token."""
-        self._matcher.consume_token(token)
+        self._ask(lambda matcher: matcher.consume_token(token), False)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self._ask(lambda matcher: matcher.is_stopped() and not matcher.is_error(), False)
 
     @property
     def error(self) -> str | None:
         """Why the answer can't go on, though its grammar is not complete."""
-        if not self._matcher.is_error():
+        reason = self.reason
+        if reason is None:
             return None
-        return f"The answer can't go on in its grammar: {_reason(self._matcher.get_error())}"
+        return f"The answer can't go on in its grammar: {_reason(reason)}"
+
+    @property
+    def reason(self) -> str | None:
+        """The same, in the library's words."""
+        found = self._ask(lambda matcher: matcher.get_error() if matcher.is_error() else None, None)
+        return found if self._failure is None else self._failure
+
+    def _ask(self, question: Callable[[LLMatcher], T], otherwise: T) -> T:
+        """The matcher's answer, unless it fails now or has failed before."""
+        if self._failure is None:
+            try:
+                return question(self._matcher)
+            except Exception as error:
+                logger.exception("A grammar fails while an answer is made from it.")
+                self._failure = f"{type(error).__name__}: {error}"
+        return otherwise
 
 
 class Grammars(Protocol):
@@ -146,7 +176,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         known = LLTokenizer(tokenizer_json).vocab_size
-        size = max(vocab_size, known)
+        size = self._size = max(vocab_size, known)
         eos = [token for token in eos_token_ids if token < size]
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=size, eos_token=eos or None)
         # without ids of ours, the library takes one of the tokenizer for the end
@@ -161,7 +191,7 @@ class GrammarCompiler:
         self._compiled.move_to_end(grammar)
         matcher = self._compiled[grammar]
         never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
-        return AnswerMatcher(matcher.deep_copy(), never)
+        return AnswerMatcher(matcher.deep_copy(), never, self._size)
 
     def has(self, grammar: Grammar) -> bool:
         return grammar in self._compiled
@@ -180,8 +210,9 @@ class GrammarCompiler:
         source = _source(grammar)
         _refuse_if(grammar, LLMatcher.validate_grammar(source, self._tokenizer, limits=_limits()))
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
-        first = AnswerMatcher(matcher, self._eos).allowed()  # finds what shows only in use
-        _refuse_if(grammar, matcher.get_error())
+        trial = AnswerMatcher(matcher, self._eos, self._size)
+        first = trial.allowed()  # finds what shows only in use
+        _refuse_if(grammar, trial.reason)
         if not first.any():
             raise _refusal(grammar, "no token of this model can begin an answer that matches it")
         return matcher
@@ -203,7 +234,10 @@ class FolderGrammars:
         if self._compiler is not None and self._compiler.has(grammar):
             return True
         if grammar not in self._begun:
-            self._begun[grammar] = self._threads.submit(self._matcher, grammar)
+            try:
+                self._begun[grammar] = self._threads.submit(self._matcher, grammar)
+            except RuntimeError:  # there can be no more threads: `compile` does without
+                return True
         return self._begun[grammar].done()
 
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
@@ -264,7 +298,7 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(verbose_errors=False)
 
 
-def _refuse_if(grammar: Grammar, error: str) -> None:
+def _refuse_if(grammar: Grammar, error: str | None) -> None:
     if error:
         raise _refusal(grammar, _reason(error))
 

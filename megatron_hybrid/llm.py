@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -26,6 +27,8 @@ from megatron_hybrid.request import (
     validate_whole_numbers,
 )
 from megatron_hybrid.tokenizer import EncodedPrompt, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -154,8 +157,8 @@ class LLM:
         shown, complete = 0, False
         try:
             while not complete:
-                # An answer that a stop string ended is shown when the engine has ended it too.
-                longer = len(answer.output.token_ids) > shown and not answer.stopped
+                # An answer that was stopped here is shown when the engine has ended it too.
+                longer = len(answer.output.token_ids) > shown and answer.stopped is None
                 if longer or answer.ended:
                     shown, complete = len(answer.output.token_ids), answer.ended
                     yield answer.output
@@ -292,12 +295,16 @@ class LLM:
             if answer is None:  # nobody waits for it any more
                 continue
             stopped = answer.stopped
-            answer.take(event)
+            try:
+                answer.take(event)
+            except Exception as error:  # in the text of this one: the others go on
+                logger.exception("An answer can't be turned into text.")
+                answer.fail(error)
             if answer.ended:
                 del self._open[answer.key]
                 ended.append(answer)
-            elif answer.stopped and not stopped:  # a stop string, which is ours to see
-                self.engine.abort(*answer.key, FinishReason.STOP)
+            elif answer.stopped is not None and stopped is None:  # which is ours to see
+                self.engine.abort(*answer.key, answer.stopped)
         return ended
 
     def _abort(self, answers: Iterable[_Answer]) -> None:
@@ -369,25 +376,22 @@ def _wrong(name: str, value: object, wanted: str) -> InvalidRequestError:
 
 
 class _Answer:
-    """One choice's output while it grows. `stopped`: by a stop string, so that the engine has yet
-    to learn of it; `ended`: the engine's last event is here."""
+    """One choice's output while it grows. `stopped`: why it ended here, of which the engine has yet
+    to learn: by a stop string, or by an error; `ended`: the engine's last event is here."""
 
     def __init__(self, output: RequestOutput, text: AnswerText) -> None:
         self.output = output
         self.key = (output.request_id, output.index)
+        self.stopped: FinishReason | None = None
         self.ended = False
         self._text = text
-
-    @property
-    def stopped(self) -> bool:
-        return self._text.stop_hit is not None
 
     def take(self, event: RequestEvent) -> None:
         output, text = self.output, self._text
         if event.finish_reason is not None:
             self.ended = True
             output.counters = event.counters
-        if self.stopped:
+        if self.stopped is not None:
             return
         new = text.take(event)
         output.text += new.text
@@ -399,3 +403,10 @@ class _Answer:
         output.cached_tokens = text.cached_tokens
         output.error = event.error
         output.finish_reason, output.stop_reason = text.finish_reason, text.stop_reason
+        if text.stop_hit is not None:
+            self.stopped = FinishReason.STOP
+
+    def fail(self, error: Exception) -> None:
+        """`take` raised this."""
+        self.stopped = self.output.finish_reason = FinishReason.ERROR
+        self.output.error = f"The answer can't be turned into text: {type(error).__name__}: {error}"

@@ -387,9 +387,12 @@ def validate_text(name: str, value: object, max_length: int | None = None) -> No
         ) from error
 
 
-def validate_whole_numbers(name: str, values: Iterable[object]) -> None:
-    """Raise InvalidRequestError unless each value is a whole number, Python's or numpy's."""
-    if not isinstance(values, Sequence) and getattr(values, "ndim", 0) != 1:
+def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any]) -> None:
+    """Raise InvalidRequestError unless it holds whole numbers alone, Python's or numpy's."""
+    is_array = isinstance(values, np.ndarray) and values.ndim == 1
+    if is_array and values.dtype.kind in "iu":
+        return
+    if not is_array and not isinstance(values, Sequence):
         raise InvalidRequestError(
             name, f"{name} is {show(values)}; it must be a sequence of whole numbers."
         )
@@ -441,7 +444,7 @@ def validate_prompt(
         bad = low if low < 0 else high
         raise InvalidRequestError(
             field_name,
-            f"{field_name} holds token id {show(bad)}; the model knows 0 to {vocab_size - 1}.",
+            f"{field_name} holds token id {show(int(bad))}; the model knows 0 to {vocab_size - 1}.",
         )
 
 

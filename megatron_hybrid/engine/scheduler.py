@@ -83,9 +83,9 @@ class Scheduler:
 
     def submit(self, answers: Sequence[TrackedRequest]) -> None:
         """Queue a request: as many answers as it asks for, to one prompt."""
-        self._open[answers[0].request_id] = {request.index: request for request in answers}
         if len(answers) > 1:
             self._context.share_keys(answers)
+        self._open[answers[0].request_id] = {request.index: request for request in answers}
         for request in answers:
             self._waiting.add(request, self._step)
 
@@ -430,14 +430,16 @@ class Scheduler:
         that was launched meanwhile is published: their states include what it fed."""
         for request, event in received:
             token = event.token_ids[-1]  # an end is never drafted: it comes last
-            if token in request.stop_ids:
+            grammar = request.grammar
+            is_complete = grammar is not None and grammar.is_complete
+            if grammar is not None and grammar.error is not None:  # whatever its last token is
+                event.error = grammar.error
+                self._finish(request, FinishReason.ERROR, event)
+            elif token in request.stop_ids:
                 event.stop_token_id = token
                 self._finish(request, FinishReason.STOP, event)
-            elif request.grammar is not None and request.grammar.is_complete:
+            elif is_complete:
                 self._finish(request, FinishReason.STOP, event)
-            elif request.grammar is not None and request.grammar.error is not None:
-                event.error = request.grammar.error
-                self._finish(request, FinishReason.ERROR, event)
             elif len(request.output) == request.max_tokens:
                 self._finish(request, FinishReason.LENGTH, event)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from megatron_hybrid.drafting.drafter import Drafter
 from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT
 from megatron_hybrid.execution.rows import RowTable
+
+logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,7 +67,11 @@ class Speculation:
         self._pause[row] = self._failures[row] = 0
         self._is_proven[row] = False
         if self.drafter is not None:
-            self.drafter.begin(row, text, cache_salt)
+            try:
+                self.drafter.begin(row, text, cache_salt)
+            except Exception:  # of this request: it can do without
+                logger.exception("A request goes on without drafts.")
+                self._can_draft[row] = False
 
     def extend(self, who: Ints, tokens: Sequence[list[int]]) -> None:
         """The requests of the rows `who` [n], each once, have written these tokens."""

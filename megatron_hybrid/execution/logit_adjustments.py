@@ -45,6 +45,13 @@ class LogitAdjustments:
         self._ban_ends(logits, who)
         self._keep_to_grammars(logits, who)
 
+    def ask_grammars(self, who: npt.NDArray[np.int64]) -> None:
+        """What `apply` asks of these rows' grammars, on a rank without logits: one that fails ends
+        its answer, and all ranks have to know of it."""
+        for row in who.tolist():
+            if row in self._rows.grammars:
+                self._allowed(row)
+
     def note(self, sampled: npt.NDArray[np.int64], tokens: Tensor) -> None:
         """The rows `sampled` [rows] have got these tokens [rows]."""
         penalised = np.flatnonzero(self._rows.penalised[sampled])
@@ -111,16 +118,18 @@ class LogitAdjustments:
         having = [(i, row) for i, row in enumerate(who.tolist()) if row in rows.grammars]
         if not having:
             return
-        masks = []
-        for _, row in having:
-            short = rows.generated[row] < rows.min_tokens[row]
-            mask = rows.grammars[row].allowed(rows.stop_ids[row] if short else None)
-            masks.append(mask[: -(-vocabulary // 8)])
+        masks = [self._allowed(row)[: -(-vocabulary // 8)] for _, row in having]
         at = upload(np.asarray([i for i, _ in having]), logits.device)
         bits = upload(np.stack(masks), logits.device)  # [rows, vocabulary / 8], the lowest first
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         banned = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocabulary] == 0
         logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(banned, -torch.inf))
+
+    def _allowed(self, row: int) -> npt.NDArray[np.uint8]:
+        """See AnswerMatcher."""
+        rows = self._rows
+        short = rows.generated[row] < rows.min_tokens[row]
+        return rows.grammars[row].allowed(rows.stop_ids[row] if short else None)
 
 
 class _Written:

@@ -74,6 +74,7 @@ class Sampler:
         if self._has_logits:
             tokens = self._choose(logits[:count], plan, owners, adjusted, inputs)
         else:
+            self._adjustments.ask_grammars(owners[adjusted])
             tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
         tokens = self._spread(tokens)
         if self._has_logits and len(adjusted):

@@ -340,7 +340,7 @@ class EngineLoop:
             # the ranks' threads need not be equally fast.
             self._engine.begin_grammar(command.params)
             self._delayed[command.request_id] = _Delayed(client, command)
-            self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+            self._own(client, command)
 
     def _go_on(self, request_id: str) -> None:
         """A request's grammar is there."""
@@ -374,8 +374,24 @@ class EngineLoop:
             self._send(
                 client, wire.Refused(command.request_id, error.field, str(error), error.status)
             )
+        except Exception as error:  # it concerns nobody else; every rank has it
+            logger.exception("A request could not be added.")
+            self._engine.abort(command.request_id)
+            reason = f"The engine could not take the request: {type(error).__name__}: {error}"
+            self._own(client, command)
+            self._publish(self._failures(command.request_id, reason))
         else:
-            self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+            self._own(client, command)
+
+    def _own(self, client: bytes, command: wire.AddRequest) -> None:
+        self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+
+    def _failures(self, request_id: str, reason: str) -> list[RequestEvent]:
+        """The last event of each of a request's choices that have not ended."""
+        return [
+            RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)
+            for index in sorted(self._owned[request_id].open)
+        ]
 
     def _no_room(self, command: wire.AddRequest) -> str | None:
         """Why the queue does not take it; the same on every rank."""
@@ -414,13 +430,7 @@ class EngineLoop:
         """End every request with an error, in the engine and for its client."""
         lost = list(self._owned)
         self._delayed.clear()
-        self._publish(
-            [
-                RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)
-                for request_id, owned in self._owned.items()
-                for index in sorted(owned.open)
-            ]
-        )
+        self._publish([event for name in lost for event in self._failures(name, reason)])
         for request_id in lost:
             self._engine.abort(request_id)
 

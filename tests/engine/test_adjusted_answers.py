@@ -106,6 +106,38 @@ def test_answers_do_what_was_asked(alone):
         assert alone[name].finish_reason is FinishReason.STOP
 
 
+def test_a_grammar_that_fails_ends_its_answer_alone(llm, alone, monkeypatch):
+    """What may come next is asked while a step is launched."""
+    compile_grammar, asked = llm.engine._grammars.compile, []
+
+    def fail_later(grammar, **options):
+        matcher = compile_grammar(grammar, **options)
+        if grammar is JSON:
+            mask = matcher._matcher.compute_bitmask
+
+            class Failing:
+                def __getattr__(self, name):
+                    return getattr(parser, name)
+
+                def compute_bitmask(self):
+                    asked.append(1)
+                    return mask() if len(asked) < 5 else mask(1, 2, 3)
+
+            parser, matcher._matcher = matcher._matcher, Failing()
+        return matcher
+
+    monkeypatch.setattr(llm.engine._grammars, "compile", fail_later)
+    llm.engine.reset()
+    outputs = llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False)
+    for name, output in zip(CASES, outputs, strict=True):
+        if name == "json":
+            assert output.finish_reason is FinishReason.ERROR and len(output.token_ids) == 5
+            assert output.token_ids[:4] == alone[name].token_ids[:4]
+            assert "can't go on in its grammar: TypeError" in (output.error or "")
+        else:
+            assert output.token_ids == alone[name].token_ids, name
+
+
 def test_answers_are_the_same_in_one_batch(llm, alone):
     llm.engine.reset()
     check(llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False), alone)
