@@ -389,10 +389,10 @@ def validate_text(name: str, value: object, max_length: int | None = None) -> No
 
 def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any]) -> None:
     """Raise InvalidRequestError unless it holds whole numbers alone, Python's or numpy's."""
-    is_array = isinstance(values, np.ndarray) and values.ndim == 1
-    if is_array and values.dtype.kind in "iu":
-        return
-    if not is_array and not isinstance(values, Sequence):
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        if values.dtype.kind in "iu":
+            return
+    elif not isinstance(values, Sequence):
         raise InvalidRequestError(
             name, f"{name} is {show(values)}; it must be a sequence of whole numbers."
         )

@@ -102,6 +102,6 @@ def test_of_several_replicas_the_shortest_limit_counts(
 
 
 def test_the_default_of_sampling_params_goes_over_the_wire() -> None:
-    add = wire.AddRequest("a", [1], SamplingParams())
+    add = wire.AddRequest("a", wire.packed([1]), SamplingParams())
     (read,) = wire.decode_commands(wire.encode([add]))
     assert read == add
