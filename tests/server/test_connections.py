@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ import pytest
 from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
+from megatron_hybrid.server.connection import client_gone
 from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, Pace
 from megatron_hybrid.server.connections import Connection
 from megatron_hybrid.server.preparers import NICENESS
 from tests.server.processes import ServerProcess, children_of, wait_until
-from tests.server.test_processes import FAKE, engine_figure, open_stream, send
+from tests.server.test_processes import FAKE, JSON, engine_figure, open_stream, send
 
 BODY = b'{"prompt": "Hello", "max_tokens": 2, "temperature": 0}'
+ALWAYS = ("Host: localhost", "Content-Type: application/json")
 CHUNKED = ("Transfer-Encoding: chunked",)
 
 
@@ -46,7 +49,7 @@ def connect(server: ServerProcess) -> socket.socket:
 
 
 def head(*lines: str, path: str = "/v1/completions") -> bytes:
-    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: a", *lines, "", "")).encode()
+    return "\r\n".join((f"POST {path} HTTP/1.1", *ALWAYS, *lines, "", "")).encode()
 
 
 def ask(server: ServerProcess, data: bytes, *, ends: bool = False) -> tuple[int, dict[str, Any]]:
@@ -145,7 +148,7 @@ def test_no_header_changes_the_path(server: ServerProcess, header: str) -> None:
 def test_chunks_make_up_a_body_and_the_connection_stays(server: ServerProcess) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
     for _ in range(2):
-        connection.request("POST", "/v1/completions", iter([BODY[:9], BODY[9:]]))
+        connection.request("POST", "/v1/completions", iter([BODY[:9], BODY[9:]]), JSON)
         answer = connection.getresponse()
         assert answer.status == 200
         assert not answer.will_close
@@ -268,6 +271,24 @@ def test_idle_connections_end_with_the_server_without_a_word(tokenizer_folder: P
         used.close()
     assert "Traceback" not in server.output
     assert "route=" not in server.output
+
+
+@pytest.mark.parametrize("sent", [b"", b"more"])
+@pytest.mark.parametrize("end", ["close", "half-close", "reset"])
+def test_what_is_unread_does_not_hide_that_the_client_has_gone(sent: bytes, end: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        connection, _ = listener.accept()
+    with client, connection:
+        client.sendall(sent)
+        assert not client_gone({"gunicorn.socket": connection})()
+        if end == "half-close":
+            client.shutdown(socket.SHUT_WR)
+        else:
+            linger = struct.pack("ii", end == "reset", 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            client.close()
+        wait_until(lambda: client_gone({"gunicorn.socket": connection})())
 
 
 class _Request:
