@@ -11,6 +11,7 @@ import http
 import logging
 import os
 import resource
+import ssl
 import sys
 import time
 from functools import partial
@@ -31,6 +32,7 @@ from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, BodyStalled, Pace
 from megatron_hybrid.server.connections import Connection, Connections
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.tls_sockets import TlsSockets
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class FrontEndWorker(GeventWorker):
             idle_seconds=KEEP_ALIVE_SECONDS,
         )
         self._accepts = True
+        self._tls: TlsSockets | None = None
 
     def patch(self) -> None:
         """Called first of all in the worker's process. The master is never patched."""
@@ -87,6 +90,8 @@ class FrontEndWorker(GeventWorker):
             socket.socket(listener.FAMILY, socket.SOCK_STREAM, fileno=listener.sock.detach())
             for listener in self.sockets
         ]
+        if self.cfg.is_ssl:
+            self._tls = TlsSockets(self.cfg.certfile, self.cfg.keyfile)
 
     def timeout_ctx(self) -> contextlib.AbstractContextManager[None]:
         """Called before each request of a connection; `_connections` ends it when it waits too
@@ -103,10 +108,14 @@ class FrontEndWorker(GeventWorker):
         connection = Connection(client, self._addresses.counted(addr[0]))
         gevent.getcurrent().connection = connection
         try:
-            if self._connections.open(connection):
-                AsyncWorker.handle(self, listener, client, addr)
+            opened = self._connections.open(connection)
+            seconds = HEADER_SECONDS if opened else LAST_WORDS_SECONDS
+            if self._tls is not None and not self._tls.accept(connection, seconds):
+                return
+            if opened:
+                AsyncWorker.handle(self, listener, connection.client, addr)
             else:
-                self._refuse_address(client, addr)
+                self._refuse_address(connection.client, addr)
         finally:
             self._connections.close(connection)
 
@@ -131,8 +140,9 @@ class FrontEndWorker(GeventWorker):
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
         # An idle connection that is closed for the shutdown, or one whose client breaks off in a
-        # body that was not needed any more: there is nothing to answer and nothing to log.
-        if isinstance(exc, (gevent.GreenletExit, BodyStalled, BodyBroken)):
+        # body that was not needed any more, or breaks TLS: there is nothing to answer and nothing
+        # to log.
+        if isinstance(exc, (gevent.GreenletExit, BodyStalled, BodyBroken, ssl.SSLError)):
             return
         if isinstance(exc, errors.ParseException):
             self._refuse_headers(client, addr, exc)

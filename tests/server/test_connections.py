@@ -20,8 +20,8 @@ import pytest
 from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
-from megatron_hybrid.server.connection import client_gone
 from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, Pace
+from megatron_hybrid.server.connection import client_gone
 from megatron_hybrid.server.connections import Connection
 from megatron_hybrid.server.preparers import NICENESS
 from tests.server.processes import ServerProcess, children_of, wait_until
