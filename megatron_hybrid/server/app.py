@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
-
-from flask import Flask, request
-from werkzeug.exceptions import UnsupportedMediaType
+from flask import Flask, Response, g, request
+from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from megatron_hybrid.server import (
     access_log,
@@ -17,19 +15,22 @@ from megatron_hybrid.server import (
     service_routes,
 )
 from megatron_hybrid.server.addresses import Addresses
+from megatron_hybrid.server.browsers import BrowserRules
 from megatron_hybrid.server.http_errors import WrongKey
+from megatron_hybrid.server.keys import CONTROL_PATHS, NOBODY, KeyRing
+from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
 
 MAX_BODY_BYTES = 64 * 2**20
 
 
-def create_app(serving: Serving) -> Flask:
+def create_app(serving: Serving, address: str | None = None) -> Flask:
+    """address: that the listener is bound to; left out: as --host says."""
     app = Flask("megatron_hybrid")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     access_log.install(app, Addresses(serving.options.trusted_proxies))
     http_errors.install(app)
-    _install_key_check(app, serving.options.api_key)
-    _install_content_type_check(app)
+    _install_checks(app, serving.options, address)
     openai_routes.install(app, serving)
     service_routes.install(app, serving)
     control_routes.install(app, serving)
@@ -38,26 +39,44 @@ def create_app(serving: Serving) -> Flask:
     return app
 
 
-def _install_key_check(app: Flask, api_key: str | None) -> None:
-    if api_key is None:
+def _install_checks(app: Flask, options: ServerOptions, address: str | None) -> None:
+    """Before any route: which page asks, whose request it is (g.caller; g.key_name, None without a
+    key, is for the log), and what its body is."""
+    rules = BrowserRules(options, options.host if address is None else address)
+    keys = KeyRing(options.api_keys, salted=options.cache_salt_per_key)
+
+    @app.before_request
+    def check() -> Response | None:
+        g.caller, g.key_name = NOBODY, None
+        preflight = rules.check(request)
+        if preflight is None:
+            _check_key(keys)
+            _check_content_type()
+        return preflight
+
+    @app.after_request
+    def add_headers(response: Response) -> Response:
+        return rules.add_headers(request, response)
+
+
+def _check_key(keys: KeyRing) -> None:
+    if not len(keys):
         return
-    expected = f"Bearer {api_key}".encode()
-
-    @app.before_request
-    def check_key() -> None:
-        if request.path in openapi.OPEN_ROUTES or request.blueprint == dashboard.NAME:
-            return
-        given = request.headers.get("Authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, expected):
-            raise WrongKey("The Authorization header must be 'Bearer' and this server's API key.")
+    caller = keys.find(request.headers.get("Authorization", ""))
+    if caller is not None:
+        g.caller, g.key_name = caller, caller.key_name
+    elif request.path not in openapi.OPEN_ROUTES and request.blueprint != dashboard.NAME:
+        raise WrongKey("The Authorization header must be 'Bearer' and a key of this server's.")
+    if keys.has_admins and request.path in CONTROL_PATHS and not g.caller.admin:
+        raise Forbidden(f"{request.path} needs a key of --admin-api-key; this one is none.")
 
 
-def _install_content_type_check(app: Flask) -> None:
-    @app.before_request
-    def check_content_type() -> None:
-        # A page of another site can make a browser send forms and plain text here, but not JSON.
-        kind = request.mimetype
-        if request.method == "POST" and kind and kind != "application/json":
-            raise UnsupportedMediaType(
-                f"The Content-Type is {kind}; the body must be application/json."
-            )
+def _check_content_type() -> None:
+    # A page of another site can make a browser send forms and plain text without asking, even
+    # with an older browser that does not say which page it is; but not JSON.
+    kind = request.mimetype
+    has_body = bool(request.content_length) or "Transfer-Encoding" in request.headers
+    if request.method == "POST" and (kind or has_body) and kind != "application/json":
+        raise UnsupportedMediaType(
+            f"The Content-Type is {kind or 'missing'}; the body must be application/json."
+        )

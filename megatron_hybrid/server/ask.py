@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hybrid.server.tls import own_context
+
 ANSWER_TOKENS = 128
 POLL_SECONDS = 0.1
 
@@ -24,6 +26,7 @@ class FirstQuestion:
     api_key: str | None
     when_done: Callable[[], None]
     failed: bool = False
+    certfile: str | None = None  # the server's own, if it speaks TLS
 
     def ask(self, url: str) -> None:
         """Ask, ask again, print both; meant for a thread, since the engine serves meanwhile."""
@@ -64,7 +67,7 @@ class FirstQuestion:
         }
         answer = self._send("POST", f"{url}/v1/chat/completions", body)
         usage = answer["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", "?")
         text = answer["choices"][0]["message"]["content"].strip()
         return f"{text}\n  {cached} of {usage['prompt_tokens']} prompt tokens from the cache"
 
@@ -75,7 +78,10 @@ class FirstQuestion:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, headers, method=method)
         # No proxy of the environment stands between us and ourselves.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self.certfile is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=own_context(self.certfile)))
+        opener = urllib.request.build_opener(*handlers)
         with opener.open(request, timeout=600) as response:
             return json.load(response)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import (
@@ -23,6 +23,7 @@ from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
 from megatron_hybrid.model_files import check_model_files
 from megatron_hybrid.rank_layout import RankLayout
+from megatron_hybrid.server import browsers, keys, tls
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.cache_publishing import CachePublishing
 from megatron_hybrid.server.engine_process import Broadcast, EngineLoop
@@ -35,6 +36,7 @@ from megatron_hybrid.server.options import (
     add_ask_arguments,
     add_replica_arguments,
     add_server_arguments,
+    is_loopback,
 )
 from megatron_hybrid.server.waker import Waker
 from megatron_hybrid.watchdog import Watchdog
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from megatron_hybrid.parallel import ParallelContext
 
 REFERENCE_MODEL_NAME = "reference_model"
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +99,8 @@ def _serve_first_rank(
     layout: RankLayout,
     watchdog: Watchdog,
 ) -> int:
+    if layout.replica == 0:
+        _warn(options)
     with FrontEnd(options, args.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
         # What a user can get wrong about the server is found before the model is loaded.
@@ -205,7 +211,8 @@ def _server_options(
         model_name=args.served_model_name or name,
         host=args.host,
         port=args.port,
-        api_key=args.api_key,
+        # Other ranks serve nobody, and may be on machines without these files.
+        **(_access(args) if layout.is_first_of_replica else {}),
         max_queue=args.max_queue,
         control_routes=args.enable_control_routes,
         close_json_objects=args.close_json_objects,
@@ -225,13 +232,62 @@ def _server_options(
     )
 
 
+def _access(args: argparse.Namespace) -> dict[str, Any]:
+    """What ServerOptions say of who may come in; ConfigurationError for what can't be."""
+    tls.check_certificate(args.ssl_certfile, args.ssl_keyfile)
+    api_keys = [
+        *keys.read_keys(
+            args.api_key, args.api_key_file, flag="--api-key", variable=keys.API_KEY_VARIABLE
+        ),
+        *keys.read_keys(
+            args.admin_api_key,
+            args.admin_api_key_file,
+            flag="--admin-api-key",
+            variable=keys.ADMIN_KEY_VARIABLE,
+            admin=True,
+        ),
+    ]
+    keys.check_distinct(api_keys)
+    if args.cache_salt_per_key and not api_keys:
+        raise ConfigurationError("--cache-salt-per-key needs keys (--api-key).")
+    return {
+        "api_keys": tuple(api_keys),
+        "cache_salt_per_key": args.cache_salt_per_key,
+        "report_cached_tokens": args.report_cached_tokens,
+        "allowed_origins": browsers.parse_origins(args.allowed_origins),
+        "allowed_hosts": browsers.parse_hosts(args.allowed_hosts),
+        "ssl_certfile": args.ssl_certfile,
+        "ssl_keyfile": args.ssl_keyfile,
+    }
+
+
+def _warn(options: ServerOptions) -> None:
+    if not options.api_keys and not is_loopback(options.host):
+        logger.warning(
+            "Others can reach this server (--host %s), and it wants no key of them (--api-key).",
+            options.host,
+        )
+    if browsers.ANY_ORIGIN in options.allowed_origins and not options.api_keys:
+        logger.warning(
+            "Any web page that somebody here opens can use this server (--allowed-origins *), and "
+            "it wants no key of them (--api-key)."
+        )
+
+
 def _first_question(
     args: argparse.Namespace, options: ServerOptions, loop: EngineLoop
 ) -> FirstQuestion | None:
     if args.ask is None:
         return None
     when_done = loop.request_stop if args.exit_after_answer else lambda: None
-    return FirstQuestion(args.ask, args.system, options.model_name, options.api_key, when_done)
+    return FirstQuestion(
+        args.ask,
+        args.system,
+        options.model_name,
+        options.api_keys[0].key if options.api_keys else None,
+        when_done,
+        certfile=options.ssl_certfile,
+    )
 
 
 def _start(question: FirstQuestion | None, url: str) -> None:

@@ -98,7 +98,8 @@ def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer:
     from megatron_hybrid.server.worker import KEEP_ALIVE_SECONDS, ServerLog
 
     options = settings.options
-    url = f"http://{_in_url(options.host)}:{listener.getsockname()[1]}"
+    address, port = listener.getsockname()[:2]
+    url = f"{'https' if options.ssl_certfile else 'http'}://{_in_url(options.host)}:{port}"
     descriptor = listener.detach()  # gunicorn makes a socket of its own from it
 
     class Master(BaseApplication):
@@ -122,16 +123,18 @@ def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer:
                 "proc_name": "megatron-hybrid",
                 "control_socket_disable": True,
                 "worker_tmp_dir": settings.folder,
+                "certfile": options.ssl_certfile,
+                "keyfile": options.ssl_keyfile,
             }.items():
                 self.cfg.set(name, value)
 
         def load(self) -> Any:
-            return _make_app(settings, tokenizer, url)
+            return _make_app(settings, tokenizer, url, address)
 
     return Master()
 
 
-def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any:
+def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, address: str) -> Any:
     """One worker's application. Imported here: what it uses must be gevent's by now."""
     from megatron_hybrid.server.app import create_app
     from megatron_hybrid.server.coordinator_client import CoordinatorClient
@@ -149,7 +152,7 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str) -> Any
         client = ReplicaSet(endpoints, CoordinatorClient(folder.endpoint(COORDINATOR)))
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
     preparers = Preparers(folder.endpoint(PREPARERS), most_preparers(settings.options.http_workers))
-    app = create_app(Serving(client, tokenizer, settings.options, answers, preparers))
+    app = create_app(Serving(client, tokenizer, settings.options, answers, preparers), address)
     client.join(url)
     # With an engine that serves, as for a worker that replaces another one, no client shall hear
     # that there is none yet.

@@ -99,6 +99,7 @@ class Generation:
     on_close: called once, when the generation gives up its place.
     arrived: when the request came, by `time.monotonic`.
     timeout: seconds from then on until TimedOut is raised; None: no limit.
+    report_cached_tokens: whether `usage` says how much of the prompt was cached.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generation:
         on_close: Callable[[], None],
         arrived: float,
         timeout: float | None = None,
+        report_cached_tokens: bool = True,
     ) -> None:
         self.request_id = request_id
         self.created = int(time.time())
@@ -130,6 +132,7 @@ class Generation:
         self._prompt_tokens = 0
         self._queued: float | None = None  # seconds, in the engine
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
+        self._report_cached_tokens = report_cached_tokens
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
@@ -289,7 +292,7 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written."""
-        return _usage(*self._tokens())
+        return self._usage(*self._tokens())
 
     def _tokens(self) -> tuple[int, int, int]:
         """Of prompts, of what was cached of them, and of answers. A prompt with several choices was
@@ -299,21 +302,22 @@ class Generation:
         n = self._request.params.n
         groups = [answers[start : start + n] for start in range(0, len(answers), n)]
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
-        cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
         completion = sum(answer.completion_tokens for answer in answers)
+        cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
         return prompt, cached, completion
 
     def usage_so_far(self, index: int) -> dict[str, object]:
         """Of the choice with this index: tokens of its prompt, and those it has written."""
         number, own = divmod(index, self._request.params.n)
         answer = self._choices[f"{self.request_id}-{number}", own].answer
-        return _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+        return self._usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
-
-def _usage(prompt: int, cached: int, completion: int) -> dict[str, object]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    def _usage(self, prompt: int, cached: int, completion: int) -> dict[str, object]:
+        usage: dict[str, object] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if self._report_cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage

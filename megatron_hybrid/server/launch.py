@@ -20,6 +20,7 @@ import megatron_hybrid
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
 from megatron_hybrid.server.engine_process import bind_socket
+from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 from megatron_hybrid.server.run_folder import LOCK_SECONDS, Holder, RunFolder
 
@@ -274,6 +275,8 @@ def _digest(options: ServerOptions) -> str:
     tokenizer = Path(options.tokenizer_folder)
     files = [*package.glob("*.py"), *package.glob("server/**/*"), *tokenizer.glob("*.jinja")]
     files += [path for path in tokenizer.glob("*.json") if "index" not in path.name]
+    # A renewed certificate makes a new front end, too.
+    files += [Path(path) for path in (options.ssl_certfile, options.ssl_keyfile) if path]
     for path in sorted(files):
         if path.is_file() and path.suffix != ".pyc":
             status = path.stat()
@@ -296,10 +299,16 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, in which the package is found where we found it, installed or not."""
+    """Ours, in which the package is found where we found it, installed or not; keys come by
+    standard input."""
     root = str(Path(megatron_hybrid.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
+    }
+    return {**others, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class FrontEndEnded(RuntimeError):

@@ -24,14 +24,14 @@ def install(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
         arrived = time.monotonic()
-        chat: PreparedChat = serving.prepare("chat", read_body())
+        chat: PreparedChat = serving.prepare("chat", read_body(), g.caller)
         with _generation(serving, "chatcmpl", chat.generation, arrived) as generation:
             return _closing(answer_chat(serving, chat, generation), generation)
 
     @app.post("/v1/completions")
     def completions() -> Response:
         arrived = time.monotonic()
-        completion: PreparedCompletion = serving.prepare("completion", read_body())
+        completion: PreparedCompletion = serving.prepare("completion", read_body(), g.caller)
         with _generation(serving, "cmpl", completion.generation, arrived) as generation:
             return _closing(answer_completion(serving, completion, generation), generation)
 

@@ -31,7 +31,7 @@ _EVENTS = "text/event-stream"
 _SENTENCES = {
     400: "A field is wrong or unknown; `param` names it.",
     401: "The API key is missing or wrong.",
-    403: "Switched off on this server.",
+    403: "Switched off on this server, not for this key, or not for the web page that asks.",
     404: "There is no such model or path.",
     408: "The body did not come in time.",
     409: "Not possible in the engine's present state.",
@@ -44,7 +44,7 @@ _SENTENCES = {
 }
 _ASKS_ENGINE = (500, 503)
 _GENERATES = (404, 504, *_ASKS_ENGINE)
-_CONTROLS = (403, 409, *_ASKS_ENGINE)
+_CONTROLS = (409, *_ASKS_ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def routes() -> list[Route]:
 
 def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
     """The description of a server that has these paths."""
-    with_key = serving.options.api_key is not None
+    with_key = bool(serving.options.api_keys)
     ready = serving.client.ready
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -236,7 +236,9 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
             "required": route.body_required,
             "content": {_JSON: {"schema": route.body}},
         }
-        errors |= {400, 408, 413, 415}
+        errors |= {400, 408, 413}
+    if route.method == "post":
+        errors |= {403, 415}
     if route.path in OPEN_ROUTES:
         operation["security"] = []
     elif with_key:

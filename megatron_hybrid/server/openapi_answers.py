@@ -117,7 +117,8 @@ _USAGE = fixed_object(
         "prompt_tokens_details": fixed_object(
             {"cached_tokens": {**INTEGER, "description": "Prompt tokens that were not computed."}}
         ),
-    }
+    },
+    "prompt_tokens_details",  # with --no-report-cached-tokens
 )
 _MODEL = fixed_object(
     {

@@ -11,11 +11,11 @@ import msgspec
 
 from megatron_hybrid.server.addresses import parse_network
 from megatron_hybrid.server.fields import ParseOptions
+from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, ApiKey
 from megatron_hybrid.server.log_format import LOG_FORMATS
 
 MOST_WORKERS = 64
 CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
-API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
 POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced")
 MOST_REPLICAS = 1024
 # The names in tool_calls/formats.py, which takes long to import.
@@ -29,7 +29,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     host: str = "127.0.0.1"
     port: int = 5000
-    api_key: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    cache_salt_per_key: bool = False
+    report_cached_tokens: bool = True
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     max_queue: int = 1024
     request_timeout: float = 0.0  # seconds; 0: none
     http_workers: int = 1
@@ -57,7 +63,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def serves_control(self) -> bool:
         """Whether /pause, /resume and /update_weights are there: on request, or when nobody else
         can reach the server."""
-        return self.control_routes or _is_loopback(self.host)
+        return self.control_routes or is_loopback(self.host)
 
     @property
     def connections_a_worker(self) -> int:
@@ -85,11 +91,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--port", type=_whole(0, 65535), default=5000, help="port to listen on; 0 takes a free one"
     )
-    group.add_argument(
-        "--api-key",
-        default=os.environ.get(API_KEY_VARIABLE) or None,
-        help=f"bearer key that clients must send; also from {API_KEY_VARIABLE}",
-    )
+    _add_access_arguments(parser)
     group.add_argument(
         "--max-queue",
         type=_whole(1, 1_000_000),
@@ -209,6 +211,68 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("who may come in")
+    for flag, variable, purpose in (
+        ("--api-key", API_KEY_VARIABLE, "bearer key that clients must send, one of them"),
+        (
+            "--admin-api-key",
+            ADMIN_KEY_VARIABLE,
+            "key that is good for every route, and the only kind for /pause, /resume, "
+            "/update_weights and /reset_prefix_cache",
+        ),
+    ):
+        group.add_argument(
+            flag,
+            action="append",
+            metavar="KEY",
+            help=f"{purpose}; give it again for more. Without keys of flag or file, {variable} "
+            "has them, between spaces",
+        )
+        group.add_argument(
+            f"{flag}-file",
+            metavar="FILE",
+            help="one such key a line, with its name for the log before it and a space between",
+        )
+    group.add_argument(
+        "--cache-salt-per-key",
+        action="store_true",
+        help="share cached prefixes, and remembered answers, only between requests with the same "
+        "key; a request's own cache_salt divides them further",
+    )
+    group.add_argument(
+        "--report-cached-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="say in `usage` how much of a prompt was cached, from which others' prompts can be "
+        "guessed where prefixes are shared",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may use the server besides its own, such as https://chat.example; "
+        "* is all",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="names in the Host header that are answered, besides localhost; without it, a server "
+        "on a loopback address answers to no other, and one that others can reach to any",
+    )
+    group.add_argument(
+        "--ssl-certfile", metavar="PEM", help="speak TLS, with this certificate (chain)"
+    )
+    group.add_argument(
+        "--ssl-keyfile", metavar="PEM", help="the certificate's key, unless its file holds it too"
+    )
+
+
 def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of several replicas behind one address; the first two are called as vLLM's."""
     group = parser.add_argument_group("replicas")
@@ -248,7 +312,8 @@ def add_ask_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches a server on this address, by its looks."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -25,6 +25,7 @@ from megatron_hybrid.server.chat_messages import (
     parse_template_arguments,
 )
 from megatron_hybrid.server.fields import Body, FieldError, Fields, parse_body
+from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.logprobs import EchoedPrompt
 from megatron_hybrid.server.openai_protocol import (
     ChatRequest,
@@ -102,13 +103,13 @@ class Preparation:
             self._answers = self._connect()
         return self._answers
 
-    # Each takes a body, and raises InvalidRequestError or UnknownModel.
+    # Each takes a body, and raises InvalidRequestError or UnknownModel. caller: whose it is.
 
-    def chat(self, body: Body, limits: Limits) -> PreparedChat:
+    def chat(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/chat/completions."""
         request = parse_chat(parse_body(body), self.options.parsing)
         self._check_model(request.generation)
-        wanted = self._with_tool_grammar(request)
+        wanted = _salted(self._with_tool_grammar(request), caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
         prompt, message_ends = self._encode_chat(
             request.messages, request.template_arguments, request.tools, keys, limits
@@ -119,10 +120,10 @@ class Preparation:
         tools = replace(request.tools, descriptions=[])
         return PreparedChat(wanted, token_ids, message_ends, tools, keys)
 
-    def completion(self, body: Body, limits: Limits) -> PreparedCompletion:
+    def completion(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options.parsing)
-        wanted = request.generation
+        wanted = _salted(request.generation, caller)
         self._check_model(wanted)
         prompts = []
         for number, given in enumerate(request.prompts):
@@ -132,7 +133,7 @@ class Preparation:
             _check_cache_checkpoints(name, prompt, wanted)
         return PreparedCompletion(wanted, prompts, self._echoed(request, prompts))
 
-    def tokenize(self, body: Body, limits: Limits) -> bytes:
+    def tokenize(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
         options = self.options.parsing
         fields = Fields(parse_body(body), ignore_unknown=options.ignore_unknown_fields)
@@ -140,7 +141,8 @@ class Preparation:
             messages = parse_messages(fields)
             arguments = parse_template_arguments(fields)
             tools = parse_tools(fields, options)
-            keys = ChatKeys(fields.text("cache_salt", MAX_NAME_LENGTH), messages)
+            salt = caller.salt_for(fields.text("cache_salt", MAX_NAME_LENGTH))
+            keys = ChatKeys(salt, messages)
             fields.finish()
             tokens = self._encode_chat(messages, arguments, tools, keys, limits).token_ids
         else:
@@ -273,6 +275,11 @@ class Preparation:
         encoding = self.tokenizer.backend.encode(given, add_special_tokens=True)
         added = len(list(takewhile(bool, encoding.special_tokens_mask)))
         return EchoedPrompt(token_ids, given, added)
+
+
+def _salted(request: GenerationRequest, caller: Caller) -> GenerationRequest:
+    """With the cache salt that the caller's key makes of the request's own."""
+    return replace(request, cache_salt=caller.salt_for(request.cache_salt))
 
 
 def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:

@@ -60,7 +60,7 @@ class Preparers:
         self._free_for_huge = threading.BoundedSemaphore(max(1, most - 1))
         self._idle: list[socket.socket] = []
 
-    def prepare(self, name: str, body: Sequence[bytes], limits: Limits) -> Any:
+    def prepare(self, name: str, body: Sequence[bytes], limits: Limits, *more: Any) -> Any:
         """What the method `name` of Preparation makes of a body, which comes in pieces.
 
         Raises what that raises, and PreparationLost.
@@ -71,7 +71,7 @@ class Preparers:
             self._free,
             self._connection(keep=not huge) as connection,
         ):
-            _send(connection, [pickle.dumps((name, limits))])
+            _send(connection, [pickle.dumps((name, limits, *more))])
             _send(connection, body)
             done, value = pickle.loads(_receive(connection))
         if not done:
@@ -196,19 +196,19 @@ def serve(connection: socket.socket, preparation: Preparation) -> None:
     huge = False
     with contextlib.suppress(OSError, EOFError):
         while not huge:
-            name, limits = pickle.loads(_receive(connection))
+            name, *arguments = pickle.loads(_receive(connection))
             body = _receive(connection)
             huge = len(body) > HUGE_BYTES
             signal.alarm(MOST_SECONDS)
-            answer = _prepared(preparation, name, body, limits)
+            answer = _prepared(preparation, name, body, *arguments)
             signal.alarm(0)
             _send(connection, [pickle.dumps(answer)])
 
 
-def _prepared(preparation: Preparation, name: str, body: Body, limits: Limits) -> tuple[bool, Any]:
+def _prepared(preparation: Preparation, name: str, body: Body, *arguments: Any) -> tuple[bool, Any]:
     """Whether it could be done, and what came of it or why not."""
     try:
-        return True, getattr(preparation, name)(body, limits)
+        return True, getattr(preparation, name)(body, *arguments)
     except (InvalidRequestError, UnknownModel) as error:
         return False, error
     except MemoryError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flask import Flask, Response
+from flask import Flask, Response, g
 
 from megatron_hybrid.server.bodies import read_body, small_body
 from megatron_hybrid.server.http_errors import json_response
@@ -40,7 +40,7 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.post("/tokenize")
     def tokenize() -> Response:
-        return _json(serving.prepare("tokenize", read_body()))
+        return _json(serving.prepare("tokenize", read_body(), g.caller))
 
     @app.post("/detokenize")
     def detokenize() -> Response:

@@ -45,14 +45,14 @@ class Serving:
         self._lock = threading.Lock()
         self._open = 0
 
-    def prepare(self, name: str, body: Sequence[bytes]) -> Any:
+    def prepare(self, name: str, body: Sequence[bytes], *more: Any) -> Any:
         """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
-        another process, so that this one's streams go on meanwhile."""
+        another process, so that this one's streams go on meanwhile. more: what it takes besides."""
         engine = self.client.check()
         limits = Limits(engine.vocab_size, engine.max_seq_length, engine.max_seq_length_flag)
         if self._preparers is not None and sum(map(len, body)) > MOST_BYTES_HERE:
-            return self._preparers.prepare(name, body, limits)
-        return getattr(self._preparation, name)(b"".join(body), limits)
+            return self._preparers.prepare(name, body, limits, *more)
+        return getattr(self._preparation, name)(b"".join(body), limits, *more)
 
     def open(
         self,
@@ -78,6 +78,7 @@ class Serving:
             on_close=self._leave,
             timeout=min(limits) if limits else None,
             arrived=arrived,
+            report_cached_tokens=self.options.report_cached_tokens,
         )
 
     def health(self) -> dict[str, object]:

@@ -31,7 +31,7 @@ class TlsSockets:
         load_certificate(self._context, certfile, keyfile)
 
     def accept(self, connection: Connection, seconds: float) -> bool:
-        """Encrypt it, before anything is read. False, and its client's socket is closed, unless both
+        """Encrypt it, before anything is read. False, and its socket is closed, unless both sides
         agree in time."""
         agreed = False
         # A client without TLS, one that does not trust us, one that is gone: nothing to log.

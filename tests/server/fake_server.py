@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server import launch
+from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.launch import FrontEnd
 from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.messages import CacheSizes
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--fails-again", action="store_true")
     parser.add_argument("--never-fails", action="store_true", help="not even on FAILING_TEXT")
     parser.add_argument("--api-key")
+    parser.add_argument("--ssl-certfile")
+    parser.add_argument("--ssl-keyfile")
     parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--data-parallel-rank", type=int, default=0)
     parser.add_argument("--policy", default="longest_prefix")
@@ -67,7 +70,9 @@ def main() -> int:
         tokenizer_folder=args.tokenizer,
         model_name="fake",
         port=args.port,
-        api_key=args.api_key,
+        api_keys=() if args.api_key is None else (ApiKey(args.api_key, "alice"),),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
         http_workers=args.http_workers,
         http_connections=args.http_connections,
         log_format=args.log_format,

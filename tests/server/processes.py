@@ -47,7 +47,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            self.url = self.wait_for_line(r"serving .* on (http://\S+)", seconds)
+            self.url = self.wait_for_line(r"serving .* on (https?://\S+)", seconds)
         except BaseException:
             self._end()
             raise

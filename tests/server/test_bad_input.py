@@ -336,7 +336,8 @@ def test_wrong_bytes_in_a_message_are_named(http: FlaskClient) -> None:
 
 def test_a_pair_of_surrogates_is_one_character(http: FlaskClient) -> None:
     body = b'{"prompt": "\\ud83d\\ude00", "temperature": 0, "max_tokens": 1}'
-    assert http.post(COMPLETION, data=body).status_code == 200
+    answer = http.post(COMPLETION, data=body, content_type="application/json")
+    assert answer.status_code == 200
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(http: FlaskClient) -> None:

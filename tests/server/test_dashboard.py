@@ -13,6 +13,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server import dashboard
+from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
 from megatron_hybrid.tokenizer import Tokenizer
@@ -133,7 +134,9 @@ def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
     running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions, visit: Callable[..., Visit]
 ) -> None:
     keyed = ServerOptions(
-        tokenizer_folder=options.tokenizer_folder, model_name="fake", api_key="sesame"
+        tokenizer_folder=options.tokenizer_folder,
+        model_name="fake",
+        api_keys=(ApiKey("sesame", "door"),),
     )
     site = Site(Serving(running.client, tokenizer, keyed))
     try:

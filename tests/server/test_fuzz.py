@@ -51,7 +51,7 @@ fuzz = settings(
 
 def check(http: FlaskClient, path: str, data: bytes) -> None:
     assume(b"~" not in data)  # the one text on which the fake engine fails on purpose
-    answer = http.post(path, data=data)
+    answer = http.post(path, data=data, content_type="application/json")
     if answer.status_code != 200:
         assert answer.status_code in (400, 404), (data, answer.data)
         assert answer.get_json()["error"]["param"]

@@ -24,6 +24,7 @@ import pytest
 from megatron_hybrid.server.ask import FirstQuestion
 from tests.server.processes import ROOT, ServerProcess, is_alive, wait_until
 
+JSON = {"Content-Type": "application/json"}
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 LOADS_FOR_EVER = """
 import sys, time
@@ -60,7 +61,8 @@ def open_stream(
 ) -> tuple[http.client.HTTPConnection, Any]:
     """A connection on which an answer of 100 tokens begins to come, for 5 seconds."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
-    connection.request("POST", "/v1/completions", json.dumps({**LONG, "max_tokens": max_tokens}))
+    body = json.dumps({**LONG, "max_tokens": max_tokens})
+    connection.request("POST", "/v1/completions", body, JSON)
     answer = connection.getresponse()
     assert answer.status == 200
     assert answer.readline().startswith(b"data: ")
@@ -139,7 +141,10 @@ def test_a_client_that_hangs_up_before_its_whole_answer_frees_the_engine(
     address = urlsplit(server.url)
     body = json.dumps({**LONG, "stream": False}).encode()
     with socket.create_connection((address.hostname, address.port)) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         client.sendall(head.encode() + body)
         wait_until(lambda: engine_figure(server, "num_requests_running") == 1)
     wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
@@ -148,7 +153,7 @@ def test_a_client_that_hangs_up_before_its_whole_answer_frees_the_engine(
 def test_bad_requests_leave_the_connection_usable(server: ServerProcess) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
     for body, status in ((b"{", 400), (b'{"prompt": "\xff"}', 400), (b'{"prompt": "a"}', 200)):
-        connection.request("POST", "/v1/completions", body)
+        connection.request("POST", "/v1/completions", body, JSON)
         answer = connection.getresponse()
         answer.read()
         assert answer.status == status

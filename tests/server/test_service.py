@@ -18,6 +18,7 @@ from megatron_hybrid.request import FinishReason, Grammar, SamplingParams
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
+from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
 from megatron_hybrid.server.subscription import EngineUnavailable, Overloaded
@@ -61,7 +62,9 @@ def test_only_the_right_key_opens(
     running: RunningLoop, tokenizer: Tokenizer, tokenizer_folder: Any
 ) -> None:
     options = ServerOptions(
-        tokenizer_folder=str(tokenizer_folder), model_name="fake", api_key="sesame"
+        tokenizer_folder=str(tokenizer_folder),
+        model_name="fake",
+        api_keys=(ApiKey("sesame", "door"),),
     )
     http = create_app(Serving(running.client, tokenizer, options)).test_client()
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):

@@ -35,7 +35,8 @@ export async function* readEvents(body) {
  * Ask for an answer and hand its text on as it comes.
  *
  * onText(piece, secondsToFirst) is called for each piece. Returns what is known at the end:
- * promptTokens, cachedTokens, completionTokens, secondsToFirst, tokensPerSecond, finishReason.
+ * promptTokens, cachedTokens, completionTokens, secondsToFirst, tokensPerSecond, finishReason;
+ * a server may keep cachedTokens to itself, which is undefined then.
  * Throws ApiError, or AbortError when `signal` ends it.
  */
 export async function streamAnswer(messages, { temperature, maxTokens }, signal, onText) {
@@ -66,7 +67,7 @@ export async function streamAnswer(messages, { temperature, maxTokens }, signal,
   const completionTokens = usage?.completion_tokens ?? null;
   return {
     promptTokens: usage?.prompt_tokens ?? null,
-    cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
+    cachedTokens: usage?.prompt_tokens_details?.cached_tokens,
     completionTokens,
     secondsToFirst: first,
     tokensPerSecond: speed(completionTokens, first, last),

@@ -54,10 +54,12 @@ export class Turn {
   end(result) {
     this.close();
     const { promptTokens, cachedTokens, completionTokens, finishReason } = result;
-    this.bar.style.width = promptTokens ? `${(100 * cachedTokens) / promptTokens}%` : "0";
+    const cached = cachedTokens === undefined ? `${whole(promptTokens)} prompt tokens`
+      : `${whole(cachedTokens)} of ${whole(promptTokens)} prompt tokens cached `
+        + `(${percent(cachedTokens, promptTokens)})`;
+    this.bar.style.width = promptTokens ? `${(100 * (cachedTokens ?? 0)) / promptTokens}%` : "0";
     this.figures.replaceChildren(
-      item("cached", `${whole(cachedTokens)} of ${whole(promptTokens)} prompt tokens cached `
-        + `(${percent(cachedTokens, promptTokens)})`),
+      item("cached", cached),
       item("first", `first token ${duration(result.secondsToFirst)}`),
       item("speed", `${whole(completionTokens)} tokens at ${rate(result.tokensPerSecond)}/s`),
     );
