@@ -26,6 +26,8 @@ CHROMIUM = next(
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
     --disable-background-networking --disable-component-update --disable-sync""".split()
+EVIL_HOST = "evil.example"  # a name whose owner lets it point to the visitor's own machine
+FLAGS.append(f"--host-resolver-rules=MAP {EVIL_HOST} 127.0.0.1")
 STATS: dict[str, Any] = {
     "model": "fake",
     "time": 100.0,
@@ -98,10 +100,12 @@ class Visit:
 
 
 class Site:
-    """The application around the fake engine, on a port."""
+    """The application around the fake engine, or another one, on a port."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._server = make_server("127.0.0.1", 0, create_app(serving), threaded=True)
+    def __init__(self, serving: Serving | Callable[..., Any]) -> None:
+        app = create_app(serving) if isinstance(serving, Serving) else serving
+        self._server = make_server("127.0.0.1", 0, app, threaded=True)
+        self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -112,6 +116,40 @@ class Site:
         self._server.server_close()
 
 
+# What a page can try without asking first, and with it: a list of [what, answer or null].
+ATTACK = """async ([target, paths]) => {
+  const text = '{"prompt": "Hello", "max_tokens": 2}';
+  const json = {"Content-Type": "application/json"};
+  const plain = {method: "POST", mode: "no-cors"};
+  const ways = {
+    "as text": {...plain, headers: {"Content-Type": "text/plain"}, body: text},
+    "as JSON": {...plain, headers: json, body: text},
+    "without a type": {...plain, body: new Blob([text])},
+    "without a body": plain,
+    "asking first": {method: "POST", headers: json, body: text},
+  };
+  const found = [];
+  for (const path of paths) {
+    for (const [way, request] of Object.entries(ways)) {
+      const answer = await fetch(target + path, request).catch(() => null);
+      found.push([`${path} ${way}`, answer && (await answer.text())]);
+    }
+    const frame = document.createElement("iframe");
+    frame.name = "f" + path;
+    document.body.append(frame);
+    for (const kind of ["text/plain", "application/x-www-form-urlencoded"]) {
+      const form = document.createElement("form");
+      Object.assign(form, {method: "POST", action: target + path, target: frame.name});
+      form.enctype = kind;
+      form.innerHTML = `<input name='{"prompt": "Hello", "a": "' value='"}'>`;
+      document.body.append(form);
+      const loaded = new Promise((resolve) => frame.addEventListener("load", resolve));
+      form.submit();
+      await loaded;
+    }
+  }
+  return found;
+}"""
 # Every text with the contrast (WCAG 2) between its colour and the ground below it.
 CONTRASTS = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
