@@ -415,7 +415,7 @@ def elsewhere() -> Iterator[Site]:
     site.close()
 
 
-CONTROLLED = ["pause", "v1/completions", "reset_prefix_cache", "resume"]
+CONTROLLED = ["v1/completions", "reset_prefix_cache", "pause", "resume"]
 
 
 @needs_browser

@@ -192,6 +192,8 @@ def test_a_key_is_one_persons_and_one_kind() -> None:
         (["--api-key", "a", "--admin-api-key", "a"], "more than once"),
         (["--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
         (["--cache-salt-per-key"], "needs keys"),
+        (["--ssl-certfile", "/nowhere/a.pem"], "/nowhere/a.pem (--ssl-certfile)"),
+        (["--ssl-keyfile", "a.key"], "--ssl-keyfile needs --ssl-certfile"),
         (["--allowed-origins", "chat.example"], "--allowed-origins"),
         (["--allowed-hosts", "a:5"], "--allowed-hosts"),
     ],

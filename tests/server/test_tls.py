@@ -18,6 +18,7 @@ import pytest
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.ask import FirstQuestion
+from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_hybrid.server.tls import check_certificate
 from tests.server.processes import ServerProcess, wait_until
 from tests.server.test_processes import FAKE, JSON, LONG
@@ -48,7 +49,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def server(tokenizer_folder: Path, files: tuple[str, str]) -> Iterator[ServerProcess]:
     flags = ("--ssl-certfile", files[0], "--ssl-keyfile", files[1], "--api-key", KEY)
     flags += ("--step-seconds", "0.02", "--never-fails", "--max-seq-length", "100000")
-    with ServerProcess(*FAKE, str(tokenizer_folder), *flags) as server:
+    environment = {API_KEY_VARIABLE: KEY, ADMIN_KEY_VARIABLE: KEY}
+    with ServerProcess(*FAKE, str(tokenizer_folder), *flags, **environment) as server:
         yield server
         assert server.stop() == 0
     assert "Traceback" not in server.output and "Error" not in server.output
@@ -184,7 +186,7 @@ def test_the_first_question_trusts_its_server_and_no_other(
 def test_keys_are_in_no_command_line_and_no_environment_of_the_front_end(
     server: ServerProcess,
 ) -> None:
-    """The flag of the engine process, which has to be there, shows it; nobody else does."""
+    """Those of the engine process show what it was started with."""
     descendants = server.descendants()
     assert len(descendants) >= 2
     for pid in descendants:
