@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -16,6 +17,7 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.fields import FieldError
+from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.preparation import Limits, Preparation
 from megatron_hybrid.server.preparers import Preparers, serve
@@ -160,6 +162,24 @@ def test_what_an_answer_was_is_found_again_by_another_process(
     ask(apart, *chat("Hello you", first, "Hello"))
     one, two = (added.prompt for added in running.engine.added)
     assert two[: len(one)] == one
+
+
+def test_a_keys_salt_is_the_same_in_another_process(
+    running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions, children: Children
+) -> None:
+    keyed = msgspec.structs.replace(
+        options, api_keys=(ApiKey("sesame", "door"),), cache_salt_per_key=True
+    )
+    preparers = Preparers(children.path, 2)
+    app = create_app(Serving(running.client, tokenizer, keyed, running.answers, preparers))
+    http, key = app.test_client(), {"Authorization": "Bearer sesame"}
+    for path, body in (SERVED["a text"], SERVED["a chat"]):
+        for length in (0, LARGE):
+            data = json.dumps({**body, "cache_salt": "mine"}).encode().ljust(length)
+            http.post(path, data=data, content_type="application/json", headers=key)
+    salts = {added.cache_salt for added in running.engine.added}
+    assert len(salts) == 1 and not salts & {"", "mine"}
+    assert children.count == 1
 
 
 def test_a_process_that_dies_fails_one_request(apart: FlaskClient, children: Children) -> None:

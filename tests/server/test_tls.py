@@ -19,6 +19,8 @@ import pytest
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from megatron_hybrid.server.launch import _digest
+from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.tls import check_certificate
 from tests.server.processes import ServerProcess, wait_until
 from tests.server.test_processes import FAKE, JSON, LONG
@@ -219,3 +221,16 @@ def test_what_is_wrong_with_a_certificate_is_said(files: tuple[str, str], tmp_pa
     ):
         with pytest.raises(ConfigurationError, match=words_of):
             check_certificate(*pair)
+
+
+def test_a_renewed_certificate_makes_a_new_front_end(tmp_path: Path) -> None:
+    """One that an engine process has left is not taken over with the old one."""
+    certificate = tmp_path / "a.pem"
+    certificate.write_text("old")
+    options = ServerOptions(
+        tokenizer_folder=str(tmp_path), model_name="fake", ssl_certfile=str(certificate)
+    )
+    before = _digest(options)
+    assert _digest(options) == before
+    certificate.write_text("renewed")
+    assert _digest(options) != before
