@@ -323,6 +323,7 @@ def test_cached_tokens_may_be_kept_to_the_server(make: Make) -> None:
         for _ in range(2):
             usage = http.post(path, json=body).get_json()["usage"]
             assert set(usage) == {"prompt_tokens", "completion_tokens", "total_tokens"}
-        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        usages = {"include_usage": True, "continuous_usage_stats": True}
+        streamed = {**body, "stream": True, "stream_options": usages}
         text = http.post(path, json=streamed).get_data(as_text=True)
         assert '"usage"' in text and "cached" not in text
