@@ -244,7 +244,7 @@ def test_a_body_is_asked_for_when_the_client_expects_that(server: ServerProcess)
 
 
 def test_requests_are_logged_as_objects(server: ServerProcess) -> None:
-    lines = ("Content-Type: application/json", 'x-request-id: a "b"', "Connection: close")
+    lines = ('x-request-id: a "b"', "Connection: close")
     assert ask(server, head(*lines, f"Content-Length: {len(BODY)}") + BODY)[0] == 200
     server.wait_for_line(r"(a \\\"b\\\")", 20)
     found = [json.loads(line) for line in server.lines if '"a \\"b\\""' in line]
