@@ -138,6 +138,11 @@ class AnswerMatcher:
         return f"The answer can't go on in its grammar: {_reason(reason)}"
 
     @property
+    def is_to_blame(self) -> bool:
+        """Whether the grammar is what is wrong, too large in use for instance, and no library."""
+        return self.reason is not None and self._failure is None
+
+    @property
     def reason(self) -> str | None:
         """The same, in the library's words."""
         found = self._ask(lambda matcher: matcher.get_error() if matcher.is_error() else None, None)

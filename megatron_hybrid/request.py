@@ -319,7 +319,8 @@ class RequestEvent:
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
     that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
     `prompt_logprobs` comes with the first token of choice 0: one entry per prompt token, None for
-    the first. With the last event come `counters` (see docs/prefix_cache.md) and, if it ever ran,
+    the first. `error` says why it failed, and `error_field` which field of the request is to blame,
+    if one is. With the last event come `counters` (see docs/prefix_cache.md) and, if it ever ran,
     the seconds that it waited for that.
     """
 
@@ -333,6 +334,7 @@ class RequestEvent:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    error_field: str | None = None
     counters: dict[str, int] | None = None
     queue_seconds: float | None = field(default=None, compare=False)
 

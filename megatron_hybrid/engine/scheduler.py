@@ -41,6 +41,7 @@ from megatron_hybrid.execution.plan import (
     StepPlan,
     StepResult,
 )
+from megatron_hybrid.grammar import FIELD as GRAMMAR_FIELD
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
@@ -434,6 +435,7 @@ class Scheduler:
             is_complete = grammar is not None and grammar.is_complete
             if grammar is not None and grammar.error is not None:  # whatever its last token is
                 event.error = grammar.error
+                event.error_field = GRAMMAR_FIELD if grammar.is_to_blame else None
                 self._finish(request, FinishReason.ERROR, event)
             elif token in request.stop_ids:
                 event.stop_token_id = token

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from megatron_hybrid.server.connections import Connection
 
 
+MOST_BYTES_OF_CHUNKS = 4096  # at once: there may be one in each chunk, which Python takes apart
+PAUSE_BYTES = 2**16
+
+
 class BodyStalled(Exception):
     """Nothing more of a body came for too long, or all of it came too slowly."""
 
@@ -78,13 +82,20 @@ class BodyReader:
         self._pace = pace
         self._length: int | None = getattr(self._reader, "length", None)  # None: in chunks
         self._received = 0
+        self._next_pause = 0
 
     def read(self, size: int) -> bytes:
-        """The next bytes: `size` of them unless the body ends before.
+        """The next bytes, at most `size` of them; none at the body's end. Other greenlets have a
+        turn now and then, however fast the client is, and also where nobody wants the body.
 
         Raises BodyStalled or BodyBroken.
         """
         self._connection.pace = self._pace
+        if self._length is None:
+            size = min(size, MOST_BYTES_OF_CHUNKS)
+        if self._received >= self._next_pause:
+            self._next_pause = self._received + (0 if self._length is None else PAUSE_BYTES)
+            time.sleep(0)
         try:
             data: bytes = self._reader.read(size)
         except TimeoutError as error:

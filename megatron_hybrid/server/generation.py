@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_hybrid.answer_text import AnswerText
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.answer_record import AnswerRecord
@@ -220,7 +221,8 @@ class Generation:
     def deltas(self) -> Iterator[list[Delta]]:
         """Pieces of the answers as they come, until every choice has ended.
 
-        Raises ClientGone, TimedOut, GenerationFailed, and what `Subscription.next` raises.
+        Raises ClientGone, TimedOut, GenerationFailed, InvalidRequestError for a field that shows
+        only now that it can't be served, and what `Subscription.next` raises.
         """
         assert self._subscription is not None, "start comes first"
         while self._subscription.open_choices:
@@ -252,6 +254,8 @@ class Generation:
         if choice.finished:
             return []
         if event.finish_reason is FinishReason.ERROR:
+            if event.error is not None and event.error_field is not None:
+                raise InvalidRequestError(event.error_field, event.error)
             raise GenerationFailed(event.error or "The engine failed and did not say why.")
         if event.prompt_logprobs is not None:
             self.prompt_logprobs[choice.index // self._request.params.n] = event.prompt_logprobs

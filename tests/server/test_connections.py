@@ -20,7 +20,8 @@ import pytest
 from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
-from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, Pace
+from megatron_hybrid.server import body_reader
+from megatron_hybrid.server.body_reader import PAUSE_BYTES, BodyBroken, BodyReader, Pace
 from megatron_hybrid.server.connection import client_gone
 from megatron_hybrid.server.connections import Connection
 from megatron_hybrid.server.preparers import NICENESS
@@ -321,6 +322,37 @@ def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
     with pytest.raises(BodyBroken, match="chunk size"):
         reader.read(4)
     assert request.closes
+
+
+@pytest.mark.parametrize(
+    "length, most_between, most_at_once", [(10**6, PAUSE_BYTES, 2**20), (None, 4096, 4096)]
+)
+def test_others_have_their_turn_while_a_body_is_read(
+    monkeypatch: pytest.MonkeyPatch, length: int | None, most_between: int, most_at_once: int
+) -> None:
+    """Whoever reads it, and in whatever steps: 1,024 bytes are what gunicorn drains by."""
+    events: list[int | None] = []
+    monkeypatch.setattr(body_reader.time, "sleep", lambda seconds: events.append(None))
+
+    class Noted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            events.append(len(data))
+            return data
+
+    parts = Noted(bytes(10**6))
+    if length is not None:
+        parts.length = length  # type: ignore[attr-defined]
+    pace = Pace(patience=9.0, seconds=9.0, bytes_a_second=1.0)
+    reader = BodyReader(_Request(parts), Connection(None, None), pace)
+    while reader.read(1024):
+        pass
+    since = 0
+    for event in events:
+        since = 0 if event is None else since + event
+        assert since <= most_between + 1024
+    parts.seek(0)
+    assert len(reader.read(2**20)) <= most_at_once
 
 
 def test_large_requests_go_on_when_the_processes_that_read_them_are_killed(

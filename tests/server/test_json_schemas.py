@@ -340,3 +340,21 @@ def test_the_small_model_ends_its_objects(reference_http: FlaskClient) -> None:
             text = message["tool_calls"][0]["function"]["arguments"]
         assert choice["finish_reason"] in ("stop", "tool_calls")
         assert set(json.loads(text)) == {"code"}
+
+
+def test_a_schema_that_shows_in_use_that_it_is_too_large_is_the_requests_fault(
+    reference_http: FlaskClient,
+) -> None:
+    """Of 600 names, any of which may come first."""
+    properties = {f"name_{number}": {"type": "integer"} for number in range(600)}
+    schema = {"name": "a", "schema": {"type": "object", "properties": properties}}
+    answer = reference_http.post(
+        CHAT,
+        json={
+            "messages": [{"role": "user", "content": "Hello"}],
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        },
+    )
+    error = answer.get_json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "response_format")
+    assert "can't go on in its grammar" in error["message"]
