@@ -22,6 +22,7 @@ _NAMES = ("properties", "patternProperties")
 _SAYS_OTHERWISE = ("additionalProperties", "unevaluatedProperties")
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
+_NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 LARGEST_INTEGER = 2**63 - 1024  # the largest below 2**63 that llguidance, with doubles, keeps
 # Others are only notes by the standard, and refused by llguidance.
 _FORMATS = frozenset(
@@ -82,6 +83,8 @@ class _Schema:
         self._steps = 0
         self._copies: dict[str, str] = {}  # reference: that of its open copy
         self._pending: list[tuple[str, JsonSchema]] = []  # copies to be made: name, original
+        self._integers: dict[str, str] = {}  # bounds of integers: the name of their definition
+        self._shared_schemas: JsonSchema = {}
         definitions = root.get("$defs", {})
         self._definitions = definitions if isinstance(definitions, dict) else None
         self._prefix = "open"
@@ -94,6 +97,7 @@ class _Schema:
         while self._pending:
             name, original = self._pending.pop()
             copies[name] = self._walk(original, is_part=True)
+        copies |= self._shared_schemas
         if copies:
             result["$defs"] = {**result.get("$defs", {}), **copies}
         if depth_through_references(result, self._step) > MAX_REFERRED_DEPTH:
@@ -127,8 +131,20 @@ class _Schema:
         }
         if self._close and not is_part:
             self._close_object(schema, result, combined)
-            _bound_integer(result)
+            if _bound_integer(result):
+                return self._shared(result)
         return result
+
+    def _shared(self, schema: JsonSchema) -> JsonSchema:
+        """A reference to this schema if it is one of integers in a range and nothing else:
+        llguidance takes a millisecond for each range, and some hundred are too many for it."""
+        bounds = {name: schema[name] for name in (*_LOWER, *_UPPER) if name in schema}
+        is_range = schema["type"] == "integer" and set(schema) <= {"type", *bounds, *_NOTES}
+        if not is_range or self._definitions is None:
+            return schema
+        name = self._integers.setdefault(str(bounds), f"{self._prefix}_i{len(self._integers)}")
+        self._shared_schemas[name] = {"type": "integer", **bounds}
+        return {"$ref": f"#/$defs/{name}"}
 
     def _value(self, key: str, value: Any, parts_of_one: bool) -> Any:
         """What a keyword becomes."""
@@ -211,19 +227,22 @@ def _count_parts(schema: JsonSchema) -> int:
     return parts + sum(name in schema for name in ("anyOf", "oneOf"))
 
 
-def _bound_integer(schema: JsonSchema) -> None:
-    """Give an integer without a bound the one of 64 bits: small models never end their digits."""
+def _bound_integer(schema: JsonSchema) -> bool:
+    """Give an integer without a bound the one of 64 bits: small models never end their digits.
+    Whether it got one."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "integer" not in kinds or "number" in kinds or "enum" in schema or "const" in schema:
-        return
+        return False
     given = [schema[name] for name in (*_LOWER, *_UPPER) if name in schema]
     if any(not isinstance(bound, (int, float)) or abs(bound) > LARGEST_INTEGER for bound in given):
-        return
-    if not any(name in schema for name in _LOWER):
+        return False
+    has_lower, has_upper = (any(name in schema for name in names) for names in (_LOWER, _UPPER))
+    if not has_lower:
         schema["minimum"] = -LARGEST_INTEGER
-    if not any(name in schema for name in _UPPER):
+    if not has_upper:
         schema["maximum"] = LARGEST_INTEGER
+    return not (has_lower and has_upper)
 
 
 def _changes_nothing(key: str, value: Any) -> bool:

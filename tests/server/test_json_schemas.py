@@ -342,11 +342,19 @@ def test_the_small_model_ends_its_objects(reference_http: FlaskClient) -> None:
         assert set(json.loads(text)) == {"code"}
 
 
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 1}])
+def test_many_integers_are_one_for_the_grammar(bounds: dict[str, int]) -> None:
+    schema = {"type": "object", "properties": {f"n{i}": {**INTEGER, **bounds} for i in range(900)}}
+    served = served_schema(schema, "schema", ParseOptions())
+    assert len(served["$defs"]) == 1
+    check(Grammar("json_schema", json.dumps(served)))
+
+
 def test_a_schema_that_shows_in_use_that_it_is_too_large_is_the_requests_fault(
     reference_http: FlaskClient,
 ) -> None:
     """Of 600 names, any of which may come first."""
-    properties = {f"name_{number}": {"type": "integer"} for number in range(600)}
+    properties = {f"name_{number}": {"type": "integer"} for number in range(1500)}
     schema = {"name": "a", "schema": {"type": "object", "properties": properties}}
     answer = reference_http.post(
         CHAT,
