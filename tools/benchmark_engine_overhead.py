@@ -3,12 +3,17 @@
 
     python tools/benchmark_engine_overhead.py
     python tools/benchmark_engine_overhead.py --requests 256 --steps 2000 --json out.json
+    python tools/benchmark_engine_overhead.py --waiting 100000
 
-Two figures:
+Three figures:
 
 step       the engine's own step (schedule, build the batch, sample, commit) with all requests
            decoding, on a runner that takes its logits from a fixed table; requests cross block
            boundaries at different times, and the cache is full, so every new block evicts one
+waiting    the longest step, with --waiting, while so many requests wait: they come at once and
+           share the first half of their prompts by the thousand; some get a row and others end
+           in every step, then all rows at once; then the engine is paused, its weights change,
+           and everybody who waits is aborted
 eviction   freeing the least recently used cached block and handing it out again, at several
            sizes of the cache: it should not matter how large the cache is
 """
@@ -37,7 +42,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import Computed, Fold, StepDemand, StepPlan
+from megatron_hybrid.execution.plan import Computed, Fold, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference as sampling
@@ -47,6 +52,8 @@ from megatron_hybrid.request import SamplingParams
 BLOCK_SIZE = 64
 KERNEL_CHUNK = 128
 CHAIN = 32  # blocks in one cached sequence
+SHARERS = 1000  # waiting requests whose prompts begin alike
+ROUND = 200  # the most tokens of one's answer
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,6 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="decode steps to time")
     parser.add_argument(
         "--prompt-tokens", type=int, default=512, help="tokens in each request's prompt"
+    )
+    parser.add_argument(
+        "--waiting", type=int, default=0, help="requests that wait behind them (default: none)"
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=BLOCK_SIZE, help="tokens in a KV block, with --waiting"
     )
     parser.add_argument(
         "--vocab-size", type=int, default=512, help="logits to sample from, a request and step"
@@ -71,10 +84,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evictions", type=int, default=5000, help="blocks to evict at each size")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the JSON to this file too")
     args = parser.parse_args()
-    for name in ("requests", "steps", "prompt_tokens", "vocab_size", "evictions"):
+    for name in ("requests", "steps", "prompt_tokens", "vocab_size", "evictions", "block_size"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} is {getattr(args, name)}; give at least 1.")
+    if args.waiting < 0:
+        parser.error(f"--waiting is {args.waiting}; give 0 or more.")
     if min(args.cached_blocks) < CHAIN:
         parser.error(f"--cached-blocks must be at least {CHAIN}, one cached sequence.")
     return args
@@ -133,9 +148,11 @@ class FixedLogitsRunner:
 
     asynchronous = False
 
-    def __init__(self, rows: RowTable, vocab_size: int, max_requests: int) -> None:
+    def __init__(
+        self, rows: RowTable, vocab_size: int, max_requests: int, block_size: int = BLOCK_SIZE
+    ) -> None:
         self._rows = rows
-        self._builder = BatchBuilder(rows, BLOCK_SIZE, torch.device("cpu"), 8192)
+        self._builder = BatchBuilder(rows, block_size, torch.device("cpu"), 8192)
         self._sampler = Sampler(rows, sampling, initialize())
         self._last_token = torch.zeros(max_requests, dtype=torch.int64)
         generator = torch.Generator().manual_seed(0)
@@ -152,13 +169,13 @@ class FixedLogitsRunner:
         return Computed(result)
 
     def fold(self, folds: Sequence[Fold]) -> None:
-        raise NotImplementedError
+        pass
 
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
-    def update_weights(self, source: object) -> None:
-        raise NotImplementedError
+    def update_weights(self, source: WeightsSource) -> None:
+        pass
 
 
 def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -> dict[str, Any]:
@@ -224,6 +241,94 @@ def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -
     }
 
 
+class Waiting:
+    """An engine with `requests` rows before which `waiting` requests come at once."""
+
+    def __init__(
+        self, requests: int, waiting: int, prompt_tokens: int, vocab_size: int, block_size: int
+    ) -> None:
+        longest = prompt_tokens + 2 * ROUND
+        geometry = CacheGeometry(
+            block_size=block_size,
+            kernel_chunk=KERNEL_CHUNK,
+            num_blocks=3 * requests * -(-longest // block_size),
+            max_requests=requests,
+            num_cached_slots=2 * requests,
+            bytes_per_block=1,
+            bytes_per_state=1,
+        )
+        context = DynamicInferenceContext(geometry, max_tokens=8192, max_seq_length=longest)
+        runner = FixedLogitsRunner(context.rows, vocab_size, requests, block_size)
+        self.engine = DynamicInferenceEngine(context, runner, vocab_size=vocab_size)
+        self.milliseconds: dict[str, list[float]] = {}
+        self.cpu_milliseconds: dict[str, list[float]] = {}
+        random = np.random.default_rng(0)
+        shared = prompt_tokens // 2
+        beginnings = random.integers(vocab_size, size=(-(-waiting // SHARERS) or 1, shared))
+        self.names = [f"request {i}" for i in range(requests + waiting)]
+        start = time.perf_counter()
+        for i, name in enumerate(self.names):
+            own = random.integers(vocab_size, size=prompt_tokens - shared)
+            prompt = np.concatenate([beginnings[i % len(beginnings)], own]).tolist()
+            # The first ones end together, those behind them one by one.
+            count = ROUND if i < requests else int(random.integers(1, ROUND))
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            self.engine.add_request(name, prompt, params)
+        self.submit_us = 1e6 * (time.perf_counter() - start) / len(self.names)
+
+    def time_steps(self, name: str, steps: int) -> None:
+        wall_times = self.milliseconds.setdefault(name, [])
+        cpu_times = self.cpu_milliseconds.setdefault(name, [])
+        for _ in tqdm(range(steps), name):
+            start, cpu_start = time.perf_counter_ns(), time.process_time_ns()
+            self.engine.step()
+            cpu_times.append((time.process_time_ns() - cpu_start) / 1e6)
+            wall_times.append((time.perf_counter_ns() - start) / 1e6)
+
+
+def time_waiting(
+    requests: int, waiting: int, prompt_tokens: int, steps: int, vocab_size: int, block_size: int
+) -> dict[str, Any]:
+    """Milliseconds a step with `waiting` requests behind `requests` running ones."""
+    crowd = Waiting(requests, waiting, prompt_tokens, vocab_size, block_size)
+    engine = crowd.engine
+    gc.collect()
+    gc.freeze()  # as the server's engine process does
+    crowd.time_steps("running", steps)
+    engine.pause("finish")
+    crowd.time_steps("paused", 20)
+    engine.resume()
+    engine.update_weights({})
+    crowd.time_steps("new weights", steps // 2)
+    still = engine.num_waiting
+    start = time.perf_counter()
+    for name in crowd.names:
+        engine.abort(name)
+    abort_us = 1e6 * (time.perf_counter() - start) / still
+    crowd.time_steps("aborted", 1)
+    engine.check_integrity()
+    gc.unfreeze()
+    return {
+        "requests": requests,
+        "waiting": waiting,
+        "still_waiting": still,
+        "block_size": block_size,
+        "prompt_tokens": prompt_tokens,
+        "us_per_submit": crowd.submit_us,
+        "us_per_abort": abort_us,
+        "ms_per_step": _with_extremes(crowd.milliseconds),
+        "cpu_ms_per_step": _with_extremes(crowd.cpu_milliseconds),
+    }
+
+
+def _with_extremes(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: distribution(values)
+        | {"p99": float(np.percentile(values, 99)), "max": max(values), "steps": len(values)}
+        for name, values in times.items()
+    }
+
+
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(1)
@@ -244,7 +349,26 @@ def main() -> int:
             f" (median), mean {microseconds['mean']:.2f}, p95 {microseconds['p95']:.2f}",
             file=sys.stderr,
         )
-    text = json.dumps({"step": steps, "eviction": evictions, **describe_environment()}, indent=2)
+    report = {"step": steps, "eviction": evictions, **describe_environment()}
+    if args.waiting:
+        waiting = report["waiting"] = time_waiting(
+            args.requests, args.waiting, args.prompt_tokens, args.steps, args.vocab_size,
+            args.block_size,
+        )  # fmt: skip
+        for name, times in waiting["ms_per_step"].items():
+            cpu = waiting["cpu_ms_per_step"][name]
+            print(
+                f"{args.waiting} waiting, {name}: {times['p50']:.2f} ms a step (median), p99"
+                f" {times['p99']:.2f}, longest {times['max']:.2f} (CPU time: median"
+                f" {cpu['p50']:.2f}, p99 {cpu['p99']:.2f}, longest {cpu['max']:.2f})",
+                file=sys.stderr,
+            )
+        print(
+            f"submitting takes {waiting['us_per_submit']:.1f} us a request, aborting"
+            f" {waiting['us_per_abort']:.1f} us",
+            file=sys.stderr,
+        )
+    text = json.dumps(report, indent=2)
     print(text)
     if args.json:
         args.json.write_text(text + "\n", encoding="utf-8")

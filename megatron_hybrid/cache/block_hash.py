@@ -70,13 +70,21 @@ class SequenceKeys:
         self._size = block_size
         self._partial: dict[int, BlockKey] = {}  # by position inside a block
 
-    def copy_for(self, tokens: Callable[[int, int], Tokens]) -> SequenceKeys:
-        """The keys of another sequence that begins with the same tokens."""
+    @property
+    def known(self) -> int:
+        """Tokens in the blocks whose keys are known."""
+        return len(self.blocks) * self._size
+
+    def copy_for(
+        self, tokens: Callable[[int, int], Tokens], length: int | None = None
+    ) -> SequenceKeys:
+        """The keys of another sequence that begins with the same tokens; `length` of them (None:
+        all)."""
         return SequenceKeys(
             self.root,
             self._size,
             tokens,
-            list(self.blocks),
+            self.blocks[: None if length is None else length // self._size],
             cache_salt=self.cache_salt,
             adapter=self.adapter,
         )

@@ -3,7 +3,7 @@ budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -65,33 +65,52 @@ class DynamicInferenceContext:
     # ------------------------------------------------------------- requests
 
     def match(self, request: TrackedRequest) -> PrefixMatch:
-        """What the cache holds of a waiting request's tokens; keys are computed once."""
+        """What the cache holds of a waiting request's tokens."""
         return self.cache.match(
             self.keys_of(request), request.num_tokens, may_skip=request.may_skip
         )
 
     def keys_of(self, request: TrackedRequest) -> SequenceKeys:
-        """A waiting request's keys under the present epoch."""
-        if request.keys is None or request.keys_epoch != self.cache.epoch:
-            root = self.cache.root(request.cache_salt, request.adapter)
-            request.keys = SequenceKeys(
-                root,
-                self.geometry.block_size,
-                request.tokens,
-                cache_salt=request.cache_salt,
-                adapter=request.adapter,
-            )
-            request.keys_epoch = self.cache.epoch
+        """A waiting request's keys under the present epoch, of all its tokens."""
+        keys = self._begun_keys(request)
         if self.cache.enabled:
-            request.keys.extend_to(request.num_tokens)
-        return request.keys
+            keys.extend_to(request.num_tokens)
+        return keys
 
-    def share_keys(self, requests: Sequence[TrackedRequest]) -> None:
-        """Compute the keys of several answers to one prompt once."""
-        keys = self.keys_of(requests[0])
-        for request in requests[1:]:
-            request.keys = keys.copy_for(request.tokens)
-            request.keys_epoch = requests[0].keys_epoch
+    def hash_keys(self, request: TrackedRequest, most: int) -> int:
+        """Compute keys of a waiting request for about `most` tokens, and of a block at least, if
+        any are missing; for how many tokens it did."""
+        keys = self._begun_keys(request)
+        known = keys.known
+        keys.extend_to(min(request.num_tokens, known + max(most, self.geometry.block_size)))
+        return keys.known - known
+
+    def has_keys(self, request: TrackedRequest) -> bool:
+        """Whether a waiting request's keys, as far as any are needed, are all known."""
+        if not self.cache.enabled:
+            return True
+        keys = request.keys
+        if keys is None or request.keys_epoch != self.cache.epoch:
+            return False
+        return request.num_tokens - keys.known < self.geometry.block_size
+
+    def _begun_keys(self, request: TrackedRequest) -> SequenceKeys:
+        epoch = self.cache.epoch
+        if request.keys is not None and request.keys_epoch == epoch:
+            return request.keys
+        first = request.first_answer
+        request.keys_epoch = epoch
+        if first is not None and first.keys is not None and first.keys_epoch == epoch:
+            request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
+            return request.keys
+        request.keys = SequenceKeys(
+            self.cache.root(request.cache_salt, request.adapter),
+            self.geometry.block_size,
+            request.tokens,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+        )
+        return request.keys
 
     def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
         """Give a waiting request its row and lease; False, without any effect, if it must wait.

@@ -424,7 +424,6 @@ class DynamicInferenceEngine:
             self._weights_lost = str(error) or type(error).__name__
             raise
         self.context.begin_epoch()
-        self.scheduler.keys_changed()
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""

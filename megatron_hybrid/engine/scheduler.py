@@ -46,6 +46,13 @@ from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
 
+# Tokens of waiting prompts that a step hashes, unless it may compute more: 4 ms in blocks of 16
+# tokens, less in larger ones. A longer prompt takes several steps.
+HASHED_AT_ONCE = 131_072
+# Blocks of waiting prompts that a step looks up in the cache, of one prompt at least: 2 ms, and 10
+# where no state is left behind the KV of any.
+MATCHED_AT_ONCE = 32_768
+
 
 class Scheduler:
     """The waiting queue and the running requests of one engine."""
@@ -70,7 +77,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[tuple[str, int], TrackedRequest] = {}
         self._prefilling: list[TrackedRequest] = []  # in order of admission
-        self._twins = Twins(context.cache) if twins is None else twins
+        if twins is None:
+            twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
+        self._twins = twins
         self.decodes = Decodes(context, statistics, speculation)
         # of the planned step's prompts, by row
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}
@@ -79,15 +88,16 @@ class Scheduler:
         # answers that have not ended, by request and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
+        self._epoch = context.cache.epoch  # of the keys by which those who wait are indexed
 
     # --------------------------------------------------------------- requests
 
     def submit(self, answers: Sequence[TrackedRequest]) -> None:
         """Queue a request: as many answers as it asks for, to one prompt."""
-        if len(answers) > 1:
-            self._context.share_keys(answers)
         self._open[answers[0].request_id] = {request.index: request for request in answers}
         for request in answers:
+            if request.index:
+                request.first_answer = answers[0]
             self._waiting.add(request, self._step)
 
     def abort(
@@ -125,7 +135,7 @@ class Scheduler:
         flight."""
         if self._pause is PauseMode.KEEP:
             return bool(self._events)
-        waiting = len(self._waiting) if self._pause is None else any(self._preempted())
+        waiting = len(self._waiting) if self._pause is None else len(self._waiting.preempted())
         return bool(waiting or self._running or self._events)
 
     # ------------------------------------------------------------------ pause
@@ -140,19 +150,11 @@ class Scheduler:
         counts from now on."""
         self._pause = mode
         if mode is PauseMode.ABORT:
-            for request in [*self._running.values(), *self._preempted()]:
+            for request in [*self._running.values(), *self._waiting.preempted()]:
                 self._finish(request, FinishReason.ABORT)
 
     def resume(self) -> None:
         self._pause = None
-
-    def keys_changed(self) -> None:
-        """The cache has a new epoch: those who wait are found by other keys than before."""
-        self._waiting.forget_keys()
-
-    def _preempted(self) -> list[TrackedRequest]:
-        """Those who wait although they have begun."""
-        return [request for request in self._waiting if request.admission]
 
     @property
     def holds(self) -> Iterable[Hold]:
@@ -191,6 +193,7 @@ class Scheduler:
         self._step += 1
         budget = context.max_tokens - len(decode_rows)
         self._look_ahead()
+        self._twins.begin_step(budget)
         for request in self._prefilling:
             if budget == 0:
                 break
@@ -225,21 +228,36 @@ class Scheduler:
         self._waiting.put_back(request)
 
     def _look_ahead(self) -> None:
-        """Let running prefills see who waits for what they compute."""
-        waiting = len(self._waiting)
-        if self._cache.enabled and waiting and (self._prefilling or waiting > 1):
-            self._waiting.index(self._context.keys_of)
+        """Hash prompts of those who wait: so that they can be admitted, and running prefills see
+        who waits for what they compute."""
+        if not self._cache.enabled or not len(self._waiting):
+            return
+        context, waiting = self._context, self._waiting
+        if self._epoch != self._cache.epoch:
+            self._epoch = self._cache.epoch
+            waiting.forget_keys()
+        budget = max(HASHED_AT_ONCE, context.max_tokens)
+        for request in waiting.to_index(self._first(context.rows.num_free)):
+            budget -= context.hash_keys(request, budget)
+            if context.has_keys(request):
+                waiting.index(request)
+            if budget <= 0:
+                break
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        """Admit who can be: in the queue's order, past those that wait for a twin."""
+        """Admit who can be: in the queue's order, past those that wait for a twin or whose prompts
+        are being hashed."""
         context, twins = self._context, self._twins
-        twins.collect_promises(self._prefilling, self._checkpoints)
+        unmatched = MATCHED_AT_ONCE
         # no more than there are rows: one that waits for a twin keeps its row against later ones
         for request in self._first(context.rows.num_free):
-            if budget == 0:
+            if budget == 0 or unmatched <= 0:
                 break
+            if not context.has_keys(request):
+                continue
+            unmatched -= request.num_tokens // context.geometry.block_size
             match = context.match(request)
-            if twins.must_wait(request, match.skip):
+            if twins.must_wait(request, match.skip, budget):
                 self._totals["twin_deferrals"] += 1
                 continue
             admitted = self._admit(request, match, budget)
@@ -247,11 +265,11 @@ class Scheduler:
             if not admitted:
                 break
             budget -= self._plan_admitted(plan, request, budget)
-            twins.promise(request, self._checkpoints.get(request.row))
 
     def _first(self, count: int) -> list[TrackedRequest]:
         """Who is tried, in order: during a pause only those who go on."""
-        return self._waiting.first(count) if self._pause is None else self._preempted()[:count]
+        waiting = self._waiting
+        return waiting.first(count) if self._pause is None else waiting.preempted()[:count]
 
     def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> bool:
         if not self._chunked_prefill and request.num_tokens - match.skip > budget:
@@ -285,13 +303,16 @@ class Scheduler:
         lease, cache = request.lease, self._cache
         assert lease is not None
         if cache.publishes(lease):
-            size = self._context.geometry.block_size
-            shared = self._waiting.shared_with(request, size)
             deepest = lease.deepest
             reached = deepest.position if deepest is not None and deepest.alive else 0
-            lease.forks = cache.placement.for_waiters(
-                shared, reached, request.position, request.prefill_tokens
+            forks = cache.placement.for_waiters(
+                self._shared_with(request, reached),
+                reached,
+                request.position,
+                request.prefill_tokens,
             )
+            # once is enough
+            lease.forks = [c for c in forks if not self._twins.expects(lease.keys, c.position)]
         start, end = request.position, self._chunk_end(request, budget)
         checkpoints = cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[request.row] = checkpoints
@@ -302,27 +323,39 @@ class Scheduler:
         targets = None
         if request.wants_prompt_logprobs:
             targets = request.prompt[start + 1 : end + 1]
-        plan.prefills.append(
-            PrefillChunk(
-                row=request.row,
-                owner=request,
-                tokens=request.tokens(start, end),
-                start=start,
-                end=end,
-                write_from=lease.num_shared * self._context.geometry.block_size,
-                read_slot=lease.read_slot,
-                write_slot=write_slot,
-                # one at the chunk's end needs no capturing: the write slot is its own
-                checkpoints=tuple(
-                    (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
-                ),
-                samples=end == request.prefill_tokens,
-                logprob_targets=targets,
-                num_top_logprobs=request.params.prompt_logprobs or 0,
-                logits_slot=last.slot if last is not None and last.state.has_logits else 0,
-            )
+        chunk = PrefillChunk(
+            row=request.row,
+            owner=request,
+            tokens=request.tokens(start, end),
+            start=start,
+            end=end,
+            write_from=lease.num_shared * self._context.geometry.block_size,
+            read_slot=lease.read_slot,
+            write_slot=write_slot,
+            # one at the chunk's end needs no capturing: the write slot is its own
+            checkpoints=tuple(
+                (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
+            ),
+            samples=end == request.prefill_tokens,
+            logprob_targets=targets,
+            num_top_logprobs=request.params.prompt_logprobs or 0,
+            logits_slot=last.slot if last is not None and last.state.has_logits else 0,
         )
+        plan.prefills.append(chunk)
+        if len(self._waiting):
+            self._twins.promise(chunk, checkpoints)
         return end - start
+
+    def _shared_with(self, request: TrackedRequest, reached: int) -> list[tuple[int, int]]:
+        """Where those who wait leave a prompt that has a state at `reached`: only where another one
+        could be of use."""
+        geometry = self._context.geometry
+        above = request.position
+        if geometry.has_recurrent:
+            above = max(above, geometry.floor_grid(reached) + geometry.grid)
+        return self._waiting.shared_with(
+            request, geometry.block_size, max(1, above // geometry.block_size)
+        )
 
     def _chunk_end(self, request: TrackedRequest, budget: int) -> int:
         lease, cache = request.lease, self._cache

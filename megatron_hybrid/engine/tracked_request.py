@@ -49,9 +49,11 @@ class TrackedRequest:
     seen: int = 0  # the most tokens that it ever had computed or skipped
     row: int = NO_ROW
     lease: Lease | None = None
-    keys: SequenceKeys | None = None
+    keys: SequenceKeys | None = None  # maybe not of all its tokens yet
     keys_epoch: int = -1
+    first_answer: TrackedRequest | None = None  # to the same prompt, if that is another one
     awaits: BlockKey | None = None  # the prefix that a running twin is about to leave
+    awaited_tokens: int = 0  # in it
     deferrals: int = 0
     skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -1,54 +1,108 @@
 """Twins: requests that wait because a running prefill is about to leave what they need.
 
 n samples of one prompt, a burst behind one system prompt: the first one computes what is shared,
-the others skip it. A request waits if and only if some running prefill has a planned checkpoint,
-not yet published, that would let it skip more than it can now. That is decided anew in every step,
-so whatever ends the producer frees those that wait for it.
+the others skip it. A request waits only for a planned checkpoint of a running prefill, not yet
+published, that would let it skip more than it can now. That is decided anew in every step, so
+whatever ends the producer frees those that wait for it.
+
+And only if it is worth it. A step takes a fixed time, in which STEP_TOKENS tokens could be
+computed. So a request waits
+
+    if nothing will be left to compute (it has the same prompt),
+    if its prompt is computed no later for that,
+    or if otherwise the step would have computed more tokens that waiting spares, together with
+        what others in it have not waited for, than STEP_TOKENS for each step of delay.
+
+The last is the rule of whoever rents skis until the rent comes to their price. Where each prompt
+extends the one before by a few tokens, a step takes in as many as cost about as much as a step,
+and the next ones go on from the longest of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron_hybrid.cache import checkpoint_placement as placement
-from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint
 from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.execution.plan import PrefillChunk
 
 MOST_DEFERRALS = 64  # steps; then a request computes for itself
+# Tokens that are computed in the time in which the weights are read once. A GPU can do 150 to 300
+# operations for each byte that it reads, and does about half: one for each byte and token.
+STEP_TOKENS = 128
+MOST_TAILS = 16  # promises that end inside a block and are compared with a request, in a step
+
+
+class Promise(NamedTuple):
+    """A prefix whose state a running prefill is about to leave."""
+
+    key: BlockKey
+    position: int
+    has_logits: bool
+    steps: int  # until it is there
 
 
 class Promises:
-    """Prefixes whose states running prefills are about to leave: found by their keys."""
+    """What running prefills are about to leave: found by keys."""
 
-    def __init__(self) -> None:
-        self._has_logits: dict[BlockKey, bool] = {}
-        self._positions: set[int] = set()
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # by the key of the full blocks, then by position and by the key itself
+        self._behind: dict[BlockKey, dict[int, dict[BlockKey, Promise]]] = {}
+        self._counts: list[int] = []  # of those blocks; ascending, each once
 
-    def add(self, key: BlockKey, position: int, *, has_logits: bool) -> None:
-        self._has_logits[key] = has_logits or self._has_logits.get(key, False)
-        self._positions.add(position)
+    def add(self, keys: SequenceKeys, position: int, *, has_logits: bool, steps: int = 1) -> None:
+        """The first `position` tokens of the sequence with these keys."""
+        key, count = keys.at(position), position // self._block_size
+        at = self._behind.setdefault(keys.of_block(count), {}).setdefault(position, {})
+        known = at.get(key)
+        if known is None or (has_logits, -steps) > (known.has_logits, -known.steps):
+            at[key] = Promise(key, position, has_logits, steps)
+        place = bisect_left(self._counts, count)
+        if self._counts[place : place + 1] != [count]:
+            self._counts.insert(place, count)
 
-    def awaited_by(self, request: TrackedRequest, skip: int) -> BlockKey | None:
-        """The longest promised prefix that would let a waiting request skip more than `skip`."""
-        length, keys = request.num_tokens, request.keys
+    def has(self, keys: SequenceKeys, position: int) -> bool:
+        """Whether the first `position` tokens of a sequence are promised."""
+        at = self._behind.get(keys.of_block(position // self._block_size), {}).get(position, ())
+        return bool(at) and keys.at(position) in at
+
+    def to(self, request: TrackedRequest, skip: int) -> Iterator[Promise]:
+        """What would let a waiting request skip more than `skip`, the longest first."""
+        length, keys, size = request.num_tokens, request.keys, self._block_size
         if keys is None:
-            return None
-        for position in sorted(self._positions, reverse=True):
-            if skip < position <= length:
-                has_logits = self._has_logits.get(key := keys.at(position))
-                if has_logits or (has_logits is not None and position < length):
-                    return key
-        return None
+            return
+        tails = MOST_TAILS
+        low = bisect_left(self._counts, skip // size)
+        high = bisect_right(self._counts, length // size)
+        for count in reversed(self._counts[low:high]):
+            behind = self._behind.get(keys.of_block(count), {})
+            for position in sorted(behind, reverse=True):
+                if not skip < position <= length:
+                    continue
+                if position % size:  # then the key has to be computed
+                    tails -= 1
+                    if tails < 0:
+                        continue
+                promise = behind[position].get(keys.at(position))
+                if promise is not None and (promise.has_logits or position < length):
+                    yield promise
 
 
 class Twins:
     """Who waits for whom, and what is kept for them until they were tried."""
 
-    def __init__(self, cache: HybridCache) -> None:
+    def __init__(self, cache: HybridCache, *, break_at_checkpoints: bool = False) -> None:
         self._cache = cache
-        self._promises: Promises | None = None
+        self._break_at_checkpoints = break_at_checkpoints
+        self._promises = Promises(cache.geometry.block_size)  # of this step
+        self._budget = 1  # tokens that a step like this one computes of prompts
+        self._unspared = 0  # tokens that this step computes because somebody does not wait
         self._awaited: dict[BlockKey, set[TrackedRequest]] = {}
         self._holds: dict[BlockKey, Hold] = {}
 
@@ -56,44 +110,63 @@ class Twins:
     def holds(self) -> Iterable[Hold]:
         return self._holds.values()
 
-    def collect_promises(
-        self,
-        prefilling: Iterable[TrackedRequest],
-        reserved: dict[int, list[StepCheckpoint]],
-    ) -> None:
-        """Begin a step's admissions. `reserved`: by row, what the step itself will leave."""
-        self._promises = Promises()
-        for request in prefilling:
-            self.promise(request, reserved.get(request.row))
+    def begin_step(self, budget: int) -> None:
+        """A step is planned, which may compute so many tokens of prompts."""
+        self._promises = Promises(self._cache.geometry.block_size)
+        self._budget, self._unspared = max(1, budget), 0
 
-    def promise(self, request: TrackedRequest, reserved: list[StepCheckpoint] | None) -> None:
-        """A prefill runs: note what it will leave. `reserved`: by the chunk of this step, None if
-        it has none."""
-        lease, promises = request.lease, self._promises
-        if lease is None or promises is None or not self._cache.publishes(lease):
+    def promise(self, chunk: PrefillChunk, reserved: Sequence[StepCheckpoint]) -> None:
+        """A prefill runs: note what it will leave. `reserved`: by this chunk of the step."""
+        lease, promises, cache = chunk.owner.lease, self._promises, self._cache
+        if not cache.publishes(lease):
             return
-        for checkpoint in reserved or ():
-            position, logits = checkpoint.position, checkpoint.state.has_logits
-            promises.add(lease.keys.at(position), position, has_logits=logits)
-        for position, kind in lease.planned(request.position):
+        for checkpoint in reserved:
+            logits = checkpoint.state.has_logits
+            promises.add(lease.keys, checkpoint.position, has_logits=logits)
+        end, steps = chunk.end, 1
+        for position, kind in lease.planned(chunk.end):
+            needed = steps + _steps(position - end, self._budget)
             logits = kind == placement.PROMPT_END
-            promises.add(lease.keys.at(position), position, has_logits=logits)
+            promises.add(lease.keys, position, has_logits=logits, steps=needed)
+            if self._break_at_checkpoints or cache.placement.needs_break(position):
+                end, steps = position, needed
 
-    def must_wait(self, request: TrackedRequest, skip: int) -> bool:
-        """Whether a waiting request, which could skip `skip` tokens now, had better wait. If not,
-        call `was_tried` once it was."""
-        if self._promises is None or not request.may_skip or request.deferrals >= MOST_DEFERRALS:
+    def expects(self, keys: SequenceKeys, position: int) -> bool:
+        """Whether a prefill of this step will leave that prefix of a sequence."""
+        return self._promises.has(keys, position)
+
+    def must_wait(self, request: TrackedRequest, skip: int, budget: int) -> bool:
+        """Whether a waiting request, which could skip `skip` tokens now, had better wait, if the
+        step has room for `budget` more. If not, call `was_tried` once it was."""
+        if not request.may_skip or request.deferrals >= MOST_DEFERRALS:
             return False
-        key = self._promises.awaited_by(request, skip)
-        if key is None:
-            return False
+        spares = 0
+        for promise in self._promises.to(request, skip):
+            is_awaited = promise.key == request.awaits  # worth it from when it began to wait
+            if is_awaited or self._is_worth_it(request, skip, budget, promise):
+                self._defer(request, skip, promise)
+                return True
+            spares = max(spares, promise.position - skip)
+        self._unspared += spares
+        return False
+
+    def _is_worth_it(
+        self, request: TrackedRequest, skip: int, budget: int, promise: Promise
+    ) -> bool:
+        length, position = request.num_tokens, promise.position
+        if position == length:
+            return True
+        at_once = 1 + _steps(length - skip - budget, self._budget)
+        delay = promise.steps + _steps(length - position, self._budget) - at_once
+        return self._unspared + position - skip >= STEP_TOKENS * delay
+
+    def _defer(self, request: TrackedRequest, skip: int, promise: Promise) -> None:
         if not request.deferrals:
             request.skip_at_first_deferral = skip
         request.deferrals += 1
         self.was_tried(request)
-        request.awaits = key
-        self._awaited.setdefault(key, set()).add(request)
-        return True
+        request.awaits, request.awaited_tokens = promise.key, promise.position
+        self._awaited.setdefault(promise.key, set()).add(request)
 
     def was_published(self, lease: Lease, position: int) -> None:
         """A promise came true: keep it until all who wait for it were tried."""
@@ -105,7 +178,7 @@ class Twins:
 
     def was_tried(self, request: TrackedRequest) -> None:
         """The request was admitted, could not be, or waits no more: nothing is held for it."""
-        key, request.awaits = request.awaits, None
+        key, request.awaits, request.awaited_tokens = request.awaits, None, 0
         if key is None:
             return
         waiting = self._awaited[key]
@@ -122,3 +195,8 @@ class Twins:
             self._cache.unhold(hold)
         self._holds.clear()
         return held
+
+
+def _steps(tokens: int, budget: int) -> int:
+    """In which so many tokens are computed."""
+    return -(-max(0, tokens) // budget)

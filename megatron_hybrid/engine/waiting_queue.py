@@ -1,31 +1,41 @@
-"""WaitingQueue: who is next, and what those who wait have in common with those who run."""
+"""WaitingQueue: who is next, and what those who wait have in common with those who run.
+
+Nothing here takes time that grows with how many wait, which may be a hundred thousand, but
+`forget_keys`.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
-from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.engine.prefix_tree import PrefixTree
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 
 # A request overtakes others that wait this many steps longer for each unit of priority. So the
 # order of two requests never changes while they wait, and nobody waits for ever.
 STEPS_PER_PRIORITY = 256
-INDEXED_AT_ONCE = 256  # requests a step: hashing a long prompt takes a while
+INDEXED_AT_ONCE = 256  # requests a step
+LOOKS_AHEAD = 4_194_304  # tokens of indexed prompts: all keys of a long queue would fill the memory
 COMPARED_AT_ONCE = 64  # requests that leave a prompt in the same block and are looked at one by one
+COMPARED_IN_A_STEP = 1024
+CHUNK = 512  # requests
 
 
 class WaitingQueue:
     """Requests in the order in which they are tried: by priority and age, then first come."""
 
     def __init__(self) -> None:
-        self._order: list[TrackedRequest] = []
+        self._order = _Order()
         self._arrivals = 0
-        self._by_prefix: dict[BlockKey, dict[TrackedRequest, None]] = {}
-        self._indexed: dict[TrackedRequest, list[BlockKey]] = {}
+        self._preempted: dict[TrackedRequest, None] = {}
         self._new: dict[TrackedRequest, None] = {}  # not indexed yet
+        self._tree = PrefixTree()
+        self._indexed: dict[TrackedRequest, int] = {}  # tokens
+        self._indexed_tokens = 0
+        self._comparisons = COMPARED_IN_A_STEP  # that are left
 
     def __len__(self) -> int:
         return len(self._order)
@@ -37,68 +47,128 @@ class WaitingQueue:
         """Queue a request that arrives at `step`."""
         self._arrivals += 1
         request.rank = (step + STEPS_PER_PRIORITY * request.priority, self._arrivals)
-        self.put_back(request)
-
-    def put_back(self, request: TrackedRequest) -> None:
-        """Queue a request at its old place."""
-        insort(self._order, request, key=_rank)
+        self._order.add(request)
         self._new[request] = None
 
+    def put_back(self, request: TrackedRequest) -> None:
+        """Queue a request that was preempted at its old place."""
+        self._order.add(request)
+        self._new[request] = self._preempted[request] = None
+
     def remove(self, request: TrackedRequest) -> None:
-        del self._order[bisect_left(self._order, request.rank, key=_rank)]
+        self._order.remove(request)
         self._new.pop(request, None)
-        for key in self._indexed.pop(request, ()):
-            sharers = self._by_prefix[key]
-            del sharers[request]
-            if not sharers:
-                del self._by_prefix[key]
+        self._preempted.pop(request, None)
+        self._tree.remove(request)
+        self._indexed_tokens -= self._indexed.pop(request, 0)
 
     def first(self, count: int) -> list[TrackedRequest]:
-        return self._order[:count]
+        return list(islice(self._order, count))
+
+    def preempted(self) -> list[TrackedRequest]:
+        """Those who wait although they have begun, in order."""
+        return sorted(self._preempted, key=_rank)
 
     # ------------------------------------------------------- looking ahead
 
-    def index(self, keys_of: Callable[[TrackedRequest], SequenceKeys]) -> None:
-        """Let `shared_with` find those who came since the last call."""
-        for request in list(islice(self._new, INDEXED_AT_ONCE)):
-            del self._new[request]
-            keys = self._indexed[request] = list(keys_of(request).blocks)
-            for key in keys:
-                self._by_prefix.setdefault(key, {})[request] = None
+    def to_index(self, first: Sequence[TrackedRequest]) -> list[TrackedRequest]:
+        """Who is not indexed and is to be in this step, if there is time: who is tried next,
+        `first`, then who came first. Called once a step."""
+        self._comparisons = COMPARED_IN_A_STEP
+        if not self._new:
+            return []
+        found = {request: None for request in first if request in self._new}
+        room = LOOKS_AHEAD - self._indexed_tokens
+        for request in islice(self._new, INDEXED_AT_ONCE):
+            if room <= 0:
+                break
+            room -= request.num_tokens
+            found[request] = None
+        return list(found)
+
+    def index(self, request: TrackedRequest) -> None:
+        """Let `shared_with` find a request whose keys are all known."""
+        assert request.keys is not None
+        del self._new[request]
+        self._tree.add(request, request.keys.blocks)
+        self._indexed[request] = request.num_tokens
+        self._indexed_tokens += request.num_tokens
 
     def forget_keys(self) -> None:
         """The keys of those who wait are no longer those of what is computed: index them again."""
-        self._by_prefix.clear()
-        self._indexed.clear()
+        self._tree = PrefixTree()
+        self._indexed, self._indexed_tokens = {}, 0
         self._new = dict.fromkeys(self._order)
 
-    def shared_with(self, request: TrackedRequest, block_size: int) -> list[tuple[int, int]]:
-        """Where those who wait leave a running request's prompt behind its `position`:
-        (tokens in common, how many requests)."""
+    def shared_with(
+        self, request: TrackedRequest, block_size: int, above: int
+    ) -> list[tuple[int, int]]:
+        """Where those who wait leave a running request's prompt, at block `above` or behind:
+        (tokens in common, how many requests). Not of all, where there are very many."""
         keys = request.keys
-        if keys is None or not self._by_prefix:
+        if keys is None or not self._indexed:
             return []
         shared: Counter[int] = Counter()
-        first = max(1, request.position // block_size)
-        sharers = self._by_prefix.get(keys.of_block(first)) if first <= len(keys.blocks) else None
-        for count in range(first, len(keys.blocks) + 1):
-            if not sharers:
+        # the places behind others are worth more
+        for count, leavers in reversed(list(self._tree.leavers(keys.blocks, above))):
+            if self._comparisons <= 0:
                 break
-            behind = self._by_prefix.get(keys.blocks[count]) if count < len(keys.blocks) else None
-            if behind is None or len(behind) < len(sharers):
-                leavers = [w for w in sharers if behind is None or w not in behind]
-                for waiting in leavers[:COMPARED_AT_ONCE]:
-                    common = _common_tokens(request, waiting, count * block_size, block_size)
-                    # who shares all of the prompt is served by the state at its end
-                    if common < request.prefill_tokens:
-                        # one token at least has to be left to compute
-                        shared[min(common, waiting.num_tokens - 1)] += 1
-            sharers = behind
+            self._comparisons -= 1
+            for waiting in islice(leavers, COMPARED_AT_ONCE):
+                self._comparisons -= 1
+                common = _common_tokens(request, waiting, count * block_size, block_size)
+                # one token at least has to be left to compute
+                position = min(common, waiting.num_tokens - 1)
+                # who shares all of the prompt is served by the state at its end
+                if common < request.prefill_tokens and waiting.awaited_tokens <= position:
+                    shared[position] += 1
         return list(shared.items())
+
+
+class _Order:
+    """Requests by rank, in chunks: so adding or removing one does not move all others."""
+
+    def __init__(self) -> None:
+        self._chunks: list[list[TrackedRequest]] = []  # none is empty
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return chain.from_iterable(self._chunks)
+
+    def add(self, request: TrackedRequest) -> None:
+        self._length += 1
+        place = min(self._place(request), len(self._chunks) - 1)
+        if place < 0:
+            self._chunks.append([request])
+            return
+        members = self._chunks[place]
+        insort(members, request, key=_rank)
+        if len(members) > 2 * CHUNK:
+            self._chunks.insert(place + 1, members[CHUNK:])
+            del members[CHUNK:]
+
+    def remove(self, request: TrackedRequest) -> None:
+        self._length -= 1
+        place = self._place(request)
+        members = self._chunks[place]
+        del members[bisect_left(members, request.rank, key=_rank)]
+        if not members:
+            del self._chunks[place]
+
+    def _place(self, request: TrackedRequest) -> int:
+        """The chunk that the request is in, or would be."""
+        return bisect_left(self._chunks, request.rank, key=_last_rank)
 
 
 def _rank(request: TrackedRequest) -> tuple[int, int]:
     return request.rank
+
+
+def _last_rank(requests: list[TrackedRequest]) -> tuple[int, int]:
+    return requests[-1].rank
 
 
 def _common_tokens(

@@ -9,7 +9,7 @@ can happen are jumped over. Decisions are the same ones, at a cost per event ins
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -23,7 +23,7 @@ from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import Twins
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import PrefillChunk, StepPlan, StepResult
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.simulation.parameters import MAX_CONTEXT
 from megatron_hybrid.simulation.sessions import Trace, TraceRequest
@@ -82,7 +82,7 @@ class _Request:
 class _NoTwins(Twins):
     """Nobody waits for anybody."""
 
-    def promise(self, request: TrackedRequest, reserved: list[StepCheckpoint] | None) -> None:
+    def promise(self, chunk: PrefillChunk, reserved: Sequence[StepCheckpoint]) -> None:
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import MOST_DEFERRALS, Promises, Twins
@@ -131,15 +132,20 @@ def test_a_promise_at_the_very_end_of_a_prompt_counts_with_logits_alone():
     request, _ = engine.scheduler._waiting
     keys = engine.context.keys_of(request)
     for has_logits in (False, True):
-        promises = Promises()
-        promises.add(keys.at(20), 20, has_logits=has_logits)
-        assert (promises.awaited_by(request, 0) == keys.at(20)) is has_logits
-        promises.add(keys.at(9), 9, has_logits=False)
-        assert promises.awaited_by(request, 8) == keys.at(20 if has_logits else 9)
-        assert promises.awaited_by(request, 9) == (keys.at(20) if has_logits else None)
+        promises = Promises(block_size=4)
+
+        def awaited(skip: int, promises: Promises = promises) -> BlockKey | None:
+            longest = next(promises.to(request, skip), None)
+            return None if longest is None else longest.key
+
+        promises.add(keys, 20, has_logits=has_logits)
+        assert (awaited(0) == keys.at(20)) is has_logits
+        promises.add(keys, 9, has_logits=False)
+        assert awaited(8) == keys.at(20 if has_logits else 9)
+        assert awaited(9) == (keys.at(20) if has_logits else None)
         # a promise with logits stays one when the same prefix is promised without
-        promises.add(keys.at(20), 20, has_logits=False)
-        assert (promises.awaited_by(request, 9) == keys.at(20)) is has_logits
+        promises.add(keys, 20, has_logits=False)
+        assert (awaited(9) == keys.at(20)) is has_logits
     engine.abort("a")
     engine.abort("b")
     run(engine)
