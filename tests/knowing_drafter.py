@@ -23,7 +23,7 @@ class Knowing:
         self._texts[row] = text.tolist()
 
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum()[:-1]), strict=True):
+        for row, part in zip(rows.tolist(), np.split(tokens, counts.cumsum())[:-1], strict=True):
             self._texts[row] += part.tolist()
 
     def guess(self, rows: np.ndarray, width: int) -> np.ndarray:

@@ -1,7 +1,6 @@
 """WaitingQueue: who is next, and what those who wait have in common with those who run.
 
-Nothing here takes time that grows with how many wait, which may be a hundred thousand, but
-`forget_keys`.
+Nothing here takes time that grows with how many wait, which may be a hundred thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megatron_hybrid.engine.tracked_request import TrackedRequest
 # A request overtakes others that wait this many steps longer for each unit of priority. So the
 # order of two requests never changes while they wait, and nobody waits for ever.
 STEPS_PER_PRIORITY = 256
-INDEXED_AT_ONCE = 256  # requests a step
+INDEXED_AT_ONCE = 128  # requests a step
 LOOKS_AHEAD = 4_194_304  # tokens of indexed prompts: all keys of a long queue would fill the memory
 COMPARED_AT_ONCE = 64  # requests that leave a prompt in the same block and are looked at one by one
 COMPARED_IN_A_STEP = 1024
@@ -96,9 +95,9 @@ class WaitingQueue:
 
     def forget_keys(self) -> None:
         """The keys of those who wait are no longer those of what is computed: index them again."""
+        self._new |= dict.fromkeys(self._indexed)
         self._tree = PrefixTree()
         self._indexed, self._indexed_tokens = {}, 0
-        self._new = dict.fromkeys(self._order)
 
     def shared_with(
         self, request: TrackedRequest, block_size: int, above: int

@@ -163,9 +163,11 @@ def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) 
 def _build(config: EngineConfig) -> tuple[DynamicInferenceEngine, ParallelContext]:
     # Imported here: torch takes seconds, during which the front end already starts.
     from megatron_hybrid.engine.build import build_engine, resolve_device
+    from megatron_hybrid.engine.garbage import collect_seldom
     from megatron_hybrid.parallel import initialize
 
     engine = build_engine(config, refuse_useless_budget=True)
+    collect_seldom()
     device = resolve_device(config)
     return engine, initialize(config.parallel_sizes, device=device)  # the groups that it joined
 

@@ -39,6 +39,15 @@ def extend(lookup: PromptLookup, step: dict[int, list[int]]) -> None:
     lookup.extend(np.asarray(list(step)), np.asarray(tokens, dtype=np.int32), counts)
 
 
+def test_a_step_in_which_no_text_grows_changes_no_guess():
+    lookup, text = PromptLookup(3, 150, table_bits=16), [1, 2, 3, 4, 1, 2, 3]
+    lookup.begin(0, np.asarray(text, dtype=np.int32), "")
+    nothing = np.zeros(0, dtype=np.int64)
+    lookup.extend(nothing, nothing.astype(np.int32), nothing)
+    assert lookup.guess(np.asarray([0]), 2).tolist() == [[4, 1]]
+    assert lookup.guess(nothing, 2).shape == (0, 2)
+
+
 @given(st.lists(WORDS, min_size=3, max_size=3), st.lists(STEP, max_size=12), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
 def test_a_guess_goes_on_from_where_the_text_was_last(

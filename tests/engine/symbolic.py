@@ -20,7 +20,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import Fold, StepPlan, StepResult
+from megatron_hybrid.execution.plan import Fold, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
 VOCAB = 97
@@ -75,7 +75,7 @@ class GoodGuesses:
 
     def extend(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         assert len(set(rows.tolist())) == len(rows) and counts.sum() == len(tokens)
-        for row, part in zip(rows, np.split(tokens, counts.cumsum()[:-1]), strict=True):
+        for row, part in zip(rows, np.split(tokens, counts.cumsum())[:-1], strict=True):
             self.texts[row] += part.tolist()
 
     def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
@@ -112,7 +112,7 @@ class SymbolicRunner:
         self.updates: list[object] = []
         self.wrong: AssertionError | None = None
 
-    def dummy_forward(self) -> None:
+    def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
     def update_weights(self, source: object) -> None:
@@ -122,7 +122,7 @@ class SymbolicRunner:
         if isinstance(source, BaseException):
             raise source
 
-    def launch(self, plan: StepPlan) -> SymbolicLaunch:
+    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> SymbolicLaunch:
         self.plans.append(plan)
         try:
             assert len(self.in_flight) <= self.asynchronous, "too many steps in flight"
@@ -185,7 +185,8 @@ class SymbolicRunner:
             self._advance(hashes, end - 1 - int(rows.unwritten[row]), end, slots, (), writes)
             return [hashes[end] % VOCAB], 0
         runs, held = plan.runs, len(self._emitted[row]) - 1
-        assert rows.write_slot[row] == self._context.request_in(row).lease.live_slot
+        lease = self._context.request_in(row).lease
+        assert lease is not None and rows.write_slot[row] == lease.live_slot
         checkpoint = int(runs.checkpoint_position[index]), int(runs.checkpoint_slot[index])
         passed = [checkpoint] if checkpoint[1] and checkpoint[0] <= len(text) else []
         drafts, start = [], int(runs.window_start[index])

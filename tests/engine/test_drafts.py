@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_hybrid.execution.plan import MOST_STOP_IDS
 from megatron_hybrid.request import FinishReason, SamplingParams
 from tests.engine.symbolic import (
+    VOCAB,
     CheckedEngine,
     answer,
     expected_answer,
@@ -135,6 +137,22 @@ def test_requests_that_choose_by_what_they_have_written_have_no_drafts():
     engine.add_request("a", T[:20], SamplingParams(max_tokens=30, ignore_eos=True))
     run(engine)
     assert engine.stats()["draft_tokens"] > 0
+
+
+@MODES
+def test_a_step_whose_rows_all_have_too_many_stop_ids_for_drafts(asynchronous: bool):
+    """The drafter is told of nobody's tokens then."""
+    engine = engine_with(4, asynchronous=asynchronous)
+    prompts = [T[:20], T[100:130]]
+    answers = [expected_answer(prompt, 25) for prompt in prompts]
+    others = sorted(set(range(VOCAB)) - set(sum(answers, [])))
+    assert len(others) > MOST_STOP_IDS
+    params = SamplingParams(temperature=0.0, max_tokens=25, stop_token_ids=tuple(others))
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"r{i}", prompt, params)
+    events = run(engine)
+    assert [answer(events[f"r{i}"]) for i in range(2)] == answers
+    assert engine.stats()["draft_tokens"] == 0
 
 
 def test_guesses_that_never_hold_are_made_less_and_less():

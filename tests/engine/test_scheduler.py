@@ -239,7 +239,7 @@ def test_a_failing_step_ends_its_requests_with_the_reason_and_publishes_nothing(
 def test_a_lost_device_is_not_survived():
     engine = make_engine()
 
-    def launch(plan):  # type: ignore[no-untyped-def]
+    def launch(plan, agreed=None):  # type: ignore[no-untyped-def]
         raise DeviceLostError("gone")
 
     engine.runner.launch = launch  # type: ignore[method-assign]

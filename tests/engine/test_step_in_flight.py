@@ -7,7 +7,7 @@ import pytest
 
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.errors import DeviceLostError
-from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.plan import StepDemand, StepPlan
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from tests.engine.symbolic import (
     CheckedEngine,
@@ -239,9 +239,11 @@ def test_random_streams_advance_with_the_launch(monkeypatch: pytest.MonkeyPatch)
     engine = engine_in_flight()
     generated: list[int] = []
 
-    def launch(runner: SymbolicRunner, plan: StepPlan) -> SymbolicLaunch:
+    def launch(
+        runner: SymbolicRunner, plan: StepPlan, agreed: StepDemand | None = None
+    ) -> SymbolicLaunch:
         generated.extend(engine.context.rows.generated[plan.sampled_rows].tolist())
-        return really_launch(runner, plan)
+        return really_launch(runner, plan, agreed)
 
     really_launch = SymbolicRunner.launch
     monkeypatch.setattr(SymbolicRunner, "launch", launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_hybrid.engine import scheduler, waiting_queue
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.garbage import BEFORE_A_FULL_ONE, collect_seldom
 from megatron_hybrid.engine.prefix_tree import PrefixTree
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
@@ -217,6 +219,17 @@ def test_only_so_many_tokens_of_those_who_wait_are_known_ahead(monkeypatch: pyte
         engine.step()
         assert engine.scheduler._waiting._indexed_tokens <= 2000 + 101
     assert not engine.scheduler._waiting._indexed_tokens
+
+
+def test_objects_are_all_looked_at_seldom_once_an_engine_is_built():
+    before = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold() == (*before[:2], BEFORE_A_FULL_ONE)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 def preempted_engine() -> DynamicInferenceEngine:

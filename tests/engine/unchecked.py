@@ -4,7 +4,6 @@ symbolic one can follow."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import (
     Computed,
     Fold,
-    Runner,
     StepDemand,
     StepPlan,
     StepResult,
@@ -40,10 +38,6 @@ class UncheckedRunner:
 
     def update_weights(self, source: WeightsSource) -> None:
         pass
-
-
-if TYPE_CHECKING:
-    _runner: Runner = UncheckedRunner()
 
 
 def make_engine(

@@ -195,7 +195,8 @@ def test_wrong_flags_of_the_benchmark_are_explained(flags, words, monkeypatch, c
 def test_the_engines_overhead_is_measured(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     flags = ("--requests", 8, "--steps", 70, "--prompt-tokens", 100)
-    more = ("--cached-blocks", 64, 128, "--evictions", 50, "--json", out)
+    more = ("--cached-blocks", 64, 128, "--evictions", 50, "--waiting", 200, "--json", out)
+    monkeypatch.setattr("megatron_hybrid.engine.garbage.collect_seldom", lambda: None)
     assert run("tools/benchmark_engine_overhead.py", *flags, *more, monkeypatch=monkeypatch) == 0
     report = json.loads(out.read_text())
     assert report["step"]["requests"] == 8
@@ -203,6 +204,10 @@ def test_the_engines_overhead_is_measured(tmp_path, monkeypatch):
     # Every request crosses a block boundary once in 64 steps, and the cache is full.
     assert report["step"]["evicted_blocks"] >= 8
     assert [row["cached_blocks"] for row in report["eviction"]] == [64, 128]
+    waiting = report["waiting"]
+    assert waiting["waiting"] == 200 and 0 < waiting["still_waiting"] < 200
+    assert waiting["ms_per_step"].keys() == {"running", "paused", "new weights", "aborted"}
+    assert all(times["max"] >= times["p99"] > 0 for times in waiting["ms_per_step"].values())
 
 
 # --------------------------------------------------------------------------- examples

@@ -13,7 +13,8 @@ from megatron_hybrid.benchmarks import (
 )
 from megatron_hybrid.benchmarks.driver import BenchmarkError, run_workload
 from megatron_hybrid.benchmarks.measurements import Arrival
-from megatron_hybrid.request import FinishReason, RequestEvent
+from megatron_hybrid.request import FinishReason
+from tests.unit.echo_engine import EchoEngine
 
 # Fixed for ever: figures measured with other tokens can't be compared.
 TINY = {
@@ -157,35 +158,6 @@ def test_steady_gaps_begin_after_the_rounds_last_first_token():
 def test_a_request_without_a_token_is_named():
     with pytest.raises(ValueError, match="r0.0.0"):
         summarize([_record(0, 0.0, [])], [1.0])
-
-
-class EchoEngine:
-    """Gives every request one token a step: its prompt's length."""
-
-    def __init__(self, finish=FinishReason.LENGTH, missing=0):
-        self.prompts = []
-        self._running = {}
-        self._finish = finish
-        self._missing = missing
-
-    def add_request(self, request_id, prompt_token_ids, params):
-        assert params.greedy and params.ignore_eos
-        self.prompts.append(prompt_token_ids)
-        self._running[request_id] = [len(prompt_token_ids), params.max_tokens - self._missing]
-
-    def has_work(self):
-        return bool(self._running)
-
-    def step(self):
-        events = []
-        for request_id, state in list(self._running.items()):
-            state[1] -= 1
-            event = RequestEvent(request_id, token_ids=[state[0]], cached_tokens=1)
-            if state[1] == 0:
-                event.finish_reason = self._finish
-                del self._running[request_id]
-            events.append(event)
-        return events
 
 
 def test_the_driver_feeds_answers_into_the_next_turn():

@@ -1,0 +1,33 @@
+"""What stands for what in tests. mypy reads this, so that no double drifts from its Protocol."""
+
+from __future__ import annotations
+
+from megatron_hybrid.benchmarks import driver
+from megatron_hybrid.drafting.drafter import Drafter
+from megatron_hybrid.execution.plan import Launched, Runner
+from megatron_hybrid.server import engine_process
+from tests.engine.symbolic import GoodGuesses, SymbolicLaunch, SymbolicRunner
+from tests.engine.unchecked import UncheckedRunner
+from tests.knowing_drafter import Knowing
+from tests.server.fake_engine import FakeEngine
+from tests.unit.echo_engine import EchoEngine
+
+
+def runners(symbolic: SymbolicRunner, unchecked: UncheckedRunner) -> list[Runner]:
+    return [symbolic, unchecked]
+
+
+def launched(symbolic: SymbolicLaunch) -> Launched:
+    return symbolic
+
+
+def drafters(symbolic: GoodGuesses, knowing: Knowing) -> list[Drafter]:
+    return [symbolic, knowing]
+
+
+def engine_of_a_server(fake: FakeEngine) -> engine_process.Engine:
+    return fake
+
+
+def engine_of_a_benchmark(echo: EchoEngine) -> driver.Engine:
+    return echo
