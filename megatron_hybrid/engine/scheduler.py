@@ -46,9 +46,9 @@ from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
 
-# Tokens of waiting prompts that a step hashes, unless it may compute more: 4 ms in blocks of 16
+# Tokens of waiting prompts that a step hashes, unless it may compute more: 2 ms in blocks of 16
 # tokens, less in larger ones. A longer prompt takes several steps.
-HASHED_AT_ONCE = 131_072
+HASHED_AT_ONCE = 65_536
 # Blocks of waiting prompts that a step looks up in the cache, of one prompt at least: 2 ms, and 10
 # where no state is left behind the KV of any.
 MATCHED_AT_ONCE = 32_768

@@ -35,6 +35,7 @@ MOST_DEFERRALS = 64  # steps; then a request computes for itself
 # Tokens that are computed in the time in which the weights are read once. A GPU can do 150 to 300
 # operations for each byte that it reads, and does about half: one for each byte and token.
 STEP_TOKENS = 128
+MOST_PROMISES = 16  # of a prefill in a step: its next states, and the one at its end
 MOST_TAILS = 16  # promises that end inside a block and are compared with a request, in a step
 
 
@@ -123,8 +124,10 @@ class Twins:
         for checkpoint in reserved:
             logits = checkpoint.state.has_logits
             promises.add(lease.keys, checkpoint.position, has_logits=logits)
-        end, steps = chunk.end, 1
-        for position, kind in lease.planned(chunk.end):
+        end, steps, planned = chunk.end, 1, lease.planned(chunk.end)
+        if len(planned) > MOST_PROMISES:
+            planned[MOST_PROMISES - 1 : -1] = []
+        for position, kind in planned:
             needed = steps + _steps(position - end, self._budget)
             logits = kind == placement.PROMPT_END
             promises.add(lease.keys, position, has_logits=logits, steps=needed)

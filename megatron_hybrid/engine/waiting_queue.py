@@ -16,7 +16,7 @@ from megatron_hybrid.engine.tracked_request import TrackedRequest
 # A request overtakes others that wait this many steps longer for each unit of priority. So the
 # order of two requests never changes while they wait, and nobody waits for ever.
 STEPS_PER_PRIORITY = 256
-INDEXED_AT_ONCE = 128  # requests a step
+INDEXED_AT_ONCE = 64  # requests a step
 LOOKS_AHEAD = 4_194_304  # tokens of indexed prompts: all keys of a long queue would fill the memory
 COMPARED_AT_ONCE = 64  # requests that leave a prompt in the same block and are looked at one by one
 COMPARED_IN_A_STEP = 1024

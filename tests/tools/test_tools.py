@@ -205,7 +205,7 @@ def test_the_engines_overhead_is_measured(tmp_path, monkeypatch):
     assert report["step"]["evicted_blocks"] >= 8
     assert [row["cached_blocks"] for row in report["eviction"]] == [64, 128]
     waiting = report["waiting"]
-    assert waiting["waiting"] == 200 and 0 < waiting["still_waiting"] < 200
+    assert waiting["waiting"] == 200 and 0 < waiting["still_waiting"] <= 200
     assert waiting["ms_per_step"].keys() == {"running", "paused", "new weights", "aborted"}
     assert all(times["max"] >= times["p99"] > 0 for times in waiting["ms_per_step"].values())
 
