@@ -34,6 +34,8 @@ IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the othe
 HEARTBEAT_SECONDS = 1.0  # also how soon requests of a front-end worker that died are aborted
 DRAIN_POLL_SECONDS = 0.05
 GRAMMAR_POLL_SECONDS = 0.005  # while one is being compiled
+COMMANDS_AT_ONCE = 128  # taken in one turn, which decodes wait for
+BYTES_A_COMMAND = 65_536  # of a prompt: it counts once more for so many
 MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
 
 
@@ -146,6 +148,7 @@ class EngineLoop:
         self._clients: set[bytes] = set()
         self._owned: dict[str, _Owned] = {}
         self._delayed: dict[str, _Delayed] = {}  # theirs are owned already
+        self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
@@ -218,34 +221,51 @@ class EngineLoop:
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
         if self._delayed:
             idle_seconds = GRAMMAR_POLL_SECONDS
-        shared: list[wire.Command] = self._abort_orphans()
-        shared += self._grammars_that_are_ready()
-        timeout = 0 if shared or self._engine.has_work() else int(1000 * idle_seconds)
+        self._backlog.extend((b"", command) for command in self._abort_orphans())
+        shared = self._grammars_that_are_ready()
+        is_busy = shared or self._backlog or self._engine.has_work()
+        timeout = 0 if is_busy else int(1000 * idle_seconds)
         sleeps = timeout > 0
         if self._waker is not None and sleeps:
             self._waker.wait(self._socket, timeout)
             timeout = 0
-        while self._socket.poll(timeout):
+        for _ in range(COMMANDS_AT_ONCE):
+            if not self._socket.poll(timeout):
+                break
             timeout = 0
             client, payload = self._socket.recv_multipart()
             for command in wire.decode_commands(payload):
-                if isinstance(command, wire.Join):
-                    self._clients.add(client)
-                    self._told.discard(client)
-                    self._left.discard(client)
-                    self._send(client, self._ready())
-                elif isinstance(command, wire.Left):
-                    self._left.add(client)
-                elif isinstance(command, wire.Joined):
-                    self._on_join(command.url)
-                elif isinstance(command, wire.GetStats):
+                if isinstance(command, wire.GetStats):
                     self._send(client, wire.Result(command.query_id, self._engine.stats()))
                 else:
-                    if isinstance(command, wire.AddRequest | wire.Query):
-                        self._senders.append(client)
-                    shared.append(command)
+                    self._backlog.append((client, command))
+        shared += self._take()
         if self._waker is not None and sleeps and shared:
             self._waker.wake_others()
+        return shared
+
+    def _take(self) -> list[wire.Command]:
+        """As much of the backlog as one turn has room for; what every rank does is returned."""
+        shared: list[wire.Command] = []
+        room = COMMANDS_AT_ONCE
+        while self._backlog and room > 0:
+            client, command = self._backlog.popleft()
+            room -= 1
+            if isinstance(command, wire.Join):
+                self._clients.add(client)
+                self._told.discard(client)
+                self._left.discard(client)
+                self._send(client, self._ready())
+            elif isinstance(command, wire.Left):
+                self._left.add(client)
+            elif isinstance(command, wire.Joined):
+                self._on_join(command.url)
+            else:
+                if isinstance(command, wire.AddRequest):
+                    room -= len(command.prompt) // BYTES_A_COMMAND
+                if isinstance(command, wire.AddRequest | wire.Query):
+                    self._senders.append(client)
+                shared.append(command)
         return shared
 
     def _ends_with(self, commands: list[wire.Command]) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.request import (
@@ -97,7 +100,7 @@ class FakeEngine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
         params: SamplingParams,
         *,
         cache_salt: str = "",

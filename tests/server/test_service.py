@@ -15,9 +15,11 @@ from flask.testing import FlaskClient
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, Grammar, SamplingParams
+from megatron_hybrid.server import engine_process
 from megatron_hybrid.server import messages as wire
 from megatron_hybrid.server.app import create_app
 from megatron_hybrid.server.engine_client import EngineClient
+from megatron_hybrid.server.engine_process import EngineLoop
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
@@ -91,6 +93,37 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(
     running.engine.num_waiting = 0
     assert http.post(COMPLETION, json={**HELLO, "n": 5}).status_code == 200
     assert running.client.running() == 0
+
+
+def test_a_turn_takes_only_so_many_commands_and_tokens(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "COMMANDS_AT_ONCE", 3)
+    monkeypatch.setattr(engine_process, "BYTES_A_COMMAND", 40)
+
+    def turns(lengths: list[int]) -> list[list[str]]:
+        loop = EngineLoop(engine, None)
+        for i, length in enumerate(lengths):
+            prompt = wire.packed([5] * length)
+            loop._backlog.append((b"worker", wire.AddRequest(str(i), prompt, SamplingParams())))
+        loop._backlog.append((b"worker", wire.Left()))
+        taken = []
+        while loop._backlog:
+            assert not loop._left  # only when all its requests were taken
+            taken.append([command.request_id for command in loop._take()])  # type: ignore[attr-defined]
+        assert loop._left == {b"worker"}
+        return taken
+
+    assert turns([1] * 7) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+    assert turns([10, 1, 100, 1, 1]) == [["0", "1"], ["2"], ["3", "4"]]
+
+
+def test_a_request_that_takes_several_turns_is_answered_in_full(
+    http: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "COMMANDS_AT_ONCE", 3)
+    answer = http.post(COMPLETION, json={**HELLO, "prompt": ["a"] * 10})
+    assert answer.status_code == 200 and len(answer.get_json()["choices"]) == 10
 
 
 def test_a_request_of_many_prompts_is_let_in_or_refused_as_a_whole(
