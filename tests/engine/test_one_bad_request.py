@@ -97,11 +97,11 @@ def test_of_a_request_that_fails_at_the_door_nothing_is_left(monkeypatch):
     engine = make_engine()
     add_others(engine)
 
-    def fail(requests: object) -> None:
+    def fail(seed: int, index: int) -> int:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.context, "share_keys", fail)
+        patched.setattr("megatron_hybrid.engine.engine.stream_seed", fail)
         with pytest.raises(MemoryError):
             engine.add_request("bad", T[:9], SamplingParams(n=2))
     engine.add_request("bad", T[:9], PARAMS)
