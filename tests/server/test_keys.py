@@ -25,6 +25,7 @@ from megatron_hybrid.server.keys import (
     check_distinct,
     read_keys,
 )
+from megatron_hybrid.server.launch import _environment
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.serving import Serving
 from tests.server.fake_engine import FakeEngine
@@ -146,6 +147,14 @@ def test_keys_come_from_the_environment_where_nothing_else_has_any(
         monkeypatch.setenv("KEYS", empty)
         with pytest.raises(ConfigurationError, match="KEYS is set but holds no key"):
             read()
+
+
+def test_the_front_end_gets_no_keys_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        monkeypatch.setenv(variable, "sesame")
+    monkeypatch.setenv("ANOTHER", "stays")
+    environment = _environment()
+    assert environment["ANOTHER"] == "stays" and "sesame" not in environment.values()
 
 
 @pytest.mark.parametrize("key", ["", "two words", "caf\xe9", "a\n", "x" * 1025])
