@@ -35,7 +35,7 @@ def load(*arguments):
     time.sleep(60)
 
 cli._build = load
-cli.main(["--load", sys.argv[1], "--port", "0"])
+cli.main(["--tokenizer-model", sys.argv[1], "--port", "0"])
 """
 LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "stream": True}
 
