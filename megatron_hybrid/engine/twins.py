@@ -5,13 +5,13 @@ the others skip it. A request waits only for a planned checkpoint of a running p
 published, that would let it skip more than it can now. That is decided anew in every step, so
 whatever ends the producer frees those that wait for it.
 
-And only if it is worth it. A step takes a fixed time, in which STEP_TOKENS tokens could be
-computed. So a request waits
+And only if it is worth it. A step takes a fixed time, in which so many tokens could be computed
+(STEP_TOKENS, or two blocks if that is less). So a request waits
 
     if nothing will be left to compute (it has the same prompt),
     if its prompt is computed no later for that,
     or if otherwise the step would have computed more tokens that waiting spares, together with
-        what others in it have not waited for, than STEP_TOKENS for each step of delay.
+        what others in it have not waited for, than these for each step of delay.
 
 The last is the rule of whoever rents skis until the rent comes to their price. Where each prompt
 extends the one before by a few tokens, a step takes in as many as cost about as much as a step,
@@ -35,6 +35,7 @@ MOST_DEFERRALS = 64  # steps; then a request computes for itself
 # Tokens that are computed in the time in which the weights are read once. A GPU can do 150 to 300
 # operations for each byte that it reads, and does about half: one for each byte and token.
 STEP_TOKENS = 128
+STEP_BLOCKS = 2  # small ones are chosen where less is worth sharing
 MOST_PROMISES = 16  # of a prefill in a step: its next states, and the one at its end
 MOST_TAILS = 16  # promises that end inside a block and are compared with a request, in a step
 
@@ -104,6 +105,7 @@ class Twins:
         self._promises = Promises(cache.geometry.block_size)  # of this step
         self._budget = 1  # tokens that a step like this one computes of prompts
         self._unspared = 0  # tokens that this step computes because somebody does not wait
+        self._step_tokens = min(STEP_TOKENS, STEP_BLOCKS * cache.geometry.block_size)
         self._awaited: dict[BlockKey, set[TrackedRequest]] = {}
         self._holds: dict[BlockKey, Hold] = {}
 
@@ -161,7 +163,7 @@ class Twins:
             return True
         at_once = 1 + _steps(length - skip - budget, self._budget)
         delay = promise.steps + _steps(length - position, self._budget) - at_once
-        return self._unspared + position - skip >= STEP_TOKENS * delay
+        return self._unspared + position - skip >= self._step_tokens * delay
 
     def _defer(self, request: TrackedRequest, skip: int, promise: Promise) -> None:
         if not request.deferrals:

@@ -16,7 +16,7 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 def run(prompts: list[list[int]], **options: int) -> tuple[int, int]:
     """(steps, computed tokens) of prompts that come at once."""
-    engine = make_engine(**options)
+    engine = make_engine(**{"block_size": 64, **options})
     for i, prompt in enumerate(prompts):
         engine.add_request(f"r{i}", prompt, ONE)
     while engine.has_work():
@@ -89,7 +89,7 @@ def test_who_would_not_be_computed_sooner_waits_for_few_tokens_too():
 
 def test_who_has_begun_to_wait_goes_on_until_it_gets_what_it_waits_for():
     """The state at 128 comes a step before that at 200, and from there on 72 are not worth one."""
-    engine = make_engine(block_size=128, kernel_chunk=128)
+    engine = make_engine(block_size=64, kernel_chunk=128)
     engine.scheduler._break_at_checkpoints = True
     engine.scheduler._twins._break_at_checkpoints = True
     engine.add_request("first", T[:264], ONE)
@@ -102,7 +102,10 @@ def test_who_has_begun_to_wait_goes_on_until_it_gets_what_it_waits_for():
     assert engine.stats()["computed_tokens"] == 284
 
 
-def test_who_does_not_wait_leaves_no_state_that_another_one_leaves():
+def test_who_does_not_wait_leaves_no_state_that_another_one_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(twins, "STEP_BLOCKS", 1000)
     engine = symbolic.make_engine(
         num_blocks=400, max_tokens=400, max_requests=8, cached_slots=40, exact_ends=True
     )
