@@ -48,6 +48,7 @@ class Connection:
         self.on_data: Callable[[], None] = lambda: None  # called when something comes while idle
         self.pace: Pace | None = None  # while a body is read
         self.requests = 0  # awaited so far
+        self.is_refused = False  # its address has too many
 
     def recv(self, size: int) -> bytes:
         """Raises TimeoutError when a body is too slow, and what the socket raises."""
@@ -124,16 +125,15 @@ class Connections:
             self.close(stalest)
         return True
 
-    def open(self, connection: Connection) -> bool:
-        """Take it in. False: its address has too many, and it is to be refused."""
+    def open(self, connection: Connection) -> None:
+        """Take it in, if only to refuse it."""
         counted = connection.counted
         if counted is not None:
             self._from[counted] += 1
+            connection.is_refused = 0 < self.an_address < self._from[counted]
+        self.refused += connection.is_refused
         connection.on_data = lambda: self._move(connection, Phase.HEADERS)
-        crowded = counted is not None and 0 < self.an_address < self._from[counted]
-        self.refused += crowded
-        self._enter(connection, Phase.BRIEF if crowded else Phase.HEADERS)
-        return not crowded
+        self._enter(connection, Phase.BRIEF if connection.is_refused else Phase.HEADERS)
 
     def begin(self, connection: Connection, *, brief: bool) -> bool:
         """A request has come over it. False: there are too many, and it is to be refused."""

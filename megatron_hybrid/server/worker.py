@@ -14,6 +14,7 @@ import resource
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -104,18 +105,22 @@ class FrontEndWorker(GeventWorker):
         connection.client.settimeout(None)
         return contextlib.nullcontext()
 
-    def handle(self, listener: Any, client: Any, addr: Any) -> None:
+    def opened(self, client: Any, addr: Any) -> Connection:
+        """A connection that has just been accepted, in its place."""
         connection = Connection(client, self._addresses.counted(addr[0]))
+        self._connections.open(connection)
+        return connection
+
+    def handle(self, listener: Any, client: Any, addr: Any, connection: Connection) -> None:
         gevent.getcurrent().connection = connection
         try:
-            opened = self._connections.open(connection)
-            seconds = HEADER_SECONDS if opened else LAST_WORDS_SECONDS
+            seconds = LAST_WORDS_SECONDS if connection.is_refused else HEADER_SECONDS
             if self._tls is not None and not self._tls.accept(connection, seconds):
                 return
-            if opened:
-                AsyncWorker.handle(self, listener, connection.client, addr)
-            else:
+            if connection.is_refused:
                 self._refuse_address(connection.client, addr)
+            else:
+                AsyncWorker.handle(self, listener, connection.client, addr)
         finally:
             self._connections.close(connection)
 
@@ -208,8 +213,8 @@ class FrontEndWorker(GeventWorker):
         pool = Pool(None)
         name = listener.getsockname()  # still asked for when it is closed
         named = SimpleNamespace(getsockname=lambda: name)
-        server = StreamServer(listener, handle=partial(self.handle, named), spawn=pool)
-        server.full = self._is_full
+        server = _Listener(listener, handle=partial(self.handle, named), spawn=pool)
+        server.full, server.opened = self._is_full, self.opened
         if self.cfg.workers > 1:
             server.max_accept = 1  # leaves connections to workers with less to do
         server.start()
@@ -256,6 +261,15 @@ class FrontEndWorker(GeventWorker):
         # Without a word to anybody: whoever sends it has waited long enough.
         sys.stderr.flush()
         os._exit(0)
+
+
+class _Listener(StreamServer):
+    """Has connections counted when they are accepted: their greenlets may begin much later."""
+
+    opened: Callable[[Any, Any], Connection]
+
+    def do_handle(self, client: Any, addr: Any) -> None:
+        super().do_handle(client, addr, self.opened(client, addr))
 
 
 class ServerLog(Logger):

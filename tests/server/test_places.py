@@ -40,7 +40,7 @@ class Clients:
         near, far = socket.socketpair()
         connection = Connection(near, counted)
         self.far_ends[connection] = far
-        self.accepted = self.connections.open(connection)
+        self.connections.open(connection)
         return connection
 
     def is_open(self, connection: Connection) -> bool:
@@ -129,22 +129,14 @@ def test_requests_leave_places_to_who_asks_how_the_server_is(
 
 def test_an_address_has_a_limit(clock: Clock) -> None:
     clients = Clients(clock, an_address=2, places=10)
-    first = clients.open("10.0.0.1")
-    assert clients.accepted
-    clients.open("10.0.0.1")
-    assert clients.accepted
-    third = clients.open("10.0.0.1")
-    assert not clients.accepted
+    first, second, third = (clients.open("10.0.0.1") for _ in range(3))
+    assert [one.is_refused for one in (first, second, third)] == [False, False, True]
     assert clients.connections.refused == 1
-    clients.open("10.0.0.2")
-    assert clients.accepted
-    for _ in range(4):
-        clients.open(None)
-        assert clients.accepted
+    assert not clients.open("10.0.0.2").is_refused
+    assert not any(clients.open(None).is_refused for _ in range(4))
     for connection in (first, third):
         clients.connections.close(connection)
-    clients.open("10.0.0.1")
-    assert clients.accepted
+    assert not clients.open("10.0.0.1").is_refused
     clients.close()
 
 
