@@ -7,7 +7,9 @@ itself is imported by the first grammar: every engine imports this module.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 FIELD = "response_format"  # of requests that bring a grammar
 KEPT_GRAMMARS = 64  # compiled ones, the last used
 COMPILING_THREADS = 2
+NICENESS = 10
 MAX_MESSAGE = 300  # characters of llguidance's reasons: they quote the grammar
 # What llguidance says, and what it means to who wrote the schema.
 _CLEARER = [
@@ -231,7 +234,7 @@ class FolderGrammars:
         self._folder, self._vocab_size, self._eos = folder, vocab_size, eos_token_ids
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(COMPILING_THREADS, "grammar", _be_nice)
         self._begun: dict[Grammar, Future[LLMatcher]] = {}
 
     def begin(self, grammar: Grammar) -> bool:
@@ -271,6 +274,12 @@ class FolderGrammars:
         except ConfigurationError as error:
             raise no_tokenizer() from error
         return text
+
+
+def _be_nice() -> None:
+    """Let the steps have the cores first; Linux has a priority for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def no_tokenizer() -> InvalidRequestError:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.server.connections import Connection
 
 
-MOST_BYTES_OF_CHUNKS = 4096  # at once: there may be one in each chunk, which Python takes apart
+MOST_BYTES_OF_CHUNKS = 1024  # at once: there may be one in each chunk, which Python takes apart
 PAUSE_BYTES = 2**16
 
 

@@ -329,7 +329,7 @@ def test_a_reader_passes_on_what_came_and_closes_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "length, most_between, most_at_once", [(10**6, PAUSE_BYTES, 2**20), (None, 4096, 4096)]
+    "length, most_between, most_at_once", [(10**6, PAUSE_BYTES, 2**20), (None, 1024, 1024)]
 )
 def test_others_have_their_turn_while_a_body_is_read(
     monkeypatch: pytest.MonkeyPatch, length: int | None, most_between: int, most_at_once: int
