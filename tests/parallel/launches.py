@@ -23,7 +23,7 @@ from megatron_hybrid import LLM, SamplingParams
 from tests.parallel.ranks import python_path
 from tests.server.make_tokenizers import byte_level, save
 from tests.server.processes import ROOT, free_port, is_alive
-from tests.server.processes import _children as children
+from tests.server.processes import children_of as children
 from tests.tiny_models import make_tiny_model
 
 SCRIPTS = ROOT / "examples" / "launch"
