@@ -6,6 +6,7 @@ itself is imported by the first grammar: every engine imports this module.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -267,13 +268,30 @@ class FolderGrammars:
             return self._compiler
 
     def _tokenizer_json(self) -> str:
-        from megatron_hybrid.tokenizer import Tokenizer  # takes seconds, and few need it
+        plain = self._folder / "tokenizer.json"
+        if plain.is_file() and not _has_more_tokens(self._folder):
+            return plain.read_text(encoding="utf-8")
+        # Its import takes a second, in which steps beside it take several times as long.
+        from megatron_hybrid.tokenizer import Tokenizer
 
         try:
             text: str = Tokenizer.load(self._folder).backend.to_str()
         except ConfigurationError as error:
             raise no_tokenizer() from error
         return text
+
+
+def _has_more_tokens(folder: Path) -> bool:
+    """Whether tokenizer_config.json names tokens that tokenizer.json does not have."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+        known = {str(token["id"]) for token in tokenizer["added_tokens"]}
+        return not set(config.get("added_tokens_decoder", {})) <= known
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return True
 
 
 def _be_nice() -> None:
