@@ -268,9 +268,8 @@ class FolderGrammars:
             return self._compiler
 
     def _tokenizer_json(self) -> str:
-        plain = self._folder / "tokenizer.json"
-        if plain.is_file() and not _has_more_tokens(self._folder):
-            return plain.read_text(encoding="utf-8")
+        if (plain := _plain_tokenizer(self._folder)) is not None:
+            return plain
         # Its import takes a second, in which steps beside it take several times as long.
         from megatron_hybrid.tokenizer import Tokenizer
 
@@ -281,17 +280,17 @@ class FolderGrammars:
         return text
 
 
-def _has_more_tokens(folder: Path) -> bool:
-    """Whether tokenizer_config.json names tokens that tokenizer.json does not have."""
+def _plain_tokenizer(folder: Path) -> str | None:
+    """tokenizer.json, if it is all there is to the tokenizer: tokenizer_config.json may name tokens
+    besides."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
-        known = {str(token["id"]) for token in tokenizer["added_tokens"]}
-        return not set(config.get("added_tokens_decoder", {})) <= known
-    except FileNotFoundError:
-        return False
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return True
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        config = folder / "tokenizer_config.json"
+        named = json.loads(config.read_bytes()) if config.is_file() else {}
+        known = {str(token["id"]) for token in json.loads(text)["added_tokens"]}
+        return text if set(named.get("added_tokens_decoder", {})) <= known else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _be_nice() -> None:

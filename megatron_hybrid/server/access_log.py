@@ -85,7 +85,7 @@ def log_request(
     fields |= {"method": method, "route": route[:MOST_OF_A_PATH], "status": status}
     if started is not None:
         if generation is not None:
-            fields |= generation.figures(started)
+            fields |= generation.figures()
         fields["seconds"] = round(time.monotonic() - started, 4)
     log_fields(logger, _level(route, status), "request", fields)
 

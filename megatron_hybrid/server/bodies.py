@@ -1,8 +1,6 @@
-"""The body of the current request: read in pieces, and prepared here or in another process."""
+"""The body of the current request, read in pieces."""
 
 from __future__ import annotations
-
-import time
 
 from flask import request
 from werkzeug.exceptions import RequestEntityTooLarge
@@ -21,7 +19,6 @@ def read_body() -> list[bytes]:
         length += len(piece)
         if most is not None and length > most:  # in chunks, whose sum nobody has announced
             raise RequestEntityTooLarge
-        time.sleep(0)  # lets other greenlets go on, however fast the client is
     return pieces
 
 

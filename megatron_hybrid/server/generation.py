@@ -281,9 +281,9 @@ class Generation:
             tokens = sum(one.answer.completion_tokens for one in choices)
             self._placement.ended(tokens if whole else None)
 
-    def figures(self, started: float) -> dict[str, object]:
+    def figures(self) -> dict[str, object]:
         """For the log: tokens so far, and seconds in the queue (the longest of all answers) and
-        until the first token. started: when the request came, by `time.monotonic`."""
+        until the first token."""
         figures: dict[str, object] = {}
         if self._prompt_tokens:
             figures["prompt_tokens"] = self._prompt_tokens  # though no event may have come
@@ -291,7 +291,9 @@ class Generation:
         if self._queued is not None:
             figures["queue_seconds"] = round(self._queued, 4)
         if self._subscription is not None and self._subscription.first_event is not None:
-            figures["first_token_seconds"] = round(self._subscription.first_event - started, 4)
+            figures["first_token_seconds"] = round(
+                self._subscription.first_event - self._arrived, 4
+            )
         return figures
 
     def usage(self) -> dict[str, object]:

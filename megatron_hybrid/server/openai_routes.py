@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,16 +22,14 @@ from megatron_hybrid.server.serving import Serving
 def install(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
-        arrived = time.monotonic()
         chat: PreparedChat = serving.prepare("chat", read_body(), g.caller)
-        with _generation(serving, "chatcmpl", chat.generation, arrived) as generation:
+        with _generation(serving, "chatcmpl", chat.generation) as generation:
             return _closing(answer_chat(serving, chat, generation), generation)
 
     @app.post("/v1/completions")
     def completions() -> Response:
-        arrived = time.monotonic()
         completion: PreparedCompletion = serving.prepare("completion", read_body(), g.caller)
-        with _generation(serving, "cmpl", completion.generation, arrived) as generation:
+        with _generation(serving, "cmpl", completion.generation) as generation:
             return _closing(answer_completion(serving, completion, generation), generation)
 
     @app.get("/v1/models")
@@ -58,12 +55,10 @@ def _model_card(serving: Serving) -> dict[str, Any]:
 
 
 @contextmanager
-def _generation(
-    serving: Serving, prefix: str, wanted: GenerationRequest, arrived: float
-) -> Iterator[Generation]:
+def _generation(serving: Serving, prefix: str, wanted: GenerationRequest) -> Iterator[Generation]:
     """A place for the current request, given up at once if it fails."""
     gone = client_gone(request.environ)
-    generation = g.generation = serving.open(prefix, wanted, gone, arrived)
+    generation = g.generation = serving.open(prefix, wanted, gone, g.started)
     try:
         yield generation
     except BaseException:

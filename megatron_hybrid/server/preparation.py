@@ -169,16 +169,14 @@ class Preparation:
             validate_prompt(tokens, limits.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel unless it is the one that is served."""
+    def _check_model(self, request: GenerationRequest) -> None:
+        """Raise UnknownModel unless it asks for the one that is served."""
+        name = request.model
         if name not in (None, self.options.model_name, self.options.tokenizer_folder):
             raise UnknownModel(
                 f"The model {name!r} is not served here; this server has "
                 f"{self.options.model_name!r}."
             )
-
-    def _check_model(self, request: GenerationRequest) -> None:
-        self.check_model(request.model)
 
     def _with_tool_grammar(self, request: ChatRequest) -> GenerationRequest:
         """With the grammar that forced or strict calls need; refuses tools that the model cannot
