@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gunicorn.http.errors import ParseException
 
+from megatron_hybrid.server.turns import let_others_run
+
 if TYPE_CHECKING:
     from megatron_hybrid.server.connections import Connection
 
@@ -95,7 +97,7 @@ class BodyReader:
             size = min(size, MOST_BYTES_OF_CHUNKS)
         if self._received >= self._next_pause:
             self._next_pause = self._received + (0 if self._length is None else PAUSE_BYTES)
-            time.sleep(0)
+            let_others_run()
         try:
             data: bytes = self._reader.read(size)
         except TimeoutError as error:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid.server.body_reader import Pace
+from megatron_hybrid.server.turns import let_others_run
 
 CANDIDATES = 8  # looked at for one that makes room
 
@@ -64,7 +65,7 @@ class Connection:
         finally:
             self.client.settimeout(before)
         self.pace.received += len(data)
-        time.sleep(0)  # lets other greenlets go on, however fast the client is
+        let_others_run()  # however fast the client is
         return data
 
     def hang_up(self) -> None:

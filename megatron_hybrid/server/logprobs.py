@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_hybrid.detokenizer import IncrementalDetokenizer, bytes_of_token
 from megatron_hybrid.request import TokenLogprob
+from megatron_hybrid.server.turns import let_others_run
 from megatron_hybrid.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def _without_hurry(items: Sequence[T]) -> Iterator[T]:
     """The items, with pauses in which other greenlets go on: a prompt may have very many."""
     for number, item in enumerate(items):
         if number % PAUSE_EVERY == PAUSE_EVERY - 1:
-            time.sleep(0)
+            let_others_run()
         yield item
 
 

@@ -21,13 +21,13 @@ import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.fields import Body, FieldError
 from megatron_hybrid.server.preparation import Limits, Preparation, UnknownModel
+from megatron_hybrid.server.turns import let_others_run
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def _send(connection: socket.socket, pieces: Sequence[bytes]) -> None:
     connection.sendall(_LENGTH.pack(sum(map(len, pieces))))
     for piece in pieces:
         connection.sendall(piece)
-        time.sleep(0)  # lets other greenlets of a worker go on
+        let_others_run()
 
 
 def _receive(connection: socket.socket) -> Body:
@@ -238,5 +238,5 @@ def _read(connection: socket.socket, length: int) -> bytearray:
         if not count:
             raise EOFError
         received += count
-        time.sleep(0)
+        let_others_run()
     return data

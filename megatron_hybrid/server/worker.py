@@ -34,6 +34,7 @@ from megatron_hybrid.server.body_reader import BodyBroken, BodyReader, BodyStall
 from megatron_hybrid.server.connections import Connection, Connections
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.tls_sockets import TlsSockets
+from megatron_hybrid.server.turns import let_others_run
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class FrontEndWorker(GeventWorker):
         connection: Connection = gevent.getcurrent().connection
         if connection.requests:
             self._connections.end(connection)
-            gevent.sleep(0)  # a client that sends one request upon the other is not alone
+            let_others_run()  # a client that sends one request upon the other is not alone
         connection.requests += 1
         connection.client.settimeout(None)
         return contextlib.nullcontext()
