@@ -144,7 +144,11 @@ class Server:
 
     def memory(self) -> list[int]:
         """Bytes in RAM of each of its processes; pages that they share count in each."""
-        return [int(_read(pid, "statm").split()[1]) * _PAGE for pid in self.processes()]
+        sizes = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                sizes.append(int(_read(pid, "statm").split()[1]) * _PAGE)
+        return sizes
 
     def front_end_seconds(self) -> float:
         """Processor time, user and system, of the front end's processes so far."""

@@ -122,6 +122,6 @@ def children_of(pid: int) -> list[int]:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went while it was read
         return False
     return state != "Z"
