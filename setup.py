@@ -83,7 +83,7 @@ setup(
     package_data={
         "megatron_hybrid": ["py.typed"],
         "megatron_hybrid.reference_model": ["weights/*"],
-        "megatron_hybrid.server.dashboard": ["static/*"],
+        "megatron_hybrid.server.http.dashboard": ["static/*"],
     },
     zip_safe=False,
     install_requires=BASE,

@@ -10,9 +10,12 @@ there; the third skips up to it. As chats, the second one would skip already.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.reference_model.chats import write_chat
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))  # not in the wheel
+from reference_model.chats import write_chat  # noqa: E402
 
 
 def main() -> int:

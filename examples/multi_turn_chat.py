@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -26,7 +27,9 @@ from megatron_hybrid.arguments import (
     add_engine_arguments,
     engine_config_from_args,
 )
-from megatron_hybrid.reference_model.chats import Chat, write_chat
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))  # not in the wheel
+from reference_model.chats import Chat, write_chat  # noqa: E402
 
 Message = dict[str, str]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)

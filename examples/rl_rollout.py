@@ -10,12 +10,15 @@ first weights, put back, do not give the first answers.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from megatron_hybrid import LLM, SamplingParams, reference_model
-from megatron_hybrid.reference_model.chats import write_chat
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))  # not in the wheel
+from reference_model.chats import write_chat  # noqa: E402
 
 ROLLOUTS = 4
 

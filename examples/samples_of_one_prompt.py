@@ -9,9 +9,12 @@ gives the same samples, whatever else is in the batch.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.reference_model.chats import write_chat
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))  # not in the wheel
+from reference_model.chats import write_chat  # noqa: E402
 
 SAMPLES = 8
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from tqdm import tqdm
 
-from megatron_hybrid.answer_text import AnswerText
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import build_engine, tokenizer_folder
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -26,7 +25,8 @@ from megatron_hybrid.request import (
     validate_text,
     validate_whole_numbers,
 )
-from megatron_hybrid.tokenizer import EncodedPrompt, Tokenizer
+from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class Grammar:
 
     def validate(self) -> None:
         """Raise InvalidRequestError unless its kind is known and its text has a size that can be
-        read; `megatron_hybrid.grammar.check` reads it."""
+        read; `megatron_hybrid.text.grammar.check` reads it."""
         if self.kind not in GRAMMAR_KINDS:
             raise InvalidRequestError(
                 "response_format",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_hybrid.benchmarks import driver
-from megatron_hybrid.drafting.drafter import Drafter
+from bench import driver
+from megatron_hybrid.engine.drafter import Drafter
 from megatron_hybrid.execution.plan import Launched, Runner
-from megatron_hybrid.server import engine_process
+from megatron_hybrid.server.loop import engine_process
 from tests.engine.symbolic import GoodGuesses, SymbolicLaunch, SymbolicRunner
 from tests.engine.unchecked import UncheckedRunner
 from tests.knowing_drafter import Knowing

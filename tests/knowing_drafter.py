@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hybrid import LLM
-from megatron_hybrid.drafting.drafter import NO_GUESS
+from megatron_hybrid.engine.drafter import NO_GUESS
 
 
 class Knowing:

@@ -34,11 +34,11 @@ from megatron_hybrid.arguments import (
     engine_config_from_args,
 )
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.drafting.drafter import Ints, Tokens
 from megatron_hybrid.engine.build import build_engine, load_weights
+from megatron_hybrid.engine.drafter import Ints, Tokens
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.models import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 PROMPT = 1024  # tokens
 PERIOD = 16  # tokens after which answers repeat themselves

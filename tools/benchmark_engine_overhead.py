@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bench.environment import describe_environment
+from bench.measurements import distribution
 from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.benchmarks.environment import describe_environment
-from megatron_hybrid.benchmarks.measurements import distribution
 from megatron_hybrid.cache.block_hash import extend_keys, root_key
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.environment import describe_environment
+from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
+from bench.timing import Call, Ceilings, Timing, number_of_sets, time_calls
 from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.benchmarks.environment import describe_environment
-from megatron_hybrid.benchmarks.recurrent_kinds import RecurrentKind, library, recurrent_kinds
-from megatron_hybrid.benchmarks.timing import Call, Ceilings, Timing, number_of_sets, time_calls
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.contract import (
@@ -52,6 +52,7 @@ from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
 from megatron_hybrid.layers.step import Step
+from megatron_hybrid.models.checkpoints.read_config import read_config
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -683,7 +684,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
     try:
-        bench = Bench(HybridModelConfig.from_folder(folder), device, args.kernels)
+        bench = Bench(read_config(folder), device, args.kernels)
     except ConfigurationError as error:
         print(f"benchmark_kernels.py: {error}", file=sys.stderr)
         return 2

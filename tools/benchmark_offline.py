@@ -36,18 +36,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench import WORKLOAD_NAMES, Workload, make_workload, summarize
+from bench.driver import BenchmarkError, Run, run_workload
+from bench.environment import describe_environment, peak_memory
+from bench.peers import SUMMARY_HEAD, Peers, PeersError, summary_row
+from bench.plots import plot_workloads
+from bench.workloads import SHARED_PREFIX
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.arguments import (
     ArgumentParser,
     add_engine_arguments,
     engine_config_from_args,
 )
-from megatron_hybrid.benchmarks import WORKLOAD_NAMES, Workload, make_workload, summarize
-from megatron_hybrid.benchmarks.driver import BenchmarkError, Run, run_workload
-from megatron_hybrid.benchmarks.environment import describe_environment, peak_memory
-from megatron_hybrid.benchmarks.peers import SUMMARY_HEAD, Peers, PeersError, summary_row
-from megatron_hybrid.benchmarks.plots import plot_workloads
-from megatron_hybrid.benchmarks.workloads import SHARED_PREFIX
 from megatron_hybrid.engine.build import build_engine, load_weights, resolve_device
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError

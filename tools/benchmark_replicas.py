@@ -20,8 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.benchmarks.replicas import (
+from bench.replicas import (
     ALONE,
     JOINT,
     Memory,
@@ -29,6 +28,7 @@ from megatron_hybrid.benchmarks.replicas import (
     kill_midway,
     measure,
 )
+from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.server.options import POLICIES
 
 POLICY_FLAG = "--inference-dynamic-batching-prefix-caching-coordinator-policy"

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_hybrid.benchmarks.serving_arguments import parse_serving_arguments
-from megatron_hybrid.benchmarks.serving_clients import Clients, ClientSettings, planned_requests
-from megatron_hybrid.benchmarks.serving_conversations import load_conversations
-from megatron_hybrid.benchmarks.serving_datasets import (
+from bench.serving_arguments import parse_serving_arguments
+from bench.serving_clients import Clients, ClientSettings, planned_requests
+from bench.serving_conversations import load_conversations
+from bench.serving_datasets import (
     DatasetError,
     PrefixRepetition,
     RandomLengths,
@@ -41,23 +41,23 @@ from megatron_hybrid.benchmarks.serving_datasets import (
     random_requests,
     sharegpt_requests,
 )
-from megatron_hybrid.benchmarks.serving_http import HttpClient, HttpError
-from megatron_hybrid.benchmarks.serving_load import arrival_times, send_at
-from megatron_hybrid.benchmarks.serving_metrics import format_table, summarize_serving
-from megatron_hybrid.benchmarks.serving_plots import plot_serving
-from megatron_hybrid.benchmarks.serving_report import (
+from bench.serving_http import HttpClient, HttpError
+from bench.serving_load import arrival_times, send_at
+from bench.serving_metrics import format_table, summarize_serving
+from bench.serving_plots import plot_serving
+from bench.serving_report import (
     describe_client,
     describe_run,
     details,
     result_path,
 )
-from megatron_hybrid.benchmarks.serving_requests import OpenAIServer, Outcome, ServingRequest
-from megatron_hybrid.benchmarks.serving_tokens import TokenSource, load_token_source
-from megatron_hybrid.benchmarks.serving_workloads import (
+from bench.serving_requests import OpenAIServer, Outcome, ServingRequest
+from bench.serving_tokens import TokenSource, load_token_source
+from bench.serving_workloads import (
     run_serving_workload,
     summarize_workload,
 )
-from megatron_hybrid.benchmarks.workloads import make_workload
+from bench.workloads import make_workload
 from megatron_hybrid.errors import ConfigurationError
 
 

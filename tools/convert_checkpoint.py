@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    from megatron_hybrid.models.megatron_conversion import (
+    from convert.conversion import (
         copy_tokenizer,
         to_hugging_face,
         to_megatron,

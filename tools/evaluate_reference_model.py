@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.reference_model.chats import Chat, Question, write_chat
+from reference_model.chats import Chat, Question, write_chat
 
 EDGES = [0, 128, 512, 1024, 2048, 3072, 4096]
 LONG_EDGES = [*EDGES, 6144, 8192]

@@ -28,10 +28,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.simulation import plots, report
-from megatron_hybrid.simulation.policies import ABLATIONS, BASELINES, POLICIES
-from megatron_hybrid.simulation.pools import SHAPES, SPLITS
-from megatron_hybrid.simulation.sweep import (
+from simulation import plots, report
+from simulation.policies import ABLATIONS, BASELINES, POLICIES
+from simulation.pools import SHAPES, SPLITS
+from simulation.sweep import (
     Cell,
     Outcome,
     Pool,
@@ -41,7 +41,7 @@ from megatron_hybrid.simulation.sweep import (
     cells,
     run_all,
 )
-from megatron_hybrid.simulation.traces import TRACES
+from simulation.traces import TRACES
 
 
 def parse_arguments() -> argparse.Namespace:

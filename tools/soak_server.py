@@ -155,7 +155,8 @@ class Server:
         return sum(
             sum(map(int, _read(pid, "stat").rpartition(")")[2].split()[11:13])) / _TICKS
             for pid, command in self.processes().items()
-            if "megatron_hybrid.server.front_end" in command or command.startswith("gunicorn: ")
+            if "megatron_hybrid.server.processes.front_end" in command
+            or command.startswith("gunicorn: ")
         )
 
 

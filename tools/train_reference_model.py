@@ -41,7 +41,7 @@ from tqdm import tqdm
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_hybrid.arguments import ArgumentParser
-from megatron_hybrid.reference_model.chats import Chat, write_chat
+from reference_model.chats import Chat, write_chat
 
 VOCABULARY = 2048
 PAD, END = "<|pad|>", "<|end|>"

@@ -14,11 +14,11 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.drafting.prompt_lookup import PromptLookup
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
 from megatron_hybrid.engine.profiling import measure_activations
+from megatron_hybrid.engine.prompt_lookup import PromptLookup
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
     StageLayers,
@@ -33,11 +33,13 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
-from megatron_hybrid.grammar import FolderGrammars
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.model_files import find_model_folder
+from megatron_hybrid.models.checkpoints.megatron_folder import described_in, end_tokens
+from megatron_hybrid.models.checkpoints.model_files import find_model_folder
+from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import (
     MAMBA,
     SHARED_TRANSFORMER,
@@ -46,9 +48,8 @@ from megatron_hybrid.models.config import (
     resolve_dtype,
 )
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.megatron_folder import described_in, end_tokens
-from megatron_hybrid.models.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
+from megatron_hybrid.text.grammar import FolderGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +303,7 @@ def tokenizer_folder(config: EngineConfig) -> Path:
 
 def _model_config(config: EngineConfig, folder: Path) -> HybridModelConfig:
     """With the tokenizer's end tokens where the model's folder names none."""
-    found = HybridModelConfig.from_folder(folder)
+    found = read_config(folder)
     if config.tokenizer_model is None or found.eos_token_ids:
         return found
     return replace(found, eos_token_ids=end_tokens(Path(config.tokenizer_model)))

@@ -29,7 +29,6 @@ from megatron_hybrid.errors import (
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.random_streams import stream_seed
-from megatron_hybrid.grammar import Grammars, no_tokenizer
 from megatron_hybrid.request import (
     MAX_NAME_LENGTH,
     FinishReason,
@@ -42,6 +41,7 @@ from megatron_hybrid.request import (
     validate_text,
     validate_whole_numbers,
 )
+from megatron_hybrid.text.grammar import Grammars, no_tokenizer
 
 logger = logging.getLogger(__name__)
 

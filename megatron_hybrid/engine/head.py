@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.checkpoints.weights import has_mtp_weights
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.weights import has_mtp_weights
 from megatron_hybrid.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)

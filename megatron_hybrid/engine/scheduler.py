@@ -41,8 +41,8 @@ from megatron_hybrid.execution.plan import (
     StepPlan,
     StepResult,
 )
-from megatron_hybrid.grammar import FIELD as GRAMMAR_FIELD
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
+from megatron_hybrid.text.grammar import FIELD as GRAMMAR_FIELD
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.drafting.drafter import Drafter
+from megatron_hybrid.engine.drafter import Drafter
 from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT
 from megatron_hybrid.execution.rows import RowTable
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
 from megatron_hybrid.cache.lease import Lease
-from megatron_hybrid.grammar import AnswerMatcher
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
+from megatron_hybrid.text.grammar import AnswerMatcher
 
 NO_ROW = -1
 

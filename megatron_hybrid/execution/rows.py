@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.grammar import AnswerMatcher
+from megatron_hybrid.text.grammar import AnswerMatcher
 
 
 class Written(NamedTuple):

@@ -29,8 +29,8 @@ from megatron_hybrid.execution.transfer import upload
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.step import Step
+from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 
 

@@ -1,13 +1,13 @@
-"""What a model is: its layer pattern, sizes and constants, read from a Hugging Face folder."""
+"""What a model is: its layer pattern, sizes and constants."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
@@ -17,6 +17,17 @@ from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
 from megatron_hybrid.layers.short_conv import ShortConvConfig
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
 
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, MLP, MOE, GATED_DELTA_NET = "M", "*", "-", "E", "G"
@@ -90,35 +101,19 @@ class HybridModelConfig:
         """Of a block of the model, or of its head's, which are counted on from the last one."""
         return (self.pattern + ("" if self.mtp is None else self.mtp.pattern))[block]
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> HybridModelConfig:
-        """Read config.json (and the end tokens of generation_config.json), or a Megatron
-        checkpoint's arguments where there is none.
-
-        Raises ConfigurationError for an architecture or an option that is not supported.
-        """
-        from megatron_hybrid.models.families import family_of  # families build this class
-        from megatron_hybrid.models.megatron_folder import described_in, is_megatron_folder
-        from megatron_hybrid.models.raw_config import RawConfig
-
-        folder = Path(folder)
-        described = described_in(folder)
-        if described is None and is_megatron_folder(folder):
-            from megatron_hybrid.models.megatron_config import read_config
-
-            return read_config(folder)
-        raw = RawConfig.from_folder(described or folder)
-        return family_of(raw.model_type).config(raw)
-
 
 def resolve_dtype(
     dtype: str | torch.dtype | None, default: torch.dtype = torch.float32
 ) -> torch.dtype:
-    """A dtype by its name ("bfloat16", "bf16", ...); None and "auto" give `default`."""
+    """A dtype by its name ("bfloat16", "bf16", ...); None and "auto" give `default`.
+
+    Raises ConfigurationError for a name that is not known.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype is None or dtype == "auto":
         return default
-    from megatron_hybrid.models.raw_config import dtype_of_name
-
-    return dtype_of_name(dtype)
+    found = _DTYPES.get(dtype.removeprefix("torch."))
+    if found is None:
+        raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
+    return found

@@ -21,16 +21,18 @@ from megatron_hybrid.arguments import (
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
-from megatron_hybrid.model_files import check_model_files
+from megatron_hybrid.models.checkpoints.model_files import check_model_files
 from megatron_hybrid.rank_layout import RankLayout
-from megatron_hybrid.server import browsers, keys, tls
+from megatron_hybrid.server import keys, tls
 from megatron_hybrid.server.ask import FirstQuestion
-from megatron_hybrid.server.cache_publishing import CachePublishing
-from megatron_hybrid.server.engine_process import Broadcast, EngineLoop
-from megatron_hybrid.server.launch import FrontEnd, FrontEndEnded, end_with_parent
-from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.http import browsers
+from megatron_hybrid.server.link.messages import CacheSizes
+from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.log_format import set_up_logging
-from megatron_hybrid.server.messages import CacheSizes
+from megatron_hybrid.server.loop.cache_publishing import CachePublishing
+from megatron_hybrid.server.loop.engine_process import Broadcast, EngineLoop
+from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import (
     ServerOptions,
     add_ask_arguments,
@@ -38,7 +40,7 @@ from megatron_hybrid.server.options import (
     add_server_arguments,
     is_loopback,
 )
-from megatron_hybrid.server.waker import Waker
+from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:

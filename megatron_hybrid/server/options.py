@@ -6,11 +6,11 @@ import argparse
 import ipaddress
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from megatron_hybrid.server.addresses import parse_network
-from megatron_hybrid.server.fields import ParseOptions
 from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, ApiKey
 from megatron_hybrid.server.log_format import LOG_FORMATS
 
@@ -20,6 +20,16 @@ POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced")
 MOST_REPLICAS = 1024
 # The names in tool_calls/formats.py, which takes long to import.
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
+
+
+@dataclass(frozen=True, slots=True)
+class ParseOptions:
+    """What the operator decides about bodies. close_json_objects: an object of a JSON Schema has no
+    properties but those that it names, unless it says otherwise. ignore_unknown_fields: they are
+    dropped instead of refused."""
+
+    close_json_objects: bool = True
+    ignore_unknown_fields: bool = False
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid import reference_model
-from tests.server.processes import ROOT, ServerProcess
+from tests.server.running import ROOT, ServerProcess
 from tests.thorough import EVERYTHING
 
 pytestmark = pytest.mark.skipif(not EVERYTHING, reason="installs clients: TESTS=all")

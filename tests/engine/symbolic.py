@@ -15,8 +15,8 @@ import numpy as np
 from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.drafting.drafter import NO_GUESS
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.drafter import NO_GUESS
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import TrackedRequest

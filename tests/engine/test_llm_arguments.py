@@ -10,7 +10,7 @@ import pytest
 
 from megatron_hybrid import LLM, ConfigurationError, InvalidRequestError, SamplingParams
 from tests.engine.symbolic import CheckedEngine, expected_answer, make_engine
-from tests.server.make_tokenizers import byte_level, save
+from tests.text.make_tokenizers import byte_level, save
 
 HELLO = {"role": "user", "content": "Hello"}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3)

@@ -9,9 +9,9 @@ import pytest
 from megatron_hybrid import LLM, ConfigurationError, FinishReason, InvalidRequestError
 from megatron_hybrid import SamplingParams as Params
 from megatron_hybrid.request import MAX_CHOICES
-from megatron_hybrid.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.make_tokenizers import byte_level, save
+from tests.text.make_tokenizers import byte_level, save
 
 LETTERS = "x!abcdefgh"  # a token each; choice i of the fake engine repeats them from letter i on
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

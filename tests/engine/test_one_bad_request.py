@@ -8,7 +8,7 @@
     its text, in LLM                        its answer ends with an error
 
 What raises in the launch of a step ends those in the step: see test_scheduler.py. For the server's
-loop and its front end see tests/server/test_one_bad_request.py.
+loop and its front end see tests/server/http/test_one_bad_request.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from megatron_hybrid import LLM
-from megatron_hybrid.answer_text import AnswerText
-from megatron_hybrid.drafting.prompt_lookup import PromptLookup
+from megatron_hybrid.engine.prompt_lookup import PromptLookup
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
-from megatron_hybrid.grammar import AnswerMatcher
 from megatron_hybrid.request import FinishReason, Grammar, RequestEvent, SamplingParams
+from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.grammar import AnswerMatcher
 from tests.engine.symbolic import (
     VOCAB,
     CheckedEngine,
@@ -37,7 +37,7 @@ from tests.engine.symbolic import (
     random_tokens,
     run,
 )
-from tests.server.make_tokenizers import byte_level, save
+from tests.text.make_tokenizers import byte_level, save
 
 T = random_tokens(61, 400)
 LONE = "\ud800"  # half of a surrogate pair

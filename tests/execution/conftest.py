@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_hybrid.models import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.execution.steps import Steps
 from tests.models.conftest import TinyModel, load

@@ -23,7 +23,7 @@ from megatron_hybrid.execution.plan import (
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.models import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
 BLOCK = 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.models import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 from tests.execution.steps import BLOCK, VOCAB, Steps, chunk

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from convert.conversion import to_hugging_face, to_megatron
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.models import HybridModelConfig
-from megatron_hybrid.models.megatron_conversion import to_hugging_face, to_megatron
+from megatron_hybrid.models.checkpoints.read_config import read_config
 from tests.gpu.megatron_hybrid_model import PATTERN, TOKENS
 
 pytestmark = [
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_arguments_say_what_the_model_is(folder: Path) -> None:
-    config = HybridModelConfig.from_folder(folder / "saved")
+    config = read_config(folder / "saved")
     assert (config.model_type, config.pattern) == ("nemotron_h", PATTERN)
 
 

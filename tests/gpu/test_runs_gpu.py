@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.benchmarks.recurrent_kinds import RecurrentKind, recurrent_kinds
+from bench.recurrent_kinds import RecurrentKind, recurrent_kinds
 from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet, select
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.checkpoints.read_config import read_config
 from tests.kernels.conv_cases import on
 from tests.kernels.runs_cases import Play
 
@@ -24,7 +24,7 @@ CALLS = 6
 
 
 def kind_on(model: str, kernels: KernelSet, device: str, dtype: torch.dtype) -> RecurrentKind:
-    config = HybridModelConfig.from_folder(CONFIGS / model)
+    config = read_config(CONFIGS / model)
     return next(recurrent_kinds(config, kernels, torch.device(device), dtype))
 
 

@@ -19,8 +19,8 @@ from megatron_hybrid.kv_events import (
     wire_hash,
 )
 from megatron_hybrid.server import cli
-from megatron_hybrid.server import messages as wire
-from megatron_hybrid.server.engine_process import EngineLoop
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.loop.engine_process import EngineLoop
 
 B = 4
 HYBRID = CacheGeometry(B, B, 100, 4, 4, bytes_per_block=1, bytes_per_state=1)

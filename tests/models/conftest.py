@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_hybrid.models import HybridModel, load_model
+from megatron_hybrid.models.checkpoints.weights import load_model
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.tiny_models import make_tiny_model
 

@@ -19,7 +19,7 @@ from megatron_hybrid.kernels.contract import (
     PrefillSegments,
 )
 from megatron_hybrid.layers.inputs import StepInputs, allocate_caches
-from megatron_hybrid.models import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 @dataclass

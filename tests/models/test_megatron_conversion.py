@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from convert.conversion import to_hugging_face, to_megatron
+from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid import LLM, ConfigurationError, SamplingParams, WeightsError, reference_model
-from megatron_hybrid.models import HybridModelConfig
-from megatron_hybrid.models.megatron_checkpoint import MegatronCheckpoint
-from megatron_hybrid.models.megatron_conversion import to_hugging_face, to_megatron
-from megatron_hybrid.models.megatron_folder import is_megatron_folder
-from megatron_hybrid.models.megatron_writer import Piece, StoredTensor, write_checkpoint
-from megatron_hybrid.models.weights import update_model
+from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
+from megatron_hybrid.models.checkpoints.megatron_folder import is_megatron_folder
+from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments
@@ -422,7 +422,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is_asks_for_a_config(
     shutil.copytree(llama[1] / "release", tmp_path / "release")
     torch.save({"iteration": 3}, tmp_path / "release" / "common.pt")
     with pytest.raises(ConfigurationError, match="holds no arguments.*config.json"):
-        HybridModelConfig.from_folder(tmp_path / "release")
+        read_config(tmp_path / "release")
 
 
 EXPERTS = {"num_experts": 8, "moe_layer_freq": 1, "moe_ffn_hidden_size": 32, "moe_router_topk": 4}
@@ -436,7 +436,7 @@ def test_experts_are_weighed_as_megatrons_arguments_say(
 
     from megatron_hybrid.kernels.kernel_set import REFERENCE
     from megatron_hybrid.layers.moe import SigmoidRouter, SoftmaxRouter
-    from megatron_hybrid.models.megatron_arguments import MegatronArguments
+    from megatron_hybrid.models.checkpoints.megatron_arguments import MegatronArguments
 
     arguments = dict(MegatronCheckpoint(llama[1]).arguments or {}) | EXPERTS
     arguments |= {"moe_router_score_function": score, "moe_router_topk_scaling_factor": 2.5}
@@ -478,4 +478,4 @@ def test_arguments_of_models_that_we_have_not_are_refused_by_their_flags(
     arguments = dict(MegatronCheckpoint(llama[1]).arguments or {}) | changes
     torch.save({"args": Namespace(**arguments)}, tmp_path / "release" / "common.pt")
     with pytest.raises(ConfigurationError, match=words):
-        HybridModelConfig.from_folder(tmp_path / "release")
+        read_config(tmp_path / "release")

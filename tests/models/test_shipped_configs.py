@@ -11,8 +11,9 @@ import torch
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.sizing import derive_geometry
-from megatron_hybrid.models import HybridModel, HybridModelConfig
-from megatron_hybrid.models.families import FAMILIES
+from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.families.registry import FAMILIES
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.parallel.pretend import first_of
 
@@ -49,7 +50,7 @@ PARAMETERS = {
 def shape_of(folder: Path, parallel: ParallelContext, ranks: int = 1) -> HybridModel:
     """The model without memory, as the first of `ranks` ranks has it."""
     several = first_of(parallel, ranks)
-    config = HybridModelConfig.from_folder(folder)
+    config = read_config(folder)
     with torch.device("meta"):
         return HybridModel(config, several, torch.bfloat16, torch.bfloat16, torch.float32)
 

@@ -21,9 +21,9 @@ import yaml
 
 from megatron_hybrid import LLM, SamplingParams
 from tests.parallel.ranks import python_path
-from tests.server.make_tokenizers import byte_level, save
-from tests.server.processes import ROOT, free_port, is_alive
-from tests.server.processes import children_of as children
+from tests.server.running import ROOT, free_port, is_alive
+from tests.server.running import children_of as children
+from tests.text.make_tokenizers import byte_level, save
 from tests.tiny_models import make_tiny_model
 
 SCRIPTS = ROOT / "examples" / "launch"

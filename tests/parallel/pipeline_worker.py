@@ -24,7 +24,8 @@ from megatron_hybrid import LLM, RequestOutput, SamplingParams
 from megatron_hybrid.engine import build
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.layers.inputs import LayerCaches, StepInputs
-from megatron_hybrid.models import HybridModel, load_model
+from megatron_hybrid.models.checkpoints.weights import load_model
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.rank_layout import ParallelSizes
 from tests.parallel.worker import mixed_steps

@@ -14,7 +14,8 @@ import torch
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.models import HybridModel, HybridModelConfig
+from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
 from tests.parallel.launches import (
     LENGTH,
@@ -28,7 +29,7 @@ from tests.parallel.launches import (
     make_chat_model,
     wait_until,
 )
-from tests.server.processes import free_port
+from tests.server.running import free_port
 
 CONFIGS = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
 KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=2"  # torchrun's, of a lost machine
@@ -143,7 +144,7 @@ def test_a_files_weights_fit_gpus_of_80_gb(path: Path) -> None:
     )
     with torch.device("meta"):
         model = HybridModel(
-            HybridModelConfig.from_folder(Path(config.load)),
+            read_config(Path(config.load)),
             parallel, torch.bfloat16, torch.bfloat16, torch.float32,
         )  # fmt: skip
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.models import load_model
+from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.parallel.worker import mixed_steps
 from tests.tiny_models import make_tiny_model

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hybrid.models import HybridModel, load_model
+from megatron_hybrid.models.checkpoints.weights import load_model
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, RankGroup, initialize
 from tests.models.driver import Driver, Segment
 

@@ -10,27 +10,16 @@ import pytest
 import zmq
 from flask.testing import FlaskClient
 
-from megatron_hybrid.server import messages as wire
-from megatron_hybrid.server.answer_memory import AnswerMemoryClient, AnswerMemoryServer
-from megatron_hybrid.server.app import create_app
-from megatron_hybrid.server.engine_client import EngineClient
-from megatron_hybrid.server.engine_process import EngineLoop, bind_socket
+from megatron_hybrid.server.http.app import create_app
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, AnswerMemoryServer
+from megatron_hybrid.server.link.engine_client import EngineClient
+from megatron_hybrid.server.link.sockets import bind_socket
+from megatron_hybrid.server.loop.engine_process import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.serving import Serving
-from megatron_hybrid.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.make_tokenizers import byte_level, save
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(byte_level(), tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_folder)
-
 
 MAX_QUEUE = 4
 

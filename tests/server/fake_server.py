@@ -10,12 +10,12 @@ import time
 from tokenizers import Tokenizer
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.server import launch
 from megatron_hybrid.server.keys import ApiKey
-from megatron_hybrid.server.launch import FrontEnd
-from megatron_hybrid.server.lifecycle import end_loading_on_signals, make_loop, serve
-from megatron_hybrid.server.messages import CacheSizes
+from megatron_hybrid.server.link.messages import CacheSizes
+from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, make_loop, serve
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.processes import launch
+from megatron_hybrid.server.processes.launch import FrontEnd
 from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
 
 CACHE = CacheSizes(block_size=BLOCK_SIZE, grid=BLOCK_SIZE, kv_blocks=1000)

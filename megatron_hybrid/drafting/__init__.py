@@ -1,1 +1,0 @@
-"""Guesses of what a request will write next, for the model to verify several tokens at once."""

@@ -1,0 +1,385 @@
+"""The arguments of a Megatron training job, as its checkpoints keep them, and our configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
+from megatron_hybrid.layers.mamba2 import Mamba2Config
+from megatron_hybrid.layers.mlp import MLPConfig
+from megatron_hybrid.layers.moe import MoEConfig
+from megatron_hybrid.layers.rope import RopeConfig
+from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
+from megatron_hybrid.models.config import HybridModelConfig
+
+MODEL_TYPE = "megatron"  # of a model that no Hugging Face family of ours describes
+# What --use-rope-scaling does, besides its factor.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+
+
+def has_zero_centered_norms(arguments: Mapping[str, Any] | None) -> bool | None:
+    """Whether the checkpoint has weight - 1 of its norms (--apply-layernorm-1p); None: unknown."""
+    if arguments is None:
+        return None
+    for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
+        if arguments.get(name) is not None:
+            return bool(arguments[name])
+    return None
+
+
+class MegatronArguments:
+    """Megatron's arguments by their names in Python, and what they say of the model."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """`where`: for messages."""
+        self.values = values
+        self.where = where
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is there and not None."""
+        return next((v for v in map(self.values.get, names) if v is not None), default)
+
+    def require(self, *names: str) -> Any:
+        value = self.get(*names)
+        if value is None:
+            raise ConfigurationError(
+                f"The arguments in {self.where} have no {names[0]!r}; put a config.json of Hugging "
+                "Face's beside the checkpoint, which describes the model instead of them."
+            )
+        return value
+
+    def refuse_unless(self, name: str, *supported: Any) -> None:
+        value = self.get(name)
+        if value is not None and value not in supported:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(
+                f"The checkpoint's argument {flag} is {value!r} ({self.where}), which is not "
+                f"supported, only {' or '.join(map(repr, supported))} is."
+            )
+
+    # ------------------------------------------------------------------ the model
+
+    def config(self) -> HybridModelConfig:
+        """Raises ConfigurationError for a model that we have not."""
+        for name in ("multi_latent_attention", "heterogeneous_layers_config_path", "use_mup"):
+            self.refuse_unless(name, False, "")
+        for name in (
+            "window_size", "softmax_scale", "moe_apply_probs_on_input", "qk_l2_norm",
+            "no_rope_freq", "glu_linear_offset", "activation_func_clamp_value",
+            "moe_router_topk_limited_devices",
+        ):  # fmt: skip
+            self.refuse_unless(name, False)
+        self.refuse_unless("softmax_type", "vanilla")
+        self.refuse_unless("rotary_interleaved", False)
+        self.refuse_unless("normalization", "RMSNorm")
+        self.refuse_unless("position_embedding_type", "rope", "none")
+        pattern = self._pattern()
+        centered = bool(has_zero_centered_norms(self.values))
+        mlp = self._mlp("ffn_hidden_size") if "-" in pattern else None
+        return HybridModelConfig(
+            model_type=MODEL_TYPE,
+            pattern=pattern,
+            vocab_size=int(self.require("vocab_size", "padded_vocab_size")),
+            hidden_size=int(self.require("hidden_size")),
+            max_position_embeddings=int(self.require("max_position_embeddings", "seq_length")),
+            norm_eps=float(self.get("norm_epsilon", "layernorm_epsilon", default=1e-5)),
+            dtype=self._dtype(),
+            attention=self._attention(centered) if "*" in pattern else None,
+            rope=self._rope() if "*" in pattern else None,
+            mamba=self._mamba() if "M" in pattern else None,
+            gated_delta_net=self._gated_delta_net() if "G" in pattern else None,
+            mlp=mlp,
+            moe=self._moe() if "E" in pattern else None,
+            tie_word_embeddings=not self.get("untie_embeddings_and_output_weights", default=False),
+            zero_centered_norm=centered,
+        )
+
+    def _pattern(self) -> str:
+        pattern = self.get("hybrid_layer_pattern", "hybrid_override_pattern")
+        if pattern is not None:
+            # Pipeline stages are between |, what follows / predicts several tokens.
+            pattern = str(pattern).split("/")[0].replace("|", "")
+            if unknown := set(pattern) - set("M*-EG"):
+                raise ConfigurationError(
+                    f"Layers of kind {sorted(unknown)[0]!r} in the layer pattern {pattern!r} "
+                    f"({self.where}) are not supported."
+                )
+            return str(pattern)
+        layers = int(self.require("num_layers"))
+        if self.get("is_hybrid_model") or "mamba" in str(self.get("spec", default="")):
+            for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"):
+                self.refuse_unless(name, 0.0)
+            return "M" * layers
+        self.refuse_unless("experimental_attention_variant", "gated_delta_net")
+        linear = self._frequency("linear_attention_freq", layers, lambda i, n: (i + 1) % n != 0)
+        experts = self._frequency("moe_layer_freq", layers, lambda i, n: i % n == 0)
+        if self.get("experimental_attention_variant") is None:
+            linear = [False] * layers
+        if self.get("num_experts", "num_moe_experts") is None:
+            experts = [False] * layers
+        return "".join(
+            ("G" if is_linear else "*") + ("E" if has_experts else "-")
+            for is_linear, has_experts in zip(linear, experts, strict=True)
+        )
+
+    def _frequency(self, name: str, layers: int, every: Any) -> list[bool]:
+        """A list of 0 and 1, or of every how many layers one is of the kind."""
+        value = self.get(name, default=1)
+        if isinstance(value, list) and len(value) == layers:
+            return [bool(one) for one in value]
+        if isinstance(value, int):
+            return [every(i, value) for i in range(layers)]
+        raise ConfigurationError(
+            f"The checkpoint's argument {name} is {value!r} ({self.where}): neither a number nor "
+            f"a list of {layers}."
+        )
+
+    def _dtype(self) -> torch.dtype:
+        dtype = self.get("params_dtype")
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if self.get("bf16"):
+            return torch.bfloat16
+        return torch.float16 if self.get("fp16") else torch.float32
+
+    def _attention(self, centered: bool) -> AttentionConfig:
+        heads = int(self.require("num_attention_heads"))
+        grouped = self.get("group_query_attention", default=True)
+        kv_heads = int(self.get("num_query_groups", default=heads)) if grouped else heads
+        dim = self._head_dim()
+        bias = self._has_bias()
+        return AttentionConfig(
+            heads,
+            kv_heads,
+            dim,
+            scale=dim**-0.5,
+            qkv_bias=bias or bool(self.get("add_qkv_bias", default=False)),
+            output_bias=bias,
+            qk_norm=bool(self.get("qk_layernorm", default=False)),
+            zero_centered_norm=centered and bool(self.get("qk_layernorm", default=False)),
+            output_gate=bool(self.get("attention_output_gate", default=False)),
+        )
+
+    def _head_dim(self) -> int:
+        default = self.require("hidden_size") // self.require("num_attention_heads")
+        return int(self.get("kv_channels", default=default))
+
+    def _has_bias(self) -> bool:
+        if self.get("disable_bias_linear") is not None:
+            return not self.get("disable_bias_linear")
+        return bool(self.get("add_bias_linear", default=True))
+
+    def _rope(self) -> RopeConfig | None:
+        if self.get("position_embedding_type", default="rope") == "none":
+            return None
+        dim = self._head_dim()
+        theta = float(self.get("rotary_base", default=10000))
+        rotated = int(dim * float(self.get("rotary_percent", default=1.0)))
+        if self.get("use_rope_scaling", "rope_scaling", default=False):
+            factor = float(self.get("rope_scaling_factor", default=8.0))
+            return RopeConfig(theta, rotated, "llama3", factor, **_LLAMA3)  # type: ignore[arg-type]
+        factor = self.get("rotary_seq_len_interpolation_factor")
+        if factor is not None:
+            return RopeConfig(theta, rotated, "linear", float(factor))
+        return RopeConfig(theta, rotated)
+
+    def _mamba(self) -> Mamba2Config:
+        dim = int(self.get("mamba_head_dim", default=64))
+        heads = self.get("mamba_num_heads", default=2 * self.require("hidden_size") // dim)
+        return Mamba2Config(
+            num_heads=int(heads),
+            head_dim=dim,
+            state_size=int(self.get("mamba_state_dim", default=128)),
+            num_groups=int(self.get("mamba_num_groups", default=8)),
+            conv_width=4,
+            kernel_chunk=128,
+        )
+
+    def _gated_delta_net(self) -> GatedDeltaNetConfig:
+        return GatedDeltaNetConfig(
+            key_heads=int(self.require("linear_num_key_heads")),
+            value_heads=int(self.require("linear_num_value_heads")),
+            key_dim=int(self.require("linear_key_head_dim")),
+            value_dim=int(self.require("linear_value_head_dim")),
+            conv_width=int(self.get("linear_conv_kernel_dim", default=4)),
+        )
+
+    def _mlp(self, size: str) -> MLPConfig:
+        gated = bool(self.get("swiglu", default=False))
+        if not gated and not self.get("squared_relu", default=False):
+            raise ConfigurationError(
+                f"The checkpoint's MLPs have neither --swiglu nor --squared-relu ({self.where}); "
+                "other activations are not supported."
+            )
+        return MLPConfig(
+            int(self.require(size)), gated, "silu" if gated else "relu2", self._has_bias()
+        )
+
+    def _moe(self) -> MoEConfig:
+        size = "moe_ffn_hidden_size" if self.get("moe_ffn_hidden_size") else "ffn_hidden_size"
+        expert, shared = self._mlp(size), self.get("moe_shared_expert_intermediate_size")
+        if expert.bias:
+            raise ConfigurationError(
+                f"The checkpoint's experts have biases ({self.where}: --disable-bias-linear was "
+                "not given), which is not supported."
+            )
+        score = self.get("moe_router_score_function", default="softmax")
+        self.refuse_unless("moe_router_score_function", "softmax", "sigmoid")
+        if score == "softmax":
+            self.refuse_unless("moe_router_group_topk", False)
+        chosen_groups = self.get("moe_router_group_topk")  # Megatron has no groups without it
+        groups = self.get("moe_router_num_groups") if chosen_groups else None
+        top = int(self.get("moe_router_topk", default=2))
+        pre_softmax = bool(self.get("moe_router_pre_softmax", default=False))
+        latent = self.get("moe_latent_size")
+        return MoEConfig(
+            num_experts=int(self.require("num_experts", "num_moe_experts")),
+            experts_per_token=top,
+            expert=expert,
+            shared=self._mlp("moe_shared_expert_intermediate_size") if shared else None,
+            scoring=str(score),
+            num_groups=int(groups or 1),
+            chosen_groups=int(chosen_groups or 1),
+            normalize_weights=top > 1 if score == "sigmoid" else not pre_softmax,
+            router_bias=bool(self.get("moe_router_enable_expert_bias", default=False))
+            if score == "sigmoid"
+            else True,
+            shared_gate=bool(self.get("moe_shared_expert_gate", default=False)),
+            scaling_factor=float(self.get("moe_router_topk_scaling_factor") or 1.0),
+            latent_size=None if latent is None else int(latent),
+        )
+
+
+def arguments_of(config: HybridModelConfig) -> dict[str, Any]:
+    """Megatron's arguments for a model that `check_expressible` accepts, for --use-checkpoint-args.
+
+    Raises ConfigurationError for the little that only arguments cannot say.
+    """
+    is_gpt = is_gpt_pattern(config.pattern)
+    layers = len(config.pattern) // (2 if is_gpt else 1)
+    mlp = config.mlp or (config.moe.expert if config.moe else None)
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": mlp.intermediate_size if mlp else 4 * config.hidden_size,
+        "seq_length": config.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.norm_eps,
+        "apply_layernorm_1p": config.zero_centered_norm,
+        "add_bias_linear": _bias(config),
+        "add_qkv_bias": bool(config.attention and config.attention.qkv_bias),
+        "swiglu": bool(mlp and mlp.gated),
+        "squared_relu": bool(mlp and not mlp.gated),
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": config.vocab_size,
+        "position_embedding_type": "none" if config.rope is None else "rope",
+        "use_rotary_position_embeddings": config.rope is not None,
+        "bf16": config.dtype is torch.bfloat16,
+        "fp16": config.dtype is torch.float16,
+        "params_dtype": config.dtype,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+    if not is_gpt:
+        values |= {"is_hybrid_model": True}
+        values |= dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), config.pattern)
+        values["spec"] = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    values |= _attention_arguments(config)
+    if (mamba := config.mamba) is not None:
+        values |= {
+            "mamba_num_heads": mamba.num_heads,
+            "mamba_head_dim": mamba.head_dim,
+            "mamba_state_dim": mamba.state_size,
+            "mamba_num_groups": mamba.num_groups,
+        }
+        if mamba.conv_width != 4:
+            raise ConfigurationError(
+                f"Megatron's Mamba layers have convolutions of width 4, not {mamba.conv_width}."
+            )
+    if (delta := config.gated_delta_net) is not None:
+        values |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_conv_kernel_dim": delta.conv_width,
+        }
+        if is_gpt:
+            values["linear_attention_freq"] = [int(x == "G") for x in config.pattern[::2]]
+    if (moe := config.moe) is not None:
+        values |= {
+            "num_experts": moe.num_experts,
+            "moe_ffn_hidden_size": moe.expert.intermediate_size,
+            "moe_router_topk": moe.experts_per_token,
+            "moe_router_score_function": moe.scoring,
+            "moe_router_pre_softmax": moe.scoring == "softmax" and not moe.normalize_weights,
+            "moe_router_enable_expert_bias": moe.scoring == "sigmoid" and moe.router_bias,
+            "moe_router_topk_scaling_factor": moe.scaling_factor,
+            "moe_shared_expert_intermediate_size": moe.shared and moe.shared.intermediate_size,
+            "moe_shared_expert_gate": moe.shared_gate,
+            "moe_latent_size": moe.latent_size,
+            "moe_grouped_gemm": True,
+        }
+        if moe.num_groups > 1:
+            values["moe_router_num_groups"] = moe.num_groups
+            values["moe_router_group_topk"] = moe.chosen_groups
+        if is_gpt:
+            values["moe_layer_freq"] = [int(x == "E") for x in config.pattern[1::2]]
+    return values
+
+
+def _attention_arguments(config: HybridModelConfig) -> dict[str, Any]:
+    attention, rope = config.attention, config.rope
+    if attention is None:
+        return {"num_attention_heads": 1, "kv_channels": config.hidden_size}
+    values: dict[str, Any] = {
+        "num_attention_heads": attention.num_heads,
+        "group_query_attention": attention.num_kv_heads != attention.num_heads,
+        "num_query_groups": attention.num_kv_heads,
+        "kv_channels": attention.head_dim,
+        "qk_layernorm": attention.qk_norm,
+        "attention_output_gate": attention.output_gate,
+    }
+    if rope is not None:
+        values["rotary_base"] = int(rope.theta)
+        values["rotary_percent"] = rope.rotary_dim / attention.head_dim
+        if rope.kind == "linear":
+            values["rotary_seq_len_interpolation_factor"] = rope.factor
+        if rope.kind == "llama3":
+            if any(getattr(rope, name) != value for name, value in _LLAMA3.items()):
+                raise ConfigurationError(
+                    "Megatron's --use-rope-scaling has low_freq_factor 1, high_freq_factor 4 and "
+                    "original_max_position_embeddings 8192 only; the model's are "
+                    f"{rope.low_freq_factor}, {rope.high_freq_factor} and "
+                    f"{rope.original_max_position}."
+                )
+            values |= {"use_rope_scaling": True, "rope_scaling_factor": rope.factor}
+    return values
+
+
+def _bias(config: HybridModelConfig) -> bool:
+    """Whether all linear layers have biases, but for q, k and v, which may have them alone."""
+    found = {mlp.bias for mlp in (config.mlp, config.moe and config.moe.expert) if mlp}
+    if config.attention is not None:
+        found.add(config.attention.output_bias)
+        if config.attention.output_bias and not config.attention.qkv_bias:
+            found.add(False)
+    if len(found) > 1:
+        raise ConfigurationError(
+            "Megatron has biases in all linear layers of attention and MLPs (--add-bias-linear) or "
+            "in none but those of q, k and v; the model has them in some."
+        )
+    return found == {True}

@@ -1,0 +1,118 @@
+"""What Megatron's layers cannot express: such a model is refused by the name of what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.mlp import MLPConfig
+from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
+from megatron_hybrid.models.config import (
+    GATED_DELTA_NET,
+    MAMBA1,
+    SHARED_TRANSFORMER,
+    SHORT_CONV,
+    SIDE_BY_SIDE,
+    HybridModelConfig,
+)
+
+_LAYERS = {
+    MAMBA1: "Mamba1 layers",
+    SHORT_CONV: "short convolutions",
+    SIDE_BY_SIDE: "attention and Mamba2 side by side",
+    SHARED_TRANSFORMER: "transformer blocks that layers share",
+}
+_MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
+
+
+def check_expressible(config: HybridModelConfig) -> None:
+    """Raise ConfigurationError, which says why, unless megatron-core's GPTModel or HybridModel
+    computes what the model does."""
+    reason = next(_reasons(config), None)
+    if reason is not None:
+        raise ConfigurationError(
+            f"A {config.model_type} model of this configuration cannot be a Megatron checkpoint: "
+            f"Megatron has no {reason}."
+        )
+
+
+def _reasons(config: HybridModelConfig) -> Iterator[str]:
+    """What the model has and Megatron has not."""
+    for letter, kind in _LAYERS.items():
+        if letter in config.pattern:
+            yield kind
+    if GATED_DELTA_NET in config.pattern and not is_gpt_pattern(config.pattern) and config.rope:
+        yield "rotary positions in a HybridModel with gated delta nets"
+    multipliers = {
+        "embedding multiplier": config.embedding_multiplier,
+        "residual multiplier": config.residual_multiplier,
+        "divisor of logits": config.logits_divisor,
+    }
+    if (attention := config.attention) is not None:
+        multipliers["multiplier of attention's input"] = attention.input_multiplier
+        multipliers["multiplier of attention's output"] = attention.out_multiplier
+        if attention.scale != attention.head_dim**-0.5:
+            yield f"scale of attention other than head_dim ** -0.5 (here {attention.scale})"
+        if attention.qk_norm and attention.zero_centered_norm != config.zero_centered_norm:
+            yield "norms of q and k that are centered otherwise than the other norms"
+    if (mamba := config.mamba) is not None:
+        multipliers["multiplier of Mamba's input"] = mamba.input_multiplier
+        multipliers["multiplier of Mamba's output"] = mamba.out_multiplier
+        for value in mamba.in_multipliers:
+            multipliers["multiplier inside Mamba"] = value
+            yield from _unless_one(multipliers)
+        if mamba.proj_bias or mamba.out_bias:
+            yield "bias in Mamba's projections"
+        if not mamba.conv_bias:
+            yield "convolution of Mamba without bias"
+        if mamba.norm != "gate_first":
+            yield f"Mamba layer with its norm {mamba.norm!r}, only 'gate_first'"
+        eps = config.norm_eps if mamba.norm_eps is None else mamba.norm_eps
+        if eps != _MAMBA_NORM_EPS:
+            yield f"epsilon of the norm in Mamba other than {_MAMBA_NORM_EPS} (here {eps})"
+    yield from _unless_one(multipliers)
+    for mlp in (config.mlp, None if config.moe is None else config.moe.expert):
+        if mlp is not None:
+            yield from _mlp_reasons(mlp)
+    yield from _moe_reasons(config)
+
+
+def _unless_one(multipliers: dict[str, float]) -> Iterator[str]:
+    for name, value in multipliers.items():
+        if value != 1.0:
+            yield f"{name} (here {value})"
+
+
+def _mlp_reasons(mlp: MLPConfig) -> Iterator[str]:
+    yield from _unless_one(
+        {
+            "multiplier of an MLP's gate": mlp.gate_multiplier,
+            "multiplier of an MLP's output": mlp.out_multiplier,
+        }
+    )
+    if (mlp.gated, mlp.activation) not in ((True, "silu"), (False, "relu2")):
+        gate = "with" if mlp.gated else "without"
+        yield f"MLP of {mlp.activation!r} {gate} a gate, only of silu with one and relu2 without"
+
+
+def _moe_reasons(config: HybridModelConfig) -> Iterator[str]:
+    moe = config.moe
+    if moe is None:
+        return
+    expert = moe.expert
+    if expert.bias:
+        yield "biases around experts that have none"
+    for other in filter(None, (config.mlp, moe.shared)):
+        if (other.gated, other.activation) != (expert.gated, expert.activation):
+            yield "experts with another activation than the other MLPs"
+    if moe.scoring == "sigmoid":
+        if moe.normalize_weights != (moe.experts_per_token > 1):
+            yield "sigmoid router whose weights are not normalised"
+        # It adds up the best experts_per_token / chosen_groups experts of a group, we two.
+        if moe.num_groups > 1 and moe.experts_per_token // moe.chosen_groups != 2:
+            yield (
+                "choice of expert groups by their two best experts, with "
+                f"{moe.experts_per_token} experts a token in {moe.chosen_groups} groups"
+            )
+        if moe.weights_eps != 1e-20:
+            yield f"sum of sigmoid weights with {moe.weights_eps} added, only with 1e-20"

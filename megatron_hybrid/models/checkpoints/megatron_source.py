@@ -1,0 +1,152 @@
+"""Weights out of a Megatron checkpoint: our roles as tensors, made of rows of Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.errors import WeightsError
+from megatron_hybrid.models.checkpoints.megatron_arguments import has_zero_centered_norms
+from megatron_hybrid.models.checkpoints.megatron_checkpoint import Index, MegatronCheckpoint
+from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
+from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
+from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.families.family import Location
+
+
+class MegatronSource:
+    """A WeightSource and at the same time what says the names in it (WeightNames).
+
+    Every role is a tensor of its own here, shaped as the model has it: neither how many ranks
+    wrote the checkpoint nor how Megatron lays out its tensors is to be seen.
+    """
+
+    embedding: str
+    final_norm: str
+    lm_head: str
+
+    def __init__(self, checkpoint: MegatronCheckpoint, config: HybridModelConfig) -> None:
+        """Raises ConfigurationError for a model that Megatron has no layers for, WeightsError for
+        a checkpoint of another model."""
+        check_expressible(config)
+        self.where = str(checkpoint.folder)
+        self._checkpoint = checkpoint
+        self._layout = MegatronNames(
+            config, checkpoint.shapes, zero_centered=has_zero_centered_norms(checkpoint.arguments)
+        )
+        self._roles: dict[str, Role] = {}
+        self._found: dict[tuple[int | None, str], str] = {}
+        for role in self._layout.roles():
+            self._check_stored(role)
+            name = _name(role)
+            self._roles[name] = role
+            self._found[role.block, role.role] = name
+        if config.tie_word_embeddings and HEAD in checkpoint.shapes:
+            # The embedding once more, where a stage of its own: to be compared.
+            self._roles[HEAD] = Role(None, "lm_head", [Rows(HEAD, 0, config.vocab_size)])
+        self._check_extents()
+        self.embedding = self._found[None, "embedding"]
+        self.final_norm = self._found[None, "final_norm"]
+        self.lm_head = HEAD
+        used = {rows.name for role in self._roles.values() for rows in role.rows}
+        others = {name for name in checkpoint.shapes if not self._layout.ignores(name)} - used
+        self.names: Mapping[str, str] = {name: name for name in (*self._roles, *sorted(others))}
+
+    @classmethod
+    def open(cls, folder: Path, config: HybridModelConfig) -> MegatronSource:
+        return cls(MegatronCheckpoint(folder), config)
+
+    # ------------------------------------------------------------------ names
+
+    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
+        return [Location(self._found.get((block, role), f"block {block}, {role}"))]
+
+    def ignores(self, config: HybridModelConfig, name: str) -> bool:
+        """A role that this rank does not have is another rank's."""
+        return name in self._roles
+
+    # ------------------------------------------------------------------ values
+
+    def file_of(self, name: str) -> str:
+        """What shares stored rectangles is to be read together."""
+        return self._roles[name].rows[0].name
+
+    def roles(self) -> Iterator[tuple[Role, str]]:
+        """Every role and its name here."""
+        for name, role in self._roles.items():
+            yield role, name
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what is stored."""
+        return self._checkpoint.dtypes[self._roles[name].rows[0].name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        rows = self._roles[name].rows
+        first = self._checkpoint.shapes[rows[0].name][len(rows[0].lead) :]
+        return (sum(self._count(one) for one in rows), *first[1:])
+
+    def read(self, name: str, index: Index) -> Tensor:
+        first, *rest = index
+        assert isinstance(first, slice)
+        start, stop = first.start, first.stop
+        pieces, begin = [], 0
+        for rows in self._roles[name].rows:
+            count = self._count(rows)
+            low, high = max(start - begin, 0), min(stop - begin, count)
+            if low < high:
+                lead = [index for index, _ in rows.lead]
+                inside = slice(rows.start + low, rows.start + high)
+                values = self._checkpoint.read(rows.name, (*lead, inside, *rest))
+                pieces.append(_moved(values, rows.offset))
+            begin += count
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _count(self, rows: Rows) -> int:
+        if rows.count is not None:
+            return rows.count
+        return self._checkpoint.shapes[rows.name][len(rows.lead)] - rows.start
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_stored(self, role: Role) -> None:
+        shapes = self._checkpoint.shapes
+        for rows in role.rows:
+            if rows.name not in shapes:
+                raise WeightsError(f"Weight {rows.name!r} is missing in {self.where}.")
+            shape, lead = shapes[rows.name], tuple(size for _, size in rows.lead)
+            if len(shape) <= len(lead) or shape[: len(lead)] != lead:
+                raise WeightsError(
+                    f"Weight {rows.name!r} in {self.where} has shape {list(shape)}; the "
+                    f"configuration makes it begin with {list(lead)} (layers, experts)."
+                )
+
+    def _check_extents(self) -> None:
+        """The roles have to use up each tensor, but for the vocabulary's padding."""
+        ends: dict[str, tuple[int, int]] = {}  # (rows that are used, dimensions in front of them)
+        for role in self._roles.values():
+            for rows in role.rows:
+                end = rows.start + self._count(rows)
+                ends[rows.name] = max((end, len(rows.lead)), ends.get(rows.name, (0, 0)))
+        padded = {self._found[None, "embedding"], HEAD}
+        for name, (end, lead) in ends.items():
+            stored = self._checkpoint.shapes[name][lead]
+            if stored < end or (stored > end and name not in padded):
+                raise WeightsError(
+                    f"Weight {name!r} in {self.where} has {stored} rows; the configuration makes "
+                    f"it {end}."
+                )
+
+
+def _name(role: Role) -> str:
+    if role.block is None:
+        return role.rows[0].name
+    return f"{role.rows[0].name} ({role.role} of block {role.block})"
+
+
+def _moved(values: Tensor, offset: float) -> Tensor:
+    if not offset:
+        return values
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + offset

@@ -1,0 +1,173 @@
+"""config.json as it was written, by any version of transformers since 4.40."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.rope import RopeConfig
+from megatron_hybrid.models.config import resolve_dtype
+
+MAMBA2_LAYERS = {"mamba": "M", "linear_attention": "M"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(), object_hook=_special_float)
+    except ValueError as error:  # JSON's, or UTF-8's
+        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} holds no JSON object.")
+    return values
+
+
+class RawConfig:
+    """The values of config.json, looked up by any of the names that they have had."""
+
+    def __init__(self, values: dict[str, Any], generation: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.generation = generation
+        self.where = where
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> RawConfig:
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ConfigurationError(f"{folder} is not a model folder: it has no config.json.")
+        generation = folder / "generation_config.json"
+        raw = cls(_read(path), _read(generation) if generation.is_file() else {}, str(path))
+        raw.refuse_unless("quantization_config", None)
+        return raw
+
+    def part(self, name: str) -> RawConfig:
+        """The configuration inside this one, for instance of a model's text part; itself where it
+        has none. What it does not say, this one does."""
+        inner = self.values.get(name)
+        if inner is None:
+            return self
+        outer = {key: value for key, value in self.values.items() if key not in inner}
+        values = {**outer, **inner, "model_type": self.model_type}
+        return RawConfig(values, self.generation, self.where)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.values.get("model_type", "unknown"))
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is there and not null."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        return default
+
+    def require(self, *names: str) -> Any:
+        value = self.get(*names)
+        if value is None:
+            raise ConfigurationError(f"{self.where} has no {names[0]!r}.")
+        return value
+
+    def refuse_unless(self, name: str, *supported: Any) -> None:
+        """Raise unless the value is one of those; a value that is missing or null is fine."""
+        value = self.values.get(name)
+        if value is not None and value not in supported:
+            wanted = " or ".join(repr(s) for s in supported if s is not None) or "nothing"
+            raise ConfigurationError(
+                f"{name} = {_short(value)} in {self.where} is not supported, only {wanted} is."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.get("dtype", "torch_dtype", default="float32"))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All end tokens; generation_config.json often names more than config.json."""
+        found: list[int] = []
+        for source in (self.values, self.generation):
+            value = source.get("eos_token_id")
+            found += [] if value is None else value if isinstance(value, list) else [value]
+        return tuple(dict.fromkeys(found))
+
+    def heads(self) -> tuple[int, int, int]:
+        """(attention heads, KV heads, head_dim)."""
+        heads = int(self.require("num_attention_heads"))
+        kv_heads = int(self.get("num_key_value_heads", default=heads))
+        head_dim = int(self.get("head_dim", default=self.require("hidden_size") // heads))
+        return heads, kv_heads, head_dim
+
+    def layer_letters(
+        self,
+        recurrent: Mapping[str, str] = MAMBA2_LAYERS,
+        lists: tuple[str, ...] = ("layers_block_type", "layer_types"),
+    ) -> str | None:
+        """A letter for each Hugging Face layer, from whichever list is there. `recurrent`: the
+        family's own kinds of layers, and their letters."""
+        names = {"attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", **recurrent}
+        layers = self.get(*lists)
+        if layers is None:
+            return None
+        unknown = [layer for layer in layers if layer not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"Layers of type {unknown[0]!r} in {self.where} are not supported."
+            )
+        return "".join(names[layer] for layer in layers)
+
+    def time_step_limit(self) -> tuple[float, float]:
+        limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, float("inf")))
+        return float(limit[0]), float(limit[1])
+
+    def rope(
+        self, head_dim: int, partial_rotary_factor: float = 1.0, theta: float = 10000.0
+    ) -> RopeConfig:
+        """New style (rope_parameters) or old (rope_theta and rope_scaling); the factor and theta
+        given are the family's defaults."""
+        given = self.get("rope_parameters", "rope_scaling", default={})
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise ConfigurationError(
+                f"RoPE of type {kind!r} in {self.where} is not supported, only 'default', "
+                f"'linear' and 'llama3' are."
+            )
+        theta = given.get("rope_theta", self.get("rope_theta", default=theta))
+        old = self.get("partial_rotary_factor", default=partial_rotary_factor)
+        partial = given.get("partial_rotary_factor", old)
+        scaled = {}
+        if kind != "default":
+            scaled["factor"] = float(given["factor"])
+        if kind == "llama3":
+            scaled["low_freq_factor"] = float(given["low_freq_factor"])
+            scaled["high_freq_factor"] = float(given["high_freq_factor"])
+            scaled["original_max_position"] = int(given["original_max_position_embeddings"])
+        return RopeConfig(float(theta), int(head_dim * partial), kind, **scaled)  # type: ignore[arg-type]
+
+    def common(self, *, max_positions: int = 4096, tied: bool = False) -> dict[str, Any]:
+        """The fields of HybridModelConfig that every family has under the same names; the arguments
+        are the family's defaults."""
+        return {
+            "model_type": self.model_type,
+            "vocab_size": int(self.require("vocab_size")),
+            "hidden_size": int(self.require("hidden_size")),
+            "max_position_embeddings": int(
+                self.get("max_position_embeddings", default=max_positions)
+            ),
+            "dtype": self.dtype,
+            "tie_word_embeddings": bool(self.get("tie_word_embeddings", default=tied)),
+            "eos_token_ids": self.eos_token_ids,
+            "bos_token_id": self.get("bos_token_id"),
+        }
+
+
+def _special_float(values: dict[str, Any]) -> Any:
+    """transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return float(values["__float__"]) if set(values) == {"__float__"} else values
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

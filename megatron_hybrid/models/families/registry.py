@@ -1,0 +1,44 @@
+"""All model families, by the model_type in config.json."""
+
+from __future__ import annotations
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.families.bamba import Bamba
+from megatron_hybrid.models.families.falcon_h1 import FalconH1
+from megatron_hybrid.models.families.family import Family
+from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
+from megatron_hybrid.models.families.jamba import Jamba
+from megatron_hybrid.models.families.lfm2 import Lfm2
+from megatron_hybrid.models.families.llama import Llama
+from megatron_hybrid.models.families.mamba import Mamba
+from megatron_hybrid.models.families.mamba2 import Mamba2
+from megatron_hybrid.models.families.nemotron_h import NemotronH
+from megatron_hybrid.models.families.qwen3 import Qwen3
+from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.zamba2 import Zamba2
+
+FAMILIES: tuple[Family, ...] = (
+    NemotronH(),
+    Bamba(),
+    GraniteMoeHybrid(),
+    FalconH1(),
+    Zamba2(),
+    Jamba(),
+    Mamba(),
+    Mamba2(),
+    Qwen3Next(),
+    Qwen35(),
+    Lfm2(),
+    Llama(),
+    Qwen3(),
+)
+BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+
+
+def family_of(model_type: str) -> Family:
+    family = BY_MODEL_TYPE.get(model_type)
+    if family is None:
+        raise ConfigurationError(
+            f"Models of type {model_type!r} are not supported, only {', '.join(BY_MODEL_TYPE)} are."
+        )
+    return family

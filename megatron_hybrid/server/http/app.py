@@ -1,0 +1,82 @@
+"""The Flask application: who may come in, and where the routes are."""
+
+from __future__ import annotations
+
+from flask import Flask, Response, g, request
+from werkzeug.exceptions import Forbidden, UnsupportedMediaType
+
+from megatron_hybrid.server.addresses import Addresses
+from megatron_hybrid.server.http import (
+    access_log,
+    control_routes,
+    dashboard,
+    http_errors,
+    openai_routes,
+    openapi,
+    service_routes,
+)
+from megatron_hybrid.server.http.browsers import BrowserRules
+from megatron_hybrid.server.http.http_errors import WrongKey
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.keys import CONTROL_PATHS, NOBODY, KeyRing
+from megatron_hybrid.server.options import ServerOptions
+
+MAX_BODY_BYTES = 64 * 2**20
+
+
+def create_app(serving: Serving, address: str | None = None) -> Flask:
+    """address: that the listener is bound to; left out: as --host says."""
+    app = Flask("megatron_hybrid")
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    access_log.install(app, Addresses(serving.options.trusted_proxies))
+    http_errors.install(app)
+    _install_checks(app, serving.options, address)
+    openai_routes.install(app, serving)
+    service_routes.install(app, serving)
+    control_routes.install(app, serving)
+    dashboard.install(app, serving)
+    openapi.install(app, serving)
+    return app
+
+
+def _install_checks(app: Flask, options: ServerOptions, address: str | None) -> None:
+    """Before any route: which page asks, whose request it is (g.caller; g.key_name, None without a
+    key, is for the log), and what its body is."""
+    rules = BrowserRules(options, options.host if address is None else address)
+    keys = KeyRing(options.api_keys, salted=options.cache_salt_per_key)
+
+    @app.before_request
+    def check() -> Response | None:
+        g.caller, g.key_name = NOBODY, None
+        preflight = rules.check(request)
+        if preflight is None:
+            _check_key(keys)
+            _check_content_type()
+        return preflight
+
+    @app.after_request
+    def add_headers(response: Response) -> Response:
+        return rules.add_headers(request, response)
+
+
+def _check_key(keys: KeyRing) -> None:
+    if not len(keys):
+        return
+    caller = keys.find(request.headers.get("Authorization", ""))
+    if caller is not None:
+        g.caller, g.key_name = caller, caller.key_name
+    elif request.path not in openapi.OPEN_ROUTES and request.blueprint != dashboard.NAME:
+        raise WrongKey("The Authorization header must be 'Bearer' and a key of this server's.")
+    if keys.has_admins and request.path in CONTROL_PATHS and not g.caller.admin:
+        raise Forbidden(f"{request.path} needs a key of --admin-api-key; this one is none.")
+
+
+def _check_content_type() -> None:
+    # A page of another site can make a browser send forms and plain text without asking, even
+    # with an older browser that does not say which page it is; but not JSON.
+    kind = request.mimetype
+    has_body = bool(request.content_length) or "Transfer-Encoding" in request.headers
+    if request.method == "POST" and (kind or has_body) and kind != "application/json":
+        raise UnsupportedMediaType(
+            f"The Content-Type is {kind or 'missing'}; the body must be application/json."
+        )

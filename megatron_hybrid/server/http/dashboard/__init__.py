@@ -1,0 +1,48 @@
+"""The page at /: a chat and a live picture of the cache.
+
+Plain HTML, CSS and ES modules in `static/`, without a build step and without anything from other
+hosts; the browser is told to refuse whatever does not come from here. The page holds no secret: it
+is served without a key and asks for one where the server wants it.
+"""
+
+from __future__ import annotations
+
+from flask import Blueprint, Flask, Response
+
+from megatron_hybrid.server.http.serving import Serving
+
+NAME = "dashboard"
+# Nothing inline, nothing from elsewhere, and nobody shows this page inside theirs.
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def install(app: Flask, serving: Serving) -> None:
+    """GET / and, under /dashboard/, the files of the page."""
+    pages = Blueprint(NAME, __name__, static_folder="static", static_url_path=f"/{NAME}")
+
+    @pages.get("/")
+    def page() -> Response:
+        return pages.send_static_file("index.html")
+
+    @pages.after_request
+    def add_headers(response: Response) -> Response:
+        response.headers.update(_HEADERS)
+        return response
+
+    app.register_blueprint(pages)

@@ -1,0 +1,329 @@
+"""One HTTP request's answers: engine events in, pieces of text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.server.http.answer_record import AnswerRecord
+from megatron_hybrid.server.http.openai_protocol import GenerationRequest
+from megatron_hybrid.server.http.tool_calls.formats import Call
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.placement import Placement, Wanted
+from megatron_hybrid.server.link.subscription import (
+    ChoiceKey,
+    EngineUnavailable,
+    Overloaded,
+    Subscription,
+)
+from megatron_hybrid.server.replicas.replica_set import Engines
+from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+DISCONNECT_POLL_SECONDS = 0.5
+TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
+
+
+class GenerationFailed(RuntimeError):
+    """The engine ended a request with an error, through no fault of the client."""
+
+
+class TimedOut(RuntimeError):
+    """A request's time is over; it is aborted."""
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish_reason` is set on its last delta, exactly once.
+
+    token_ids: every token that counts as generated, if the request asks for them.
+    """
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+class _Choice:
+    """One choice of the HTTP answer while it grows."""
+
+    def __init__(
+        self, index: int, answer: AnswerText, record: AnswerRecord | None, *, with_token_ids: bool
+    ) -> None:
+        self.index = index  # in the HTTP answer, where several prompts may have several each
+        self.answer = answer
+        self.record = record  # of a chat's answer
+        self.with_token_ids = with_token_ids
+        self.finished = False
+
+    def advance_unseen(self, event: RequestEvent) -> Delta:
+        """For a request that asks for nothing but its prompt."""
+        self.answer.count_prompt(event)
+        self.finished = event.finish_reason is not None
+        aborted = event.finish_reason is FinishReason.ABORT
+        reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
+        return Delta(self.index, "", finish_reason=reason.value if self.finished else None)
+
+    def advance(self, event: RequestEvent) -> Delta:
+        new = self.answer.take(event)
+        reason = self.answer.finish_reason
+        finish_reason = None if reason is None else reason.value
+        self.finished = reason is not None
+        token_ids = new.token_ids if self.with_token_ids else []
+        # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
+        logprobs = new.logprobs if self.with_token_ids else new.logprobs[: new.num_shown]
+        if self.record is None:
+            return Delta(self.index, new.text, logprobs, finish_reason, token_ids=token_ids)
+        shown = new.token_ids[: new.num_shown]
+        text, calls = self.record.advance(shown, new.text, final=self.finished)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.record.end(cut=self.answer.stop_hit is not None)
+        if reason is FinishReason.STOP and self.record.has_calls:
+            finish_reason = TOOL_CALLS
+        return Delta(self.index, text, logprobs, finish_reason, calls, token_ids)
+
+
+class Generation:
+    """The choices of one HTTP request, in the engine from `start` to `close`.
+
+    disconnected: whether the client has gone; looked at with every event and while waiting.
+    on_close: called once, when the generation gives up its place.
+    arrived: when the request came, by `time.monotonic`.
+    timeout: seconds from then on until TimedOut is raised; None: no limit.
+    report_cached_tokens: whether `usage` says how much of the prompt was cached.
+    """
+
+    def __init__(
+        self,
+        client: Engines,
+        tokenizer: Tokenizer,
+        request_id: str,
+        request: GenerationRequest,
+        *,
+        disconnected: Callable[[], bool],
+        on_close: Callable[[], None],
+        arrived: float,
+        timeout: float | None = None,
+        report_cached_tokens: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self._client = client
+        self._tokenizer = tokenizer
+        self._request = request
+        self._disconnected = disconnected
+        self._on_close = on_close
+        self._closed = False
+        self._choices: dict[ChoiceKey, _Choice] = {}
+        self._adds: list[wire.AddRequest] = []
+        self._placement: Placement | None = None
+        self._subscription: Subscription | None = None
+        self._arrived = arrived
+        self._timeout = timeout
+        self._prompt_tokens = 0
+        self._queued: float | None = None  # seconds, in the engine
+        self.failure: int | None = None  # the HTTP status that fits what broke a stream off
+        self._report_cached_tokens = report_cached_tokens
+        # By prompt: one entry a token, None for the first; there before choice 0 has ended.
+        self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        message_ends: tuple[int, ...] = (),
+        make_record: Callable[[], AnswerRecord | None] = lambda: None,
+    ) -> None:
+        """Submit every prompt; choice j of prompt i has the index i * n + j in the answer.
+
+        message_ends: where messages end in the prompt, if it is a chat; make_record: follows one
+        of its answers.
+        """
+        request = self._request
+        n, stop = request.params.n, request.params.stop
+        engine = self._client.check()
+        request.params.validate_vocabulary(engine.vocab_size)
+        max_seq_length = engine.max_seq_length
+        self._prompt_tokens = sum(map(len, prompts))
+        for number, prompt in enumerate(prompts):
+            request_id = f"{self.request_id}-{number}"
+            for index in range(n):
+                record = make_record()
+                visible = frozenset[int]() if record is None else record.visible_ids
+                self._choices[request_id, index] = _Choice(
+                    number * n + index,
+                    AnswerText(self._tokenizer, stop, visible),
+                    record,
+                    with_token_ids=request.return_token_ids,
+                )
+            self._adds.append(
+                wire.AddRequest(
+                    request_id,
+                    wire.packed(prompt),
+                    request.params_that_fit(max_seq_length - len(prompt)),
+                    answers=len(prompts) * n if number == 0 else 0,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    cache_checkpoints=request.cache_checkpoints,
+                    message_ends=message_ends,
+                    arrived=self._arrived,
+                )
+            )
+        wanted = Wanted(self.request_id, prompts, n, request.params.max_tokens, request.cache_salt)
+        self._submit(self._client.place(wanted))
+
+    def _submit(self, placement: Placement) -> None:
+        """Send the prompts there, or where there is a replica; EngineUnavailable if none is."""
+        request = self._request
+        # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
+        whole = not request.stream and not request.params.stop
+        while True:
+            if self._subscription is not None:
+                self._subscription.close()
+            self._placement = placement
+            self._subscription = Subscription(
+                placement.client, whole=whole, on_first=placement.on_first
+            )
+            try:
+                for add in self._adds:
+                    self._subscription.add(add)
+            except EngineUnavailable:  # it ended just now
+                other = placement.elsewhere()
+                if other is None:
+                    raise
+                placement = other
+            else:
+                return
+
+    def _next_events(self) -> list[RequestEvent]:
+        """What came; a replica whose queue is full has refused the request as a whole, and then
+        another one is asked. Raises what `Subscription.next` raises."""
+        assert self._subscription is not None, "start comes first"
+        try:
+            return self._subscription.next(self._patience())
+        except Overloaded:
+            assert self._placement is not None
+            other = self._placement.elsewhere()
+            if other is None:
+                raise
+        self._submit(other)
+        return []
+
+    def deltas(self) -> Iterator[list[Delta]]:
+        """Pieces of the answers as they come, until every choice has ended.
+
+        Raises ClientGone, TimedOut, GenerationFailed, InvalidRequestError for a field that shows
+        only now that it can't be served, and what `Subscription.next` raises.
+        """
+        assert self._subscription is not None, "start comes first"
+        while self._subscription.open_choices:
+            events = self._next_events()
+            if self._disconnected():
+                raise ClientGone
+            deltas = [
+                delta for event in events for delta in self._advance(self._subscription, event)
+            ]
+            if deltas:
+                yield deltas
+
+    def _patience(self) -> float:
+        """Seconds to wait for the next event; TimedOut if none are left."""
+        if self._timeout is None:
+            return DISCONNECT_POLL_SECONDS
+        left = self._arrived + self._timeout - time.monotonic()
+        if left <= 0:
+            raise TimedOut(
+                f"The request was given up after {self._timeout:g} seconds, the limit (timeout or "
+                "--request-timeout)."
+            )
+        return min(left, DISCONNECT_POLL_SECONDS)
+
+    def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
+        choice = self._choices[event.request_id, event.index]
+        if event.queue_seconds is not None:  # with its last event
+            self._queued = max(self._queued or 0.0, event.queue_seconds)
+        if choice.finished:
+            return []
+        if event.finish_reason is FinishReason.ERROR:
+            if event.error is not None and event.error_field is not None:
+                raise InvalidRequestError(event.error_field, event.error)
+            raise GenerationFailed(event.error or "The engine failed and did not say why.")
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs[choice.index // self._request.params.n] = event.prompt_logprobs
+        if self._request.prompt_only:
+            return [choice.advance_unseen(event)]
+        delta = choice.advance(event)
+        if delta.finish_reason is not None:
+            # Does nothing unless a stop string ended it here.
+            subscription.abort(event.request_id, event.index, FinishReason.STOP)
+        return [delta]
+
+    def close(self) -> None:
+        """Abort what is still running. Always called, by whoever comes first."""
+        if self._closed:
+            return
+        self._closed = True
+        self._on_close()
+        if self._subscription is not None:
+            self._subscription.close()
+        if self._placement is not None:
+            choices = self._choices.values()
+            whole = all(one.finished for one in choices)
+            tokens = sum(one.answer.completion_tokens for one in choices)
+            self._placement.ended(tokens if whole else None)
+
+    def figures(self) -> dict[str, object]:
+        """For the log: tokens so far, and seconds in the queue (the longest of all answers) and
+        until the first token."""
+        figures: dict[str, object] = {}
+        if self._prompt_tokens:
+            figures["prompt_tokens"] = self._prompt_tokens  # though no event may have come
+            _, figures["cached_tokens"], figures["answer_tokens"] = self._tokens()
+        if self._queued is not None:
+            figures["queue_seconds"] = round(self._queued, 4)
+        if self._subscription is not None and self._subscription.first_event is not None:
+            figures["first_token_seconds"] = round(
+                self._subscription.first_event - self._arrived, 4
+            )
+        return figures
+
+    def usage(self) -> dict[str, object]:
+        """Tokens read and written."""
+        return self._usage(*self._tokens())
+
+    def _tokens(self) -> tuple[int, int, int]:
+        """Of prompts, of what was cached of them, and of answers. A prompt with several choices was
+        given once, so counts once, and what was cached of it is what was found for the first of
+        them to be computed."""
+        answers = [choice.answer for choice in self._choices.values()]
+        n = self._request.params.n
+        groups = [answers[start : start + n] for start in range(0, len(answers), n)]
+        prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
+        completion = sum(answer.completion_tokens for answer in answers)
+        cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
+        return prompt, cached, completion
+
+    def usage_so_far(self, index: int) -> dict[str, object]:
+        """Of the choice with this index: tokens of its prompt, and those it has written."""
+        number, own = divmod(index, self._request.params.n)
+        answer = self._choices[f"{self.request_id}-{number}", own].answer
+        return self._usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+
+    def _usage(self, prompt: int, cached: int, completion: int) -> dict[str, object]:
+        usage: dict[str, object] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if self._report_cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage

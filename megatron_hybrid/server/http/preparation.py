@@ -1,0 +1,290 @@
+"""From the bytes of a body to what the engine is asked for: JSON, checks, grammars, tokens.
+
+All of it is a function of the body and of what the server knows, so that a large body can be
+prepared in another process (preparers.py): much of it holds the interpreter, and with it every
+stream of a worker, for as long as it takes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from msgspec import json
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import validate_prompt
+from megatron_hybrid.server.http.chat_messages import (
+    MAX_NAME_LENGTH,
+    parse_messages,
+    parse_template_arguments,
+)
+from megatron_hybrid.server.http.fields import Body, FieldError, Fields, parse_body
+from megatron_hybrid.server.http.logprobs import EchoedPrompt
+from megatron_hybrid.server.http.openai_protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
+from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
+from megatron_hybrid.server.http.tool_calls.fields import Tools, parse_tools
+from megatron_hybrid.server.keys import NOBODY, Caller
+from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.text.answer_places import GeneratedAnswer
+from megatron_hybrid.text.tokenizer import EncodedPrompt, Message, Tokenizer
+
+MAX_TEXT_LENGTH = 64 * 2**20
+MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
+LEAST_LONGEST_TEXT = 2**20  # characters
+
+
+class UnknownModel(LookupError):
+    """The client asks for a model that is not served here."""
+
+
+class Limits(NamedTuple):
+    """What the engine can take: token ids, and tokens of prompt and answer together, with the flag
+    that says so."""
+
+    vocab_size: int
+    max_seq_length: int
+    max_seq_length_flag: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat whose prompt is in tokens, and what its answers are read and remembered by."""
+
+    generation: GenerationRequest
+    prompt: array[int]
+    message_ends: tuple[int, ...]
+    tools: Tools
+    keys: ChatKeys
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """Prompts in tokens; `echoed`: what is shown of each, if that is wanted."""
+
+    generation: GenerationRequest
+    prompts: list[array[int]]
+    echoed: list[EchoedPrompt]
+
+
+class Preparation:
+    """One process's means: tokenizer, chat template, and the memory of answers that were given.
+
+    connect: makes this process's connection to that memory, when it is first needed; None: chats
+    are only their text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        connect: Callable[[], AnswerMemoryClient] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
+        self._connect = connect
+        self._answers: AnswerMemoryClient | None = None
+
+    @property
+    def answers(self) -> AnswerMemoryClient | None:
+        """The memory of answers."""
+        if self._answers is None and self._connect is not None:
+            self._answers = self._connect()
+        return self._answers
+
+    # Each takes a body, and raises InvalidRequestError or UnknownModel. caller: whose it is.
+
+    def chat(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
+        """Of /v1/chat/completions."""
+        request = parse_chat(parse_body(body), self.options.parsing)
+        self._check_model(request.generation)
+        wanted = _salted(self._with_tool_grammar(request), caller)
+        keys = ChatKeys(wanted.cache_salt, request.messages)
+        prompt, message_ends = self._encode_chat(
+            request.messages, request.template_arguments, request.tools, keys, limits
+        )
+        token_ids = self._checked("messages", prompt, wanted, limits)
+        _check_cache_checkpoints("messages", prompt, wanted)
+        # What describes the tools is in the prompt by now.
+        tools = replace(request.tools, descriptions=[])
+        return PreparedChat(wanted, token_ids, message_ends, tools, keys)
+
+    def completion(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedCompletion:
+        """Of /v1/completions."""
+        request = parse_completion(parse_body(body), self.options.parsing)
+        wanted = _salted(request.generation, caller)
+        self._check_model(wanted)
+        prompts = []
+        for number, given in enumerate(request.prompts):
+            prompt = self._encode("prompt", given, limits) if isinstance(given, str) else given
+            prompts.append(self._checked("prompt", prompt, wanted, limits))
+            name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
+            _check_cache_checkpoints(name, prompt, wanted)
+        return PreparedCompletion(wanted, prompts, self._echoed(request, prompts))
+
+    def tokenize(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> bytes:
+        """Of /tokenize; the answer's body."""
+        options = self.options.parsing
+        fields = Fields(parse_body(body), ignore_unknown=options.ignore_unknown_fields)
+        if fields.given("messages"):
+            messages = parse_messages(fields)
+            arguments = parse_template_arguments(fields)
+            tools = parse_tools(fields, options)
+            salt = caller.salt_for(fields.text("cache_salt", MAX_NAME_LENGTH))
+            keys = ChatKeys(salt, messages)
+            fields.finish()
+            tokens = self._encode_chat(messages, arguments, tools, keys, limits).token_ids
+        else:
+            if not fields.given("prompt"):
+                raise fields.missing("prompt")
+            prompt = fields.text("prompt", MAX_TEXT_LENGTH)
+            special = fields.boolean("add_special_tokens", True)
+            fields.finish()
+            tokens = self._encode("prompt", prompt, limits, add_special_tokens=special)
+        limit = limits.max_seq_length
+        return json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    def detokenize(self, body: Body, limits: Limits) -> bytes:
+        """Of /detokenize; the answer's body."""
+        fields = Fields(parse_body(body))
+        if not fields.given("tokens"):
+            raise fields.missing("tokens")
+        most = max(MAX_DETOKENIZED, limits.max_seq_length)
+        tokens = fields.list("tokens", most)
+        fields.finish()
+        for token in tokens:
+            fields.check_integer("tokens", token, 0, 2**31 - 1)
+        if tokens:
+            validate_prompt(tokens, limits.vocab_size, most + 1, "tokens")
+        return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
+
+    def _check_model(self, request: GenerationRequest) -> None:
+        """Raise UnknownModel unless it asks for the one that is served."""
+        name = request.model
+        if name not in (None, self.options.model_name, self.options.tokenizer_folder):
+            raise UnknownModel(
+                f"The model {name!r} is not served here; this server has "
+                f"{self.options.model_name!r}."
+            )
+
+    def _with_tool_grammar(self, request: ChatRequest) -> GenerationRequest:
+        """With the grammar that forced or strict calls need; refuses tools that the model cannot
+        have."""
+        wanted = request.generation
+        params = self.tool_calling.params(request.tools, wanted.params)
+        return wanted if params is wanted.params else replace(wanted, params=params)
+
+    def _encode_chat(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any],
+        tools: Tools,
+        keys: ChatKeys,
+        limits: Limits,
+    ) -> EncodedPrompt:
+        """The prompt of a chat, in which answers that are remembered are the tokens that they
+        were."""
+        self.tool_calling.check(tools)
+
+        def same_calls(text: str, message: Message) -> bool:
+            return self.tool_calling.says_the_same(tools.schemas, text, message)
+
+        return self.tokenizer.encode_chat_with_ends(
+            messages,
+            template_arguments,
+            tools.descriptions,
+            answers=self._remembered(keys),
+            same_calls=same_calls,
+            check=lambda text: self._check_length("messages", text, limits),
+        )
+
+    def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:
+        if not keys.asked or self.answers is None:
+            return {}
+        found = self.answers.find([asked.key for asked in keys.asked])
+        return {
+            asked.number: answer
+            for asked, answer in zip(keys.asked, found, strict=True)
+            if answer is not None
+        }
+
+    def _encode(
+        self, field: str, text: str, limits: Limits, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        self._check_length(field, text, limits)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, field: str, text: str, limits: Limits) -> None:
+        """Refuse a text before it is encoded if it has more tokens than fit in any case."""
+        longest = max(
+            LEAST_LONGEST_TEXT, limits.max_seq_length * self.tokenizer.most_characters_of_a_token
+        )
+        if len(text) > longest:
+            raise InvalidRequestError(
+                field,
+                f"{field} comes to {len(text)} characters; the limit for prompt and answer "
+                f"together is {limits.max_seq_length} tokens ({limits.max_seq_length_flag}), which "
+                f"no text of more than {longest} characters fits into.",
+                status=413,
+            )
+
+    def _checked(
+        self, field: str, prompt: Sequence[int], request: GenerationRequest, limits: Limits
+    ) -> array[int]:
+        """The prompt's ids, which fit; refuses what can never run before it takes a place in the
+        queue."""
+        limit, flag = limits.max_seq_length, limits.max_seq_length_flag
+        validate_prompt(prompt, limits.vocab_size, limit, field, flag=flag)
+        for name, wanted in request.asked_tokens.items():
+            if wanted > limit - len(prompt):
+                raise FieldError(
+                    name,
+                    f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for "
+                    f"both together is {limit} ({flag}).",
+                    "context_length_exceeded",
+                )
+        return array("i", prompt)
+
+    def _echoed(
+        self, request: CompletionRequest, prompts: Sequence[array[int]]
+    ) -> list[EchoedPrompt]:
+        if not request.echo:
+            return []
+        return [
+            self._echoed_prompt(given, token_ids)
+            for given, token_ids in zip(request.prompts, prompts, strict=True)
+        ]
+
+    def _echoed_prompt(self, given: str | list[int], token_ids: array[int]) -> EchoedPrompt:
+        if not isinstance(given, str):
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+            return EchoedPrompt(token_ids, text)
+        encoding = self.tokenizer.backend.encode(given, add_special_tokens=True)
+        added = len(list(takewhile(bool, encoding.special_tokens_mask)))
+        return EchoedPrompt(token_ids, given, added)
+
+
+def _salted(request: GenerationRequest, caller: Caller) -> GenerationRequest:
+    """With the cache salt that the caller's key makes of the request's own."""
+    return replace(request, cache_salt=caller.salt_for(request.cache_salt))
+
+
+def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:
+    """Refuse positions beyond this prompt, which the client knows by that name."""
+    last = max(request.cache_checkpoints, default=0)
+    if last > len(prompt):
+        raise FieldError(
+            "cache_checkpoints",
+            f"cache_checkpoints holds position {last}, but {name} has {len(prompt)} tokens.",
+        )

@@ -1,0 +1,104 @@
+"""What every route needs: the engine's client, the tokenizer, the options, and who may come in."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_hybrid.server.http.generation import Generation
+from megatron_hybrid.server.http.metrics import ServerMetrics
+from megatron_hybrid.server.http.openai_protocol import GenerationRequest
+from megatron_hybrid.server.http.preparation import Limits, Preparation
+from megatron_hybrid.server.http.preparers import Preparers
+from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
+from megatron_hybrid.server.link.subscription import Overloaded
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.replicas.replica_set import Engines
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+MOST_BYTES_HERE = 2**14  # of a body; they take 20 ms at most, in odd chats and schemas
+
+
+class Serving:
+    """answers: the memory of answers that were given; without it, chats are only their text.
+    preparers: processes for large bodies; None: all are prepared here."""
+
+    def __init__(
+        self,
+        client: Engines,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        answers: AnswerMemoryClient | None = None,
+        preparers: Preparers | None = None,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.options = options
+        self.answers = answers
+        connect = None if answers is None else lambda: answers
+        self._preparation = Preparation(tokenizer, options, connect)
+        self._preparers = preparers
+        self.tool_calling = self._preparation.tool_calling
+        self.metrics = ServerMetrics(client)
+        self._lock = threading.Lock()
+        self._open = 0
+
+    def prepare(self, name: str, body: Sequence[bytes], *more: Any) -> Any:
+        """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
+        another process, so that this one's streams go on meanwhile. more: what it takes besides."""
+        engine = self.client.check()
+        limits = Limits(engine.vocab_size, engine.max_seq_length, engine.max_seq_length_flag)
+        if self._preparers is not None and sum(map(len, body)) > MOST_BYTES_HERE:
+            return self._preparers.prepare(name, body, limits, *more)
+        return getattr(self._preparation, name)(b"".join(body), limits, *more)
+
+    def open(
+        self,
+        prefix: str,
+        request: GenerationRequest,
+        disconnected: Callable[[], bool],
+        arrived: float,
+    ) -> Generation:
+        """A generation that holds one of the server's places until it is closed. arrived: when the
+        request came, by `time.monotonic`.
+
+        Raises EngineUnavailable, or Overloaded when there is no place.
+        """
+        self._enter()
+        request_id = f"{prefix}-{secrets.token_hex(16)}"
+        limits = [limit for limit in (request.timeout, self.options.request_timeout) if limit]
+        return Generation(
+            self.client,
+            self.tokenizer,
+            request_id,
+            request,
+            disconnected=disconnected,
+            on_close=self._leave,
+            timeout=min(limits) if limits else None,
+            arrived=arrived,
+            report_cached_tokens=self.options.report_cached_tokens,
+        )
+
+    def health(self) -> dict[str, object]:
+        """For /health; EngineUnavailable unless requests are taken."""
+        engine = self.client.check()
+        health: dict[str, object] = {"status": self.client.state, "engine_pid": engine.pid}
+        states = self.client.states()
+        return {**health, "engines": states} if len(states) > 1 else health
+
+    def _enter(self) -> None:
+        self.client.check()
+        limit = self.options.connections_a_worker
+        with self._lock:
+            if self._open >= limit:
+                raise Overloaded(
+                    f"{self._open} requests are being answered; the limit is {limit} "
+                    "(--http-connections, divided by --http-workers). Try again later."
+                )
+            self._open += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._open -= 1

@@ -1,0 +1,314 @@
+"""The front end's side of the engine: who waits for which events and answers. Thread-safe."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import RequestEvent
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.engine_link import EngineLink
+from megatron_hybrid.server.link.placement import Placement, Wanted
+from megatron_hybrid.server.link.subscription import (
+    EngineUnavailable,
+    Overloaded,
+    Subscription,
+)
+
+# A step may compile kernels for minutes; past this long without a word the engine counts as hung.
+STALLED_SECONDS = 600.0
+QUERY_SECONDS = 60.0  # a step may take that long
+STATS_SECONDS = 2.0
+
+
+class QueryFailed(RuntimeError):
+    """The engine refused a query; `status` is the HTTP status that fits."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _Registered:
+    """A request that runs: who waits for its events, and for which of its choices."""
+
+    subscription: Subscription
+    open: set[int]
+    on_first: Callable[[str], None] | None  # until its first event
+
+
+class PendingAnswer:
+    """A query that was sent; `result` waits for what comes back."""
+
+    def __init__(self, client: EngineClient, query_id: int) -> None:
+        self._client = client
+        self._query_id = query_id
+        self.answers: queue.SimpleQueue[wire.Result | None] = queue.SimpleQueue()
+
+    def result(self, timeout: float | None) -> dict[str, Any]:
+        """To be called once. None: wait for as long as the engine lives.
+
+        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
+        """
+        try:
+            result = self.answers.get(timeout=timeout)
+        except queue.Empty:
+            raise EngineUnavailable("The engine is busy and did not answer in time.") from None
+        finally:
+            self._client.forget_query(self._query_id)
+        if result is None:
+            self._client.check()
+            raise EngineUnavailable("The engine has ended.")
+        if result.error is not None:
+            raise QueryFailed(result.error, result.status)
+        return result.values
+
+
+class EngineClient:
+    """Submits requests to the engine at `endpoint`; hands events to whoever waits for them.
+
+    first_ready: set when the engine has answered for the first time; clients may share one.
+    """
+
+    def __init__(self, endpoint: str, first_ready: threading.Event | None = None) -> None:
+        self.ready: wire.EngineReady | None = None
+        self.state = "loading"
+        self.draining = False  # the engine takes no more requests, and will end
+        self._url = ""
+        self._first_ready = threading.Event() if first_ready is None else first_ready
+        self._down: str | None = None  # why there is no engine now
+        self._heard = time.monotonic()
+        self._lock = threading.Lock()
+        self._requests: dict[str, _Registered] = {}
+        self._queries: dict[int, queue.SimpleQueue[wire.Result | None]] = {}
+        self._query_ids = itertools.count()
+        self._link: EngineLink[wire.Command, wire.AnyReply] = EngineLink(
+            endpoint, self, wire.encode, wire.decode_replies
+        )
+
+    def join(self, url: str) -> None:
+        """Begin to look for the engine, and tell each that comes that we listen at `url`, unless
+        that is ""."""
+        self._url = url
+        self._link.start()
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Whether the first engine has answered within that time."""
+        return self._first_ready.wait(seconds)
+
+    def subscribe(self, *, whole: bool) -> Subscription:
+        self.check()
+        return Subscription(self, whole=whole)
+
+    def place(self, wanted: Wanted) -> Placement:
+        """Where a request is to go: here."""
+        return Placement(self)
+
+    def check(self) -> wire.EngineReady:
+        """What the engine said of itself; EngineUnavailable unless it can take requests."""
+        if self._down is not None:
+            raise EngineUnavailable(self._down)
+        if self.draining:
+            raise EngineUnavailable("The engine process is shutting down.")
+        if self.ready is None:
+            raise EngineUnavailable("The engine is still loading the model.")
+        if (silence := self.silence()) > STALLED_SECONDS:
+            raise EngineUnavailable(f"The engine has not answered for {silence:.0f} seconds.")
+        return self.ready
+
+    def running(self) -> int:
+        with self._lock:
+            return len(self._requests)
+
+    def ask(
+        self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None = QUERY_SECONDS
+    ) -> dict[str, Any]:
+        """The result of a query of this kind; None: wait for it as long as the engine lives.
+
+        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
+        """
+        self.check()
+        return self.begin(kind, *arguments).result(timeout)
+
+    def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> PendingAnswer:
+        """Send a query of this kind."""
+        query_id = next(self._query_ids)
+        pending = PendingAnswer(self, query_id)
+        with self._lock:
+            self._queries[query_id] = pending.answers
+        self.send(kind(query_id, *arguments))
+        return pending
+
+    def forget_query(self, query_id: int) -> None:
+        """Nobody waits for this answer any more."""
+        with self._lock:
+            self._queries.pop(query_id, None)
+
+    def abort(self, request_id: str) -> int:
+        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
+        return int(self.ask(wire.AbortAnswers, request_id)["aborted"])
+
+    def reset_prefix_cache(self) -> None:
+        self.ask(wire.ResetPrefixCache)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        return self.ask(wire.GetStats, timeout=STATS_SECONDS)
+
+    def stats_by_engine(self) -> dict[str, dict[str, Any]]:
+        """The counters of the only engine, if it answers."""
+        try:
+            return {"0": self.stats()}
+        except EngineUnavailable:
+            return {}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of the only engine, whether it takes requests: "ok" or "paused"; else "down"."""
+        try:
+            return {"0": {"status": self.state, "pid": self.check().pid}}
+        except EngineUnavailable:
+            return {"0": {"status": "down"}}
+
+    def close(self) -> None:
+        self._link.close()
+
+    def submit(
+        self,
+        request: wire.AddRequest,
+        subscription: Subscription,
+        on_first: Callable[[str], None] | None = None,
+    ) -> None:
+        """Send a request, and hand the events of its choices to the subscription, until each has
+        ended. on_first: called with the request's id when its first event comes, by the link's
+        thread."""
+        name = request.request_id
+        with self._lock:
+            if name in self._requests:
+                raise InvalidRequestError("request_id", f"request_id {name!r} is in use.")
+            if self._down is None and not self.draining:
+                known = _Registered(subscription, set(range(request.params.n)), on_first)
+                self._requests[name] = known
+                self.send(request)  # under the lock, so that it comes before Left
+                return
+        raise EngineUnavailable(self._down or "The engine process is shutting down.")
+
+    def forget(self, request_id: str, index: int) -> None:
+        """Drop whatever still comes for this choice."""
+        with self._lock:
+            self._end_choice(request_id, index)
+
+    def send(self, command: wire.Command) -> None:
+        self._link.send(command)
+
+    # What the link says, in its thread.
+
+    def connected(self) -> list[wire.Command]:
+        """An engine process is there, though its model may still load."""
+        self._heard = time.monotonic()
+        self._down = None
+        self.draining = False
+        self.state = "loading"
+        return [wire.Join()]
+
+    def received(self, replies: list[wire.AnyReply]) -> None:
+        self._heard = time.monotonic()
+        for reply in replies:
+            self._dispatch(reply)
+
+    def lost(self) -> None:
+        """The engine process is gone: fail what is under way and whatever comes until the next."""
+        self._end("The engine process has ended; its log says why.")
+
+    def tick(self) -> None:
+        silence = self.silence()
+        if self.ready is not None and silence > STALLED_SECONDS:
+            for request_id in self._fail(f"The engine has not answered for {silence:.0f} seconds."):
+                self.send(wire.AbortRequest(request_id))
+
+    def silence(self) -> float:
+        """Seconds since the engine last said something."""
+        return time.monotonic() - self._heard
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._down is None:  # else the engine itself has said why it went
+                self._down = reason
+            self.ready = None
+            self.state = "down"
+        self._fail(self._down)
+
+    def _fail(self, reason: str) -> list[str]:
+        """End every request and query with this reason; the requests' ids."""
+        with self._lock:
+            lost = dict(self._requests)
+            self._requests.clear()
+            queries = list(self._queries.values())
+        for known in lost.values():
+            known.subscription.deliver(EngineUnavailable(reason))
+        for answer in queries:
+            answer.put(None)
+        return list(lost)
+
+    def _dispatch(self, reply: wire.AnyReply) -> None:
+        if isinstance(reply, wire.Events):
+            for event in reply.events:
+                self._deliver(event)
+        elif isinstance(reply, wire.Refused):
+            with self._lock:
+                known = self._requests.pop(reply.request_id, None)
+            if known is not None:
+                known.subscription.deliver(_refusal(reply))
+        elif isinstance(reply, wire.Result):
+            with self._lock:
+                answer = self._queries.get(reply.query_id)
+            if answer is not None:
+                answer.put(reply)
+        elif isinstance(reply, wire.EngineReady):
+            self.ready = reply
+            self.state = "ok"
+            self._first_ready.set()
+            if self._url:
+                self.send(wire.Joined(self._url))
+        elif isinstance(reply, wire.Heartbeat):
+            if not self.draining:
+                self.state = "paused" if reply.paused else "ok"
+        elif isinstance(reply, wire.Draining):
+            with self._lock:
+                self.draining = True
+                self.state = "draining"
+                self.send(wire.Left())
+        elif isinstance(reply, wire.EngineEnded):
+            self._end(reply.reason)
+
+    def _deliver(self, event: RequestEvent) -> None:
+        with self._lock:
+            known = self._requests.get(event.request_id)
+            if known is None or event.index not in known.open:
+                return  # nobody waits for it any more
+            if event.finish_reason is not None:
+                self._end_choice(event.request_id, event.index)
+        if known.on_first is not None:
+            known.on_first(event.request_id)
+            known.on_first = None
+        known.subscription.deliver(event)
+
+    def _end_choice(self, request_id: str, index: int) -> None:
+        """With its last choice the request is forgotten. Under the lock."""
+        known = self._requests.get(request_id)
+        if known is not None:
+            known.open.discard(index)
+            if not known.open:
+                del self._requests[request_id]
+
+
+def _refusal(reply: wire.Refused) -> InvalidRequestError | Overloaded:
+    if reply.status == 429:
+        return Overloaded(reply.message)
+    return InvalidRequestError(reply.field, reply.message, reply.status)

@@ -1,0 +1,161 @@
+"""The front end's socket to an engine process, through the deaths and returns of that process.
+
+One thread (a greenlet in a front-end worker) owns the socket. Each life of the engine gets a socket
+of its own, so that nothing meant for an engine that died reaches the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from megatron_hybrid.server.link.sockets import zmq_module
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+RECONNECT_MILLISECONDS = 50
+_HANDSHAKE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+
+
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
+Sent_co = TypeVar("Sent_co", covariant=True)
+
+
+class Listener(Protocol[Sent_co, Received]):
+    """What hears of the link; all of it is called by the link's thread and must be quick."""
+
+    def connected(self) -> Sequence[Sent_co]:
+        """An engine process is there; what to say to it first."""
+
+    def received(self, replies: list[Received]) -> None: ...
+
+    def lost(self) -> None:
+        """The engine process is gone. The link goes on looking for the next one."""
+
+    def tick(self) -> None:
+        """Called at least once in TICK_SECONDS."""
+
+
+class EngineLink(Generic[Sent, Received]):
+    """Sends commands to the engine at `endpoint`; tells the listener what happens.
+
+    encode, decode: of lists. The coordinator is reached in the same way, with other messages.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        listener: Listener[Sent, Received],
+        encode: Callable[[Sequence[Sent]], bytes],
+        decode: Callable[[bytes], list[Received]],
+    ) -> None:
+        self._endpoint = endpoint
+        self._listener = listener
+        self._encode = encode
+        self._decode = decode
+        self._outgoing: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._closing = False
+        self._zmq = zmq_module()
+        self._context = self._zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="engine-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the engine."""
+        self._thread.start()
+
+    def send(self, command: Sent) -> None:
+        """From any thread. What is sent while there is no engine is dropped."""
+        self._outgoing.put(command)
+        self._wake()
+
+    def close(self) -> None:
+        """End the thread and give up the socket."""
+        self._closing = True
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=2.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread just as well
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._live_with_one_engine()
+        except Exception:
+            logger.exception("The connection to the engine broke.")
+            self._listener.lost()
+        finally:
+            self._context.destroy(linger=0)
+
+    def _live_with_one_engine(self) -> None:
+        """From the search for an engine process until its connection breaks."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
+        monitor = socket.get_monitor_socket(_HANDSHAKE | _DISCONNECTED)
+        socket.connect(self._endpoint)
+        poller = self._zmq.Poller()
+        for source in (socket, monitor, self._wake_read):
+            poller.register(source, zmq.POLLIN)
+        is_connected = False
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(int(1000 * TICK_SECONDS)))
+                if self._wake_read in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                if is_connected:
+                    self._send(socket, self._take_outgoing())
+                    self._receive(socket)
+                else:
+                    self._take_outgoing()  # nobody will want it
+                if monitor in ready:
+                    event = parse_monitor_message(monitor.recv_multipart())["event"]
+                    if event == _HANDSHAKE:
+                        is_connected = True
+                        self._take_outgoing()
+                        self._send(socket, self._listener.connected())
+                    elif event == _DISCONNECTED and is_connected:
+                        self._receive(socket)  # its last words may say why
+                        return
+                self._listener.tick()
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            if is_connected and not self._closing:
+                self._listener.lost()
+
+    def _take_outgoing(self) -> list[Sent]:
+        commands: list[Sent] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                commands.append(self._outgoing.get_nowait())
+        return commands
+
+    def _send(self, socket: Any, commands: Sequence[Sent]) -> None:
+        if commands:
+            socket.send(self._encode(commands))
+
+    def _receive(self, socket: Any) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._listener.received(self._decode(socket.recv(zmq.NOBLOCK)))

@@ -1,0 +1,118 @@
+"""One HTTP request's view of the engine: what it submitted, and the events that came back."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import FinishReason, RequestEvent
+from megatron_hybrid.server.link import messages as wire
+
+if TYPE_CHECKING:
+    from megatron_hybrid.server.link.engine_client import EngineClient
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is loading, hung or gone; the message says which."""
+
+
+class Overloaded(RuntimeError):
+    """Too many requests are waiting or open; the client may try again."""
+
+
+Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable
+ChoiceKey = tuple[str, int]  # an engine request's id, and which of its choices
+
+
+class Subscription:
+    """The events of one HTTP request's engine requests, in the order of their arrival.
+
+    whole: deliver a choice's events as one, when it has ended; what nobody looks at earlier
+    need not wake a thread at every step. on_first: called with the id of each engine request when
+    its first event comes, in the client's thread.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        whole: bool,
+        on_first: Callable[[str], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._whole = whole
+        self._on_first = on_first
+        self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._partial: dict[ChoiceKey, RequestEvent] = {}
+        self.open_choices: set[ChoiceKey] = set()
+        self.first_event: float | None = None  # when it came, by `time.monotonic`
+
+    def add(self, request: wire.AddRequest) -> None:
+        self._client.submit(request, self, self._on_first)
+        self.open_choices.update((request.request_id, i) for i in range(request.params.n))
+
+    def next(self, timeout: float) -> list[RequestEvent]:
+        """The events so far, at least one unless `timeout` seconds pass without any.
+
+        Raises InvalidRequestError if the engine refuses a request, Overloaded if it has no room
+        for it, EngineUnavailable if it dies.
+        """
+        events: list[RequestEvent] = []
+        try:
+            events.append(self._checked(self._queue.get(timeout=timeout)))
+            while True:
+                events.append(self._checked(self._queue.get_nowait()))
+        except queue.Empty:
+            return events
+
+    def abort(self, request_id: str, index: int, reason: FinishReason) -> None:
+        """Stop caring for one choice, and let the engine know why."""
+        if (request_id, index) in self.open_choices:
+            self._forget(request_id, index)
+            self._client.send(wire.AbortRequest(request_id, index, reason))
+
+    def close(self) -> None:
+        """Abort whatever has not ended."""
+        requests = {request_id for request_id, _ in self.open_choices}
+        for request_id, index in list(self.open_choices):
+            self._forget(request_id, index)
+        for request_id in requests:
+            self._client.send(wire.AbortRequest(request_id))
+
+    def deliver(self, item: Delivery) -> None:
+        """Called by the client's thread."""
+        if self.first_event is None and isinstance(item, RequestEvent):
+            self.first_event = time.monotonic()
+        if isinstance(item, RequestEvent) and self._whole:
+            key = (item.request_id, item.index)
+            item = _merge(self._partial.pop(key, None), item)
+            if item.finish_reason is None:
+                self._partial[key] = item
+                return
+        self._queue.put(item)
+
+    def _checked(self, item: Delivery) -> RequestEvent:
+        if not isinstance(item, RequestEvent):
+            raise item
+        if item.finish_reason is not None:
+            self.open_choices.discard((item.request_id, item.index))
+        return item
+
+    def _forget(self, request_id: str, index: int) -> None:
+        self.open_choices.discard((request_id, index))
+        self._client.forget(request_id, index)
+
+
+def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
+    if earlier is None:
+        return event
+    event.token_ids = earlier.token_ids + event.token_ids
+    if earlier.logprobs is not None or event.logprobs is not None:
+        event.logprobs = (earlier.logprobs or []) + (event.logprobs or [])
+    event.prompt_logprobs = earlier.prompt_logprobs or event.prompt_logprobs
+    event.prompt_tokens = max(earlier.prompt_tokens, event.prompt_tokens)
+    event.cached_tokens = max(earlier.cached_tokens, event.cached_tokens)
+    return event

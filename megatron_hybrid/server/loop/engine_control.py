@@ -1,0 +1,166 @@
+"""Pausing the engine and changing its weights, from inside the engine process's loop.
+
+A pause, and an update of the weights, is answered when what runs has come to rest; until then the
+loop goes on serving streams and queries. All that is decided here follows from the commands and
+from the engine's state, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_hybrid.errors import InvalidRequestError, WeightsError
+from megatron_hybrid.server.link import messages as wire
+
+if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
+    from megatron_hybrid.execution.lockstep import Lockstep
+
+logger = logging.getLogger(__name__)
+
+BAD_REQUEST, CONFLICT, FAILED = 400, 409, 500  # HTTP statuses
+
+ControlQuery = wire.Pause | wire.Resume | wire.UpdateWeights
+
+
+class Engine(Protocol):
+    """What is needed of DynamicInferenceEngine."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def is_quiet(self) -> bool: ...
+
+    def pause(self, mode: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def update_weights(self, source: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update that waits for the engine to come to rest."""
+
+    client: bytes
+    query: wire.UpdateWeights
+    stays_paused: bool
+
+
+class EngineControl:
+    """`send` gives a client its reply. In a lockstep group every replica is asked for an update,
+    and they load the weights together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Callable[[bytes, wire.Reply], None],
+        lockstep: Lockstep | None = None,
+    ) -> None:
+        self._engine = engine
+        self._lockstep = lockstep
+        self._send = send
+        self._pauses: list[tuple[bytes, wire.Pause]] = []  # not answered yet
+        self._update: _Update | None = None
+
+    def take(self, client: bytes, query: ControlQuery) -> None:
+        """Begin what the query asks for. Some answers come with `proceed`."""
+        if isinstance(query, wire.Pause):
+            self._pause(client, query)
+        elif isinstance(query, wire.Resume):
+            self._resume(client, query)
+        else:
+            self._begin_update(client, query)
+
+    def proceed(self) -> None:
+        """To be called in every turn of the loop: do and answer what waited for the engine to come
+        to rest, if it has."""
+        if not (self._pauses or self._update) or not self._engine.is_quiet:
+            return
+        for client, query in self._pauses:
+            self._succeed(client, query)
+        self._pauses.clear()
+        if self._update is not None and self._others_are_at_rest():
+            update, self._update = self._update, None
+            self._load(update)
+
+    def _others_are_at_rest(self) -> bool:
+        """Whether every replica in lockstep waits to load weights, as this one does from now on;
+        all learn it in the same turn."""
+        if self._lockstep is None:
+            return True
+        if not self._lockstep.all_at_rest:
+            self._lockstep.is_at_rest = True
+            return False
+        self._lockstep.is_at_rest = self._lockstep.all_at_rest = False
+        return True
+
+    def _pause(self, client: bytes, query: wire.Pause) -> None:
+        try:
+            self._engine.pause(query.mode)
+        except InvalidRequestError as error:
+            self._refuse(client, query, str(error), error.status)
+            return
+        self._pauses.append((client, query))
+        if self._update is not None:
+            self._update.stays_paused = True
+
+    def _resume(self, client: bytes, query: wire.Resume) -> None:
+        if self._update is not None:
+            message = "New weights wait for running requests to end: resume when they are in place."
+            self._refuse(client, query, message, CONFLICT)
+            return
+        self._engine.resume()
+        for waiting, pause in self._pauses:
+            message = "The engine was resumed before it had come to rest."
+            self._refuse(waiting, pause, message, CONFLICT)
+        self._pauses.clear()
+        self._succeed(client, query)
+
+    def _begin_update(self, client: bytes, query: wire.UpdateWeights) -> None:
+        if self._update is not None:
+            message = f"New weights from {self._update.query.folder} are being waited for already."
+            self._refuse(client, query, message, CONFLICT)
+            return
+        was_paused = self._engine.is_paused
+        if query.mode or not was_paused:
+            try:
+                self._engine.pause(query.mode or "finish")
+            except InvalidRequestError as error:
+                self._refuse(client, query, str(error), error.status)
+                return
+        self._update = _Update(client, query, stays_paused=was_paused)
+
+    def _load(self, update: _Update) -> None:
+        client, query, engine = update.client, update.query, self._engine
+        logger.info("Reading new weights from %s.", query.folder)
+        failure: Exception | None = None
+        try:
+            engine.update_weights(query.folder)
+        except WeightsError as error:
+            logger.warning("The weights were not changed: %s", error)
+            failure = error
+        except Exception as error:  # the engine's next step says whether it can go on
+            logger.exception("New weights could not be put in place.")
+            failure = error
+        else:
+            logger.info("New weights are in place: epoch %d.", engine.epoch)
+        if not update.stays_paused:
+            engine.resume()
+        if failure is None:
+            self._succeed(client, query)
+        else:
+            status = BAD_REQUEST if isinstance(failure, WeightsError) else FAILED
+            self._refuse(client, query, str(failure), status)
+
+    def _succeed(self, client: bytes, query: wire.Query) -> None:
+        self._send(client, wire.Result(query.query_id, {"epoch": self._engine.epoch}))
+
+    def _refuse(self, client: bytes, query: wire.Query, message: str, status: int) -> None:
+        self._send(client, wire.Result(query.query_id, error=message, status=status))

@@ -1,0 +1,211 @@
+"""The front end: gunicorn's master process, whose workers do HTTP, JSON and tokenizing.
+
+The first engine process starts it, but it outlives that process: it tells its clients that the
+engine died, and waits for a restarted one. Its standard input holds its settings. With several
+replicas it has a process beside it that places requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.server.http.preparation import Preparation
+from megatron_hybrid.server.http.preparers import PREPARERS, PreparingProcess
+from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
+from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, Holder, RunFolder
+from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
+from megatron_hybrid.server.options import FrontEndSettings
+from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR, CoordinatorProcess
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
+FIRST_CONTACT_SECONDS = 0.5
+WATCH_SECONDS = 0.1
+WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
+BACKLOG = 2048
+
+
+def main() -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
+    options = settings.options
+    set_up_logging(options.log_format, "front end", "%(asctime)s front end: ", logging.INFO)
+    logging.getLogger(ACCESS_LOG).disabled = not options.access_log
+    try:
+        run(settings)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(settings: FrontEndSettings) -> None:
+    """Serve until SIGTERM comes, or the engine is gone and none follows."""
+    folder = RunFolder(Path(settings.folder))
+    if not folder.front_end_lock.acquire(LOCK_SECONDS):
+        raise ConfigurationError(f"Another front end holds {folder.path}.")
+    process = os.getpid()
+    folder.front_end_lock.write(Holder(process))  # no digest: it is not up yet
+    options = settings.options
+    listener = listen(options.host, options.port)
+    _raise_file_limit()
+    # Once, for all workers: it is shared memory after the fork, and says now what is wrong with it.
+    tokenizer = Tokenizer.load(options.tokenizer_folder)
+    folder.front_end_lock.write(Holder(process, settings.digest))
+    threading.Thread(
+        target=_end_without_engine,
+        args=(folder, options.engine_restart_timeout if options.port else NO_RESTART_SECONDS),
+        name="engine-watch",
+        daemon=True,
+    ).start()
+    master = _make_master(settings, listener, tokenizer)
+    memory = folder.endpoint(ENDPOINT_NAME)
+    preparing = PreparingProcess(
+        folder.endpoint(PREPARERS),
+        Preparation(tokenizer, options, lambda: AnswerMemoryClient(memory)),
+    )
+    coordinator = None
+    if options.data_parallel_size > 1:
+        coordinator = CoordinatorProcess(options, folder)
+    try:
+        master.run()
+    finally:
+        # A worker that ends comes by here, too.
+        is_master = os.getpid() == process
+        if is_master:
+            preparing.end()
+        if coordinator is not None and is_master:
+            coordinator.end()
+        if is_master and not folder.living_engines():  # else the last engine process removes it
+            folder.remove()
+
+
+def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer: Tokenizer) -> Any:
+    from gunicorn.app.base import BaseApplication
+
+    from megatron_hybrid.server.processes.worker import KEEP_ALIVE_SECONDS, ServerLog
+
+    options = settings.options
+    address, port = listener.getsockname()[:2]
+    url = f"{'https' if options.ssl_certfile else 'http'}://{_in_url(options.host)}:{port}"
+    descriptor = listener.detach()  # gunicorn makes a socket of its own from it
+
+    class Master(BaseApplication):
+        server_options = options
+
+        def load_config(self) -> None:
+            for name, value in {
+                "bind": f"fd://{descriptor}",
+                "workers": options.http_workers,
+                "worker_class": "megatron_hybrid.server.processes.worker.FrontEndWorker",
+                "keepalive": int(KEEP_ALIVE_SECONDS),
+                "backlog": BACKLOG,
+                "timeout": WORKER_SECONDS,
+                # The engine process ends what is left by then; this is for when it cannot.
+                "graceful_timeout": int(options.shutdown_timeout) + 3,
+                # Nobody's headers (SCRIPT_NAME) may change what our paths are, not even those of a
+                # client on this machine.
+                "forwarded_allow_ips": "",
+                "loglevel": "error",
+                "logger_class": ServerLog,
+                "proc_name": "megatron-hybrid",
+                "control_socket_disable": True,
+                "worker_tmp_dir": settings.folder,
+                "certfile": options.ssl_certfile,
+                "keyfile": options.ssl_keyfile,
+            }.items():
+                self.cfg.set(name, value)
+
+        def load(self) -> Any:
+            return _make_app(settings, tokenizer, url, address)
+
+    return Master()
+
+
+def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, address: str) -> Any:
+    """One worker's application. Imported here: what it uses must be gevent's by now."""
+    from megatron_hybrid.server.http.app import create_app
+    from megatron_hybrid.server.http.preparers import Preparers, most_preparers
+    from megatron_hybrid.server.http.serving import Serving
+    from megatron_hybrid.server.link.engine_client import EngineClient
+    from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
+    from megatron_hybrid.server.replicas.replica_set import Engines, ReplicaSet
+
+    folder = RunFolder(Path(settings.folder))
+    endpoints = list(map(folder.engine_endpoint, range(settings.options.data_parallel_size)))
+    client: Engines
+    if len(endpoints) == 1:
+        client = EngineClient(endpoints[0])
+    else:
+        client = ReplicaSet(endpoints, CoordinatorClient(folder.endpoint(COORDINATOR)))
+    answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
+    preparers = Preparers(folder.endpoint(PREPARERS), most_preparers(settings.options.http_workers))
+    app = create_app(Serving(client, tokenizer, settings.options, answers, preparers), address)
+    client.join(url)
+    # With an engine that serves, as for a worker that replaces another one, no client shall hear
+    # that there is none yet.
+    client.wait_until_ready(FIRST_CONTACT_SECONDS)
+    return app
+
+
+def _end_without_engine(folder: RunFolder, restart_seconds: float) -> None:
+    """End this process when every engine process has been gone for that long; at once if none ever
+    served, since then nobody was served by us either."""
+    has_served = False
+    last_seen = time.monotonic()
+    while True:
+        for lock in folder.engine_locks().values():
+            last = lock.last_holder()
+            has_served = has_served or (last is not None and last.ready)
+        if folder.living_engines():
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > (restart_seconds if has_served else WATCH_SECONDS):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; ConfigurationError if that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The server cannot listen on {host}:{port} (--host, --port): {error.strerror}."
+        ) from error
+    return listener
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file; many systems start processes with a limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _in_url(host: str) -> str:
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+if __name__ == "__main__":
+    sys.exit(main())

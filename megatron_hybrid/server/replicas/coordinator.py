@@ -1,0 +1,202 @@
+"""The coordinator: a process beside the front end that knows where requests are best placed.
+
+Workers ask it for a place and tell it when prompts are computed and requests over; replicas publish
+what they have cached (kv_events). It is asked once a request and stands on no token's way. Without
+it, workers place by what each of them has running; restarted, it learns from the replicas what they
+have, and of running requests as they end.
+
+It also keeps the memory of answers, which shall survive any one replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from megatron_hybrid.kv_events import KVEventSubscriber
+from megatron_hybrid.server.link import answer_memory
+from megatron_hybrid.server.link.answer_memory import AnswerMemoryServer
+from megatron_hybrid.server.link.engine_client import EngineClient
+from megatron_hybrid.server.link.messages import EngineReady
+from megatron_hybrid.server.link.parent import end_with_parent
+from megatron_hybrid.server.link.run_folder import RunFolder
+from megatron_hybrid.server.link.sockets import bind_socket
+from megatron_hybrid.server.log_format import set_up_logging
+from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
+from megatron_hybrid.server.replicas import coordinator_messages as wire
+from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR
+from megatron_hybrid.server.replicas.placer import Placer
+from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys
+
+logger = logging.getLogger(__name__)
+
+POLL_MILLISECONDS = 100  # how soon a replica's end is noticed
+PING_SECONDS = 1.0  # how soon the requests of a worker that died stop counting
+
+
+def main() -> int:
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
+    text = f"%(asctime)s {COORDINATOR}: "
+    set_up_logging(settings.options.log_format, COORDINATOR, text, logging.INFO)
+    end_with_parent(int(sys.argv[1]))
+    Coordinator(settings.options, RunFolder(Path(settings.folder))).run(lambda: False)
+    return 0
+
+
+class Coordinator:
+    """The sockets around one Placer."""
+
+    def __init__(self, options: ServerOptions, folder: RunFolder) -> None:
+        self._policy = options.coordinator_policy
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = bind_socket(self._context, folder.endpoint(COORDINATOR))
+        self._answers = AnswerMemoryServer(
+            self._context, folder.endpoint(answer_memory.ENDPOINT_NAME)
+        )
+        replicas = range(options.data_parallel_size)
+        self._engines = [EngineClient(folder.engine_endpoint(replica)) for replica in replicas]
+        self._folder = folder
+        self._subscribers: dict[int, KVEventSubscriber] = {}  # by replica
+        self._ready: list[EngineReady | None] = [None] * len(replicas)
+        self.placer: Placer | None = None  # until a first replica has said what it is
+        self._owners: dict[bytes, set[str]] = {}  # requests that count, by worker
+        self._last_ping = 0.0
+
+    def run(self, ends: Callable[[], bool]) -> None:
+        """Serve until `ends` says so."""
+        for engine in self._engines:
+            engine.join("")
+        try:
+            while not ends():
+                self._wait()
+                self._look_at_engines()
+                # Before the workers' commands: what a prompt has left is published before the
+                # worker says that it is computed.
+                for subscriber in self._subscribers.values():
+                    subscriber.receive()
+                if self.placer is not None:  # what workers say before is read then
+                    self._receive()
+                self._ping()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        for subscriber in self._subscribers.values():
+            subscriber.close()
+        self._answers.close()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _wait(self) -> None:
+        """Until there is something to read, for POLL_MILLISECONDS at most."""
+        poller = zmq.Poller()
+        if self.placer is not None:
+            poller.register(self._socket, zmq.POLLIN)
+        for subscriber in self._subscribers.values():
+            for socket in subscriber.sockets:
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(POLL_MILLISECONDS)
+
+    def _look_at_engines(self) -> None:
+        """Take note of replicas that came and went."""
+        for replica, engine in enumerate(self._engines):
+            ready = engine.ready
+            if ready is self._ready[replica]:
+                continue
+            if self._ready[replica] is not None:
+                self._lose(replica)
+            self._ready[replica] = ready
+            if ready is not None:
+                self._begin(replica, ready)
+
+    def _lose(self, replica: int) -> None:
+        assert self.placer is not None, "it was ready"
+        self.placer.lose(replica)
+        self.placer.prefixes.of(replica).clear()
+        subscriber = self._subscribers.pop(replica, None)
+        if subscriber is not None:
+            subscriber.close()
+
+    def _begin(self, replica: int, ready: EngineReady) -> None:
+        """A replica takes requests from now on."""
+        if self.placer is None or not any(self._ready[:replica] + self._ready[replica + 1 :]):
+            self.placer = Placer(self._policy, ready.cache, ready.max_queue)
+        prefixes = self.placer.prefixes
+        if ready.cache.block_size != prefixes.sizes.block_size:
+            logger.warning(
+                "Replica %d has blocks of %d tokens and others have blocks of %d: what it has "
+                "cached is not made use of.",
+                replica,
+                ready.cache.block_size,
+                prefixes.sizes.block_size,
+            )
+        elif ready.cache.block_size:
+            # A new subscriber begins with all that the replica has.
+            self._subscribers[replica] = KVEventSubscriber(
+                self._folder.kv_events_endpoint(replica),
+                self._folder.kv_replay_endpoint(replica),
+                apply=prefixes.of(replica).apply,
+            )
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            client, payload = self._socket.recv_multipart()
+            try:
+                for command in wire.decode_commands(payload):
+                    self._apply(client, command)
+            except Exception:  # the worker places that request by itself
+                logger.exception("The coordinator could not serve a worker.")
+
+    def _apply(self, client: bytes, command: wire.AnyCommand) -> None:
+        assert self.placer is not None, "nothing is read before"
+        owned = self._owners.setdefault(client, set())
+        if isinstance(command, wire.Place):
+            owned.add(command.request_id)
+            self._send(client, wire.Placed(command.place_id, self._place(command)))
+        elif isinstance(command, wire.Moved):
+            owned.add(command.request_id)
+            self.placer.move(command.request_id, command.replica, command.answers)
+        elif isinstance(command, wire.Started):
+            self.placer.start(command.request_id)
+        else:
+            owned.discard(command.request_id)
+            self.placer.end(command.request_id, command.tokens)
+
+    def _place(self, command: wire.Place) -> int:
+        assert self.placer is not None, "nothing is read before"
+        block_size = self.placer.prefixes.sizes.block_size
+        if not block_size:  # no prefix cache: one block, which nothing is ever found for
+            block_size = 1 + max(map(len, command.prompts), default=0)
+        prompts = [PromptKeys(data, block_size, command.cache_salt) for data in command.prompts]
+        return self.placer.place(
+            command.request_id, prompts, command.choices, command.max_tokens, command.replicas
+        )
+
+    def _ping(self) -> None:
+        now = time.monotonic()
+        if now - self._last_ping > PING_SECONDS:
+            self._last_ping = now
+            for client in list(self._owners):
+                self._send(client, wire.Ping())
+
+    def _send(self, client: bytes, reply: wire.Reply) -> None:
+        try:
+            self._socket.send_multipart([client, wire.encode([reply])])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            for request_id in self._owners.pop(client, ()):
+                if self.placer is not None:
+                    self.placer.end(request_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

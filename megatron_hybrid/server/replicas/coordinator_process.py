@@ -1,0 +1,60 @@
+"""The coordinator's process as the front end's master sees it: started, and started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from megatron_hybrid.server.link.run_folder import RunFolder
+from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR = "coordinator"  # the name of its socket
+COMMAND = ("-m", "megatron_hybrid.server.replicas.coordinator")  # for the Python interpreter
+RESTART_SECONDS = 0.5  # one that fails at once shall not keep a core busy
+END_SECONDS = 2.0
+
+
+class CoordinatorProcess:
+    """Runs until `end`. While it is gone, workers place requests by themselves."""
+
+    def __init__(self, options: ServerOptions, folder: RunFolder) -> None:
+        self._settings = msgspec.json.encode(FrontEndSettings(options, str(folder.path), ""))
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._process = self._start()
+        threading.Thread(target=self._watch, name="coordinator", daemon=True).start()
+
+    def end(self) -> None:
+        """End the process, and start no other."""
+        self._ending.set()
+        with self._lock:
+            self._process.terminate()
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *COMMAND, str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self._settings)
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended, and is started again
+        return process
+
+    def _watch(self) -> None:
+        while not self._ending.wait(RESTART_SECONDS):
+            with self._lock:
+                if self._process.poll() is not None and not self._ending.is_set():
+                    logger.warning("The coordinator has ended, and is started again.")
+                    self._process = self._start()

@@ -1,0 +1,193 @@
+"""Decides which replica takes a request. Pure Python: no clock, no socket.
+
+longest_prefix estimates for each replica how much later all answers together would be done with
+the request there than without it, in the time that one token takes to compute, and takes the least:
+
+    cost = tokens of prompts that wait to be computed there, less what they skip
+         + (1 + answers that run there) * this request's own tokens, less what it skips there
+         + 2 * answers that run there * the steps that they share with its own answer
+
+The request waits for the first part, and for the second once; every answer that runs waits for the
+second, too, since its next token comes with or behind this prompt. In a step that two answers share
+each one waits for the other's token. So cached tokens count the more, the busier a replica is.
+
+A token is a token, whoever it belongs to: its matrix products cost the same in a prompt and in an
+answer, and what a step costs besides (reading the weights) is the same on every replica. So there
+is no weight to set. NVIDIA Dynamo's router adds up blocks to prefill and blocks that decode, with
+weights; SGLang's takes the longest prefix unless the numbers of requests differ by more than a
+threshold.
+
+How long an answer becomes is not known: lengths are taken to be exponentially distributed, with the
+mean of those that have ended. Two answers with means a and b that begin together run side by side
+for a*b / (a + b) steps, and without a memory it does not matter when the other one began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_hybrid.server.link.messages import CacheSizes
+from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys, ReplicaPrefixes
+
+RECENT_ANSWERS = 100  # whose mean length stands for the next one's
+
+
+@dataclass(slots=True)
+class _Placed:
+    """An HTTP request that has a place and has not ended."""
+
+    replica: int
+    answers: int
+    choices: int = 0  # of each prompt
+    waiting: dict[str, tuple[int, PromptKeys]] = field(default_factory=dict)
+    # ^ prompts without their first token, by engine request: tokens to compute
+
+
+class Placer:
+    """One decision after another, and the load that follows from them.
+
+    sizes: of each replica's cache. max_queue: answers that may wait on one before it refuses more.
+    """
+
+    def __init__(self, policy: str, sizes: CacheSizes, max_queue: int = 1_000_000) -> None:
+        self.prefixes = ReplicaPrefixes(sizes)
+        self._max_queue = max_queue
+        self._choose: Callable[[Sequence[PromptKeys], int | None, Sequence[int]], int] = {
+            "longest_prefix": self._longest_prefix,
+            "first_prefix_block": self._first_prefix_block,
+            "load_balanced": self._load_balanced,
+        }[policy]
+        self._placed: dict[str, _Placed] = {}
+        self._prefill: dict[int, int] = {}  # tokens that wait to be computed, by replica
+        self._answers: dict[int, int] = {}  # that have not ended, by replica
+        self._waiting: dict[int, int] = {}  # of these, those whose prompts are not computed
+        self._total: dict[int, int] = {}  # tokens of all prompts that were ever placed, by replica
+        self._ended = 0
+        self._mean_answer = 1.0
+
+    def prefill(self, replica: int) -> int:
+        """Prompt tokens that wait there to be computed."""
+        return self._prefill.get(replica, 0)
+
+    def answers(self, replica: int) -> int:
+        """Answers that have a place there and have not ended."""
+        return self._answers.get(replica, 0)
+
+    def waiting(self, replica: int) -> int:
+        """Answers that have a place there and have not begun."""
+        return self._waiting.get(replica, 0)
+
+    def place(
+        self,
+        request_id: str,
+        prompts: Sequence[PromptKeys],
+        choices: int,
+        max_tokens: int | None,
+        replicas: Sequence[int],
+    ) -> int:
+        """One of these replicas, at least one, for the HTTP request, which counts there from now
+        on. A request that has a place gives it up."""
+        self.end(request_id)
+        answers = len(prompts) * choices
+        # One that would refuse it is no place while another one has room.
+        room = [
+            one
+            for one in replicas
+            if not self.waiting(one) or self.waiting(one) + answers <= self._max_queue
+        ]
+        replica = self._choose(prompts, max_tokens, room or replicas)
+        placed = self._put(request_id, replica, answers)
+        placed.choices = choices
+        self._waiting[replica] = self.waiting(replica) + answers
+        for number, prompt in enumerate(prompts):
+            tokens = prompt.length - self.prefixes.reusable(prompt, [replica])[replica]
+            self.prefixes.expect(replica, prompt)
+            placed.waiting[f"{request_id}-{number}"] = tokens, prompt
+            self._prefill[replica] = self.prefill(replica) + tokens
+            self._total[replica] = self._total.get(replica, 0) + prompt.length
+        return replica
+
+    def move(self, request_id: str, replica: int, answers: int) -> None:
+        """The request went there by itself; its prompts are not known if it had no place."""
+        known = self._placed.get(request_id)
+        if known is not None and known.replica == replica:
+            return
+        self.end(request_id)
+        self._put(request_id, replica, answers)
+
+    def start(self, engine_request_id: str) -> None:
+        """A prompt is computed, and its answer has begun."""
+        placed = self._placed.get(engine_request_id.rpartition("-")[0])
+        if placed is not None:
+            self._stop_waiting(placed, engine_request_id)
+
+    def end(self, request_id: str, tokens: int | None = None) -> None:
+        """An HTTP request is over. tokens: of its answers together, if they came to their end."""
+        placed = self._placed.pop(request_id, None)
+        if placed is None:
+            return
+        for name in list(placed.waiting):
+            self._stop_waiting(placed, name)
+        self._answers[placed.replica] -= placed.answers
+        if tokens is not None:
+            self._ended = min(self._ended + 1, RECENT_ANSWERS)
+            change = tokens / placed.answers - self._mean_answer
+            self._mean_answer += change / self._ended
+
+    def lose(self, replica: int) -> None:
+        """It is gone, with all that it had."""
+        for name in [name for name, one in self._placed.items() if one.replica == replica]:
+            self.end(name)
+
+    def _put(self, request_id: str, replica: int, answers: int) -> _Placed:
+        placed = self._placed[request_id] = _Placed(replica, answers)
+        self._answers[replica] = self.answers(replica) + answers
+        return placed
+
+    def _stop_waiting(self, placed: _Placed, engine_request_id: str) -> None:
+        waiting = placed.waiting.pop(engine_request_id, None)
+        if waiting is not None:
+            tokens, prompt = waiting
+            self._prefill[placed.replica] -= tokens
+            self._waiting[placed.replica] -= placed.choices
+            self.prefixes.expect_no_more(placed.replica, prompt)
+
+    def _longest_prefix(
+        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
+    ) -> int:
+        cost = {one: self._work(one, max_tokens) for one in replicas}
+        for prompt in prompts:
+            for replica, tokens in self.prefixes.reusable(prompt, replicas).items():
+                cost[replica] += (1 + self.answers(replica)) * (prompt.length - tokens)
+        return min(replicas, key=lambda one: (cost[one], *self._filling(one)))
+
+    def _load_balanced(
+        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
+    ) -> int:
+        return min(replicas, key=lambda one: (self._work(one, max_tokens), *self._filling(one)))
+
+    def _first_prefix_block(
+        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
+    ) -> int:
+        """Rendezvous hashing: when a replica goes or comes back, only its own prompts move."""
+        if not prompts[0].blocks():
+            return self._load_balanced(prompts, max_tokens, replicas)
+        block = prompts[0].blocks()[0].to_bytes(8, "little")
+        return min(
+            replicas,
+            key=lambda one: hashlib.blake2b(block + one.to_bytes(4, "little")).digest(),
+        )
+
+    def _work(self, replica: int, max_tokens: int | None) -> float:
+        """By how much a request without a prompt would delay others, and they it, in tokens."""
+        mean = self._mean_answer
+        own = mean if max_tokens is None else min(mean, max_tokens)
+        together = mean * own / (mean + own) if own else 0.0
+        return self.prefill(replica) + 2 * self.answers(replica) * together
+
+    def _filling(self, replica: int) -> tuple[int, int, int]:
+        """Orders replicas that would be as fast: whose cache has more room."""
+        cached = self.prefixes.of(replica).num_blocks
+        return cached, self._total.get(replica, 0), replica

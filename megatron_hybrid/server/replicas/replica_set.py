@@ -1,0 +1,241 @@
+"""Several replicas as one engine: a client for each, and the question where a request goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.engine_client import (
+    QUERY_SECONDS,
+    STATS_SECONDS,
+    EngineClient,
+    QueryFailed,
+)
+from megatron_hybrid.server.link.placement import Placement, Wanted
+from megatron_hybrid.server.link.subscription import EngineUnavailable
+from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
+from megatron_hybrid.server.replicas.stats_sum import sum_stats
+
+# Replicas say something once a second, or at the end of a step that takes longer.
+QUIET_SECONDS = 10.0
+
+
+class ReplicaSet:
+    """What the routes need of an engine, from all replicas behind this address.
+
+    Requests, their answers and queries go between this process and the replicas directly; the
+    coordinator is only asked for places. Replica k is `clients[k]`.
+    """
+
+    def __init__(self, endpoints: Sequence[str], coordinator: CoordinatorClient) -> None:
+        self._first_ready = threading.Event()
+        self.clients = [EngineClient(endpoint, self._first_ready) for endpoint in endpoints]
+        self._coordinator = coordinator
+
+    def join(self, url: str) -> None:
+        """Begin to look for the replicas, and tell each that comes that we listen at `url`."""
+        self._coordinator.start()
+        for client in self.clients:
+            client.join(url)
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Whether a first replica has answered within that time."""
+        return self._first_ready.wait(seconds)
+
+    @property
+    def state(self) -> str:
+        """ "ok" if a replica takes requests and begins them, else "paused"."""
+        return "ok" if "ok" in (client.state for client in self._living()) else "paused"
+
+    def check(self) -> wire.EngineReady:
+        """What a living replica said of itself, the one that serves the shortest sequences: any may
+        get a request. EngineUnavailable if none takes requests."""
+        reasons: dict[str, list[int]] = {}
+        living: list[wire.EngineReady] = []
+        for replica, client in enumerate(self.clients):
+            try:
+                living.append(client.check())
+            except EngineUnavailable as error:
+                reasons.setdefault(str(error), []).append(replica)
+        if living:
+            return min(living, key=_longest)
+        if len(reasons) == 1:
+            raise EngineUnavailable(next(iter(reasons)))
+        said = (f"Replica {', '.join(map(str, who))}: {why}" for why, who in reasons.items())
+        raise EngineUnavailable(" ".join(said))
+
+    @property
+    def ready(self) -> wire.EngineReady | None:
+        """What a replica that is there said of itself; which one: see `check`."""
+        there = [client.ready for client in self.clients if client.ready is not None]
+        return min(there, key=_longest, default=None)
+
+    def running(self) -> int:
+        return sum(client.running() for client in self.clients)
+
+    def place(self, wanted: Wanted) -> Placement:
+        """A replica that takes the request; EngineUnavailable if there is none."""
+        placement = self._place(wanted, frozenset())
+        if placement is None:
+            self.check()  # which knows why
+            raise EngineUnavailable("Every replica has just ended.")
+        return placement
+
+    def ask(
+        self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None = QUERY_SECONDS
+    ) -> dict[str, Any]:
+        """The results of a query of this kind that every living replica gets, as one.
+
+        Raises EngineUnavailable if none answers, QueryFailed if one refuses; then it says what
+        the others did.
+        """
+        self.check()
+        results, refusals, silent = self._ask_each(kind, *arguments, timeout=timeout)
+        if refusals:
+            raise _as_one(refusals, sorted(results))
+        if not results:
+            raise EngineUnavailable(next(iter(silent.values()), "Every replica has just ended."))
+        for replica, reason in silent.items():
+            if self.clients[replica].ready is not None:  # it lives, and has not done it yet
+                raise EngineUnavailable(f"Replica {replica}: {reason}{_done_on(sorted(results))}")
+        return _combined(list(results.values()))
+
+    def abort(self, request_id: str) -> int:
+        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
+        return int(self.ask(wire.AbortAnswers, request_id)["aborted"])
+
+    def reset_prefix_cache(self) -> None:
+        self.ask(wire.ResetPrefixCache)
+
+    def stats(self) -> dict[str, Any]:
+        """The replicas' counters, added up; under `engines`, those of each by its number."""
+        each = self.stats_by_engine()
+        if not each:
+            self.check()
+            raise EngineUnavailable("The engine is busy and did not answer in time.")
+        return {**sum_stats(list(each.values())), "engines": each}
+
+    def stats_by_engine(self) -> dict[str, dict[str, Any]]:
+        """Each replica's counters, of those that answer in time."""
+        results, _, _ = self._ask_each(wire.GetStats, timeout=STATS_SECONDS)
+        return {str(replica): values for replica, values in results.items()}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of each replica: whether it takes requests ("ok", "paused"), or "loading", "draining" or
+        "down"; and its process id while it has one."""
+        states = {}
+        for replica, client in enumerate(self.clients):
+            ready = client.ready
+            pid = {} if ready is None else {"pid": ready.pid}
+            states[str(replica)] = {"status": client.state, **pid}
+        return states
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self._coordinator.close()
+
+    def _living(self) -> list[EngineClient]:
+        return [client for client in self.clients if _takes_requests(client)]
+
+    def _place(self, wanted: Wanted, tried: frozenset[int]) -> Placement | None:
+        candidates = [
+            replica
+            for replica, client in enumerate(self.clients)
+            if replica not in tried and _takes_requests(client)
+        ]
+        if not candidates:
+            return None
+        candidates = self._ready_to_begin(candidates)
+        chosen = self._coordinator.place(wanted, candidates)
+        if chosen not in candidates:
+            # It is being restarted, or slow: what this process has on each must do.
+            chosen = min(candidates, key=lambda one: (self.clients[one].running(), one))
+            self._coordinator.moved(wanted, chosen)
+        return _ReplicaPlacement(self, wanted, chosen, tried | {chosen})
+
+    def _ready_to_begin(self, replicas: list[int]) -> list[int]:
+        """Those of them, if any, that begin requests soon: that are not paused, and do not hang as
+        far as is known."""
+        lively = [one for one in replicas if self.clients[one].silence() < QUIET_SECONDS]
+        unpaused = [one for one in lively if self.clients[one].state == "ok"]
+        return unpaused or lively or replicas
+
+    def _ask_each(
+        self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, QueryFailed], dict[int, str]]:
+        """By replica, what those that are there answered and refused, and why others did not
+        answer."""
+        pending = {
+            replica: client.begin(kind, *arguments)
+            for replica, client in enumerate(self.clients)
+            if client.ready is not None
+        }
+        deadline = None if timeout is None else time.monotonic() + timeout
+        results, refusals, silent = {}, {}, {}
+        for replica, answer in pending.items():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                results[replica] = answer.result(left)
+            except EngineUnavailable as error:
+                silent[replica] = str(error)
+            except QueryFailed as error:
+                refusals[replica] = error
+        return results, refusals, silent
+
+
+class _ReplicaPlacement(Placement):
+    """A place on one replica, of which the coordinator knows."""
+
+    def __init__(
+        self, replicas: ReplicaSet, wanted: Wanted, replica: int, tried: frozenset[int]
+    ) -> None:
+        super().__init__(replicas.clients[replica])
+        self.on_first = replicas._coordinator.started
+        self._replicas = replicas
+        self._wanted = wanted
+        self._tried = tried
+
+    def elsewhere(self) -> Placement | None:
+        return self._replicas._place(self._wanted, self._tried)
+
+    def ended(self, tokens: int | None) -> None:
+        self._replicas._coordinator.ended(self._wanted.request_id, tokens)
+
+
+Engines = EngineClient | ReplicaSet  # what the routes are given
+
+
+def _longest(ready: wire.EngineReady) -> int:
+    return ready.max_seq_length
+
+
+def _takes_requests(client: EngineClient) -> bool:
+    try:
+        client.check()
+    except EngineUnavailable:
+        return False
+    return True
+
+
+def _combined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of answers are added up; an epoch is the one that every replica has reached."""
+    combined: dict[str, Any] = {}
+    for name in results[0]:
+        values = [values[name] for values in results if name in values]
+        combined[name] = min(values) if name == "epoch" else sum(values)
+    return combined
+
+
+def _as_one(refusals: dict[int, QueryFailed], succeeded: list[int]) -> QueryFailed:
+    replica, first = next(iter(refusals.items()))
+    if not succeeded and len({str(refusal) for refusal in refusals.values()}) == 1:
+        return first
+    return QueryFailed(f"Replica {replica}: {first}{_done_on(succeeded)}", first.status)
+
+
+def _done_on(replicas: list[int]) -> str:
+    return f" It is done on replica {', '.join(map(str, replicas))}." if replicas else ""

@@ -1,0 +1,80 @@
+"""A request's events into an answer: its text, the tokens that count, and why it ended. One for the
+offline LLM and for HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.text.detokenizer import IncrementalDetokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+
+class NewText(NamedTuple):
+    """What an event adds to an answer."""
+
+    text: str  # that is certain now
+    # Up to the one that completed a stop string. An id that ended the answer is the last of them.
+    token_ids: list[int]
+    num_shown: int  # of token_ids: all but the id that ended the answer, which is no text
+    logprobs: list[TokenLogprob]  # one for each of token_ids, if the event has them
+
+
+class AnswerText:
+    """One answer while it grows.
+
+    `finish_reason` is None until it ends; `stop_reason` is the stop string or the token id that
+    ended it, `stop_hit` the stop string alone, of which the engine does not know.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`tokenizer`: None for an answer in token ids alone. `stop`: strings that end the text.
+        `visible_ids`: special tokens that the text shows all the same."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.stop_hit: str | None = None
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, stop, visible_ids)
+
+    def count_prompt(self, event: RequestEvent) -> None:
+        """What the event says of the prompt; `take` does it, too."""
+        # one that the engine did not write itself says nothing of it
+        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+
+    def take(self, event: RequestEvent) -> NewText:
+        """Go on with the event. Not after the answer has ended."""
+        self.count_prompt(event)
+        ended_by_id = event.stop_token_id is not None and bool(event.token_ids)
+        shown = event.token_ids[:-1] if ended_by_id else event.token_ids
+        text, used = self._push(shown, final=event.finish_reason is not None)
+        num_shown = used
+        if self.stop_hit is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, self.stop_hit
+        else:
+            self.finish_reason, self.stop_reason = event.finish_reason, event.stop_token_id
+            used += ended_by_id
+        self.completion_tokens += used
+        return NewText(text, event.token_ids[:used], num_shown, (event.logprobs or [])[:used])
+
+    def _push(self, token_ids: list[int], *, final: bool) -> tuple[str, int]:
+        """The text that is certain with these tokens, and how many of them it took."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return "", len(token_ids)
+        before = detokenizer.tokens_used
+        text = detokenizer.push(token_ids)
+        if final:
+            text += detokenizer.flush()
+        self.stop_hit = detokenizer.stop_hit
+        return text, detokenizer.tokens_used - before

@@ -1,0 +1,322 @@
+"""Text to token ids and back, for one model folder. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
+from megatron_hybrid.models.checkpoints.model_files import check_tokenizer
+from megatron_hybrid.request import validate_text
+from megatron_hybrid.text.answer_places import (
+    GeneratedAnswer,
+    Place,
+    Slot,
+    can_be_encoded_apart,
+    cut_at,
+    encode_around,
+    find_places,
+)
+from megatron_hybrid.text.chat_content import with_plain_content
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+# Whether a piece of rendered text says what an assistant's message with tool calls says.
+SameCalls = Callable[[str, Message], bool]
+JOINED_CHARACTERS = 256  # more than words have
+LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the first one's
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt in tokens. `message_ends`: in a chat, ascending positions after which a later
+    message, or the answer, begins; those that the template lets us find."""
+
+    token_ids: list[int]
+    message_ends: tuple[int, ...] = ()
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer and its chat template.
+
+    Encoding and decoding go straight to the `tokenizers` library: transformers' own wrappers
+    change truncation settings on every call, which fails when several threads encode at once.
+    """
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self.backend = hf_tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self._special_ids = frozenset(hf_tokenizer.all_special_ids) | {
+            token_id
+            for token_id, token in self.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._special_tokens = tuple(
+            token for token in map(self.backend.id_to_token, self._special_ids) if token
+        )
+        # Of a text, that one token stands for. Where a tokenizer may put any number of them into
+        # one (white space that it joins, say), a rule of thumb.
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        is_exact = type(self.backend.decoder).__name__ == "ByteLevel"
+        self.most_characters_of_a_token = longest if is_exact else max(longest, JOINED_CHARACTERS)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face folder; ConfigurationError if there is none."""
+        path = Path(folder)
+        check_tokenizer(path)
+        try:
+            return cls(_load_hf_tokenizer(path))
+        except Exception as error:  # transformers raises many kinds for a broken folder
+            reason = " ".join(str(error).split())  # and of many lines
+            raise ConfigurationError(
+                f"{path} has no tokenizer that can be read (tokenizer.json is looked for first): "
+                f"{reason}"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._hf.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source; of several, the one for tools comes first."""
+        template = self._hf.chat_template or ""
+        if isinstance(template, Mapping):
+            return "\n".join([template.get("tool_use", ""), *map(str, template.values())])
+        return str(template)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for descriptions of functions."""
+        return re.search(r"\{[%{][^}]*\btools\b", self.chat_template) is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling; None if the vocabulary has no such token."""
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this id stands for no text of the answer: end of sequence, roles, padding."""
+        return token_id in self._special_ids
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's spelling of an id; None if it has none (a padded vocabulary)."""
+        token: str | None = self.backend.id_to_token(token_id)
+        return token
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # Unlike `encode`, it lets other threads go on, and it does not look for offsets.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if not self.is_special(token_id)]
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Tools = (),
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises InvalidRequestError when the messages, or the template's view of them, are wrong.
+        """
+        conversation, arguments = self._checked_chat(messages, template_arguments, tools)
+        return self.encode(self._render_chat(conversation, arguments), add_special_tokens=False)
+
+    def encode_chat_with_ends(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Tools = (),
+        *,
+        answers: Mapping[int, GeneratedAnswer] | None = None,
+        same_calls: SameCalls | None = None,
+        check: Callable[[str], None] = lambda text: None,
+    ) -> EncodedPrompt:
+        """What `encode_chat` gives, and where in it the first message and the last ones end.
+
+        A message's end is where the rendering of the chat up to it ends, if the whole begins so.
+        Templates that refuse a part of a chat, or render it otherwise, have fewer ends, or none.
+
+        answers: what is known to have been generated, by the message's number; it goes into the
+        prompt as these ids wherever the rendered text holds it unchanged. `same_calls` decides that
+        for messages with tool calls, which a template may spell otherwise than the model did.
+        check: raises for a rendered text that is not worth encoding.
+        """
+        conversation, arguments = self._checked_chat(messages, template_arguments, tools)
+        text = self._render_chat(conversation, arguments)
+        check(text)
+        places = self._places(conversation, arguments, text, answers or {}, same_calls)
+        token_ids, ends_of_tokens = encode_around(self.backend, text, places)
+        characters = self._message_ends(conversation, arguments, text)
+        # Where each token has ended, and all those before it, in characters.
+        token_ends = list(accumulate(ends_of_tokens, max))
+        # A token that goes on beyond the message does not belong to it.
+        ends = {bisect_right(token_ends, end) for end in characters} - {0}
+        return EncodedPrompt(token_ids, tuple(sorted(ends)))
+
+    def _places(
+        self,
+        conversation: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        text: str,
+        answers: Mapping[int, GeneratedAnswer],
+        same_calls: SameCalls | None,
+    ) -> list[Place]:
+        """Where the answers stand in the rendered chat, from one more rendering with marks instead
+        of them."""
+        marks, slots = [], []
+        marked = list(conversation)
+        for number in sorted(answers):
+            message, answer = conversation[number], answers[number]
+            same = None
+            if message.get("tool_calls"):
+                if same_calls is None:
+                    continue
+                same = functools.partial(_same, same_calls, message)
+            mark = f"answer{secrets.token_hex(16)}"
+            marked[number] = {k: v for k, v in message.items() if k != "tool_calls"}
+            marked[number]["content"] = mark
+            marks.append(mark)
+            slots.append(Slot(message["content"], answer, same))
+        if not slots:
+            return []
+        try:
+            rendered = self._apply_template(marked, arguments, answer_follows=True)
+        except Exception:  # a template may want calls where results of calls follow
+            return []
+        places = find_places(text, cut_at(rendered, marks), slots)
+        return [
+            place
+            for place in places
+            if can_be_encoded_apart(self.backend, text, place.end, self._special_tokens)
+        ]
+
+    def _checked_chat(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None,
+        tools: Tools,
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "messages",
+                "This model has no chat template, so it cannot serve messages; "
+                "use /v1/completions with a prompt.",
+            )
+        if not messages:
+            raise InvalidRequestError("messages", "messages is empty; it needs a message at least.")
+        arguments = dict(template_arguments or {})
+        for name in arguments:
+            if name in _TEMPLATE_PARAMETERS:
+                raise InvalidRequestError(
+                    "chat_template_kwargs",
+                    f"chat_template_kwargs.{name} is not a variable of the chat template.",
+                )
+        if tools:
+            if not self.takes_tools:
+                raise InvalidRequestError(
+                    "tools",
+                    "This model's chat template has no place for tools; leave tools out.",
+                )
+            arguments["tools"] = list(tools)
+        return [
+            with_plain_content(message, index) for index, message in enumerate(messages)
+        ], arguments
+
+    def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        try:
+            text = self._apply_template(conversation, arguments, answer_follows=True)
+        except Exception as error:  # templates are the model's code and may raise anything
+            raise InvalidRequestError(
+                "messages", f"The model's chat template refuses these messages: {error}"
+            ) from error
+        validate_text("messages", text)
+        return text
+
+    def _message_ends(
+        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], whole: str
+    ) -> list[int]:
+        """Where messages end in the rendered chat, in characters."""
+        count = len(conversation)
+        ends = []
+        # Each one costs a rendering, so a long chat's middle is left out.
+        for length in sorted({1, *range(max(1, count - LAST_ENDS + 1), count + 1)}):
+            try:
+                part = self._apply_template(conversation[:length], arguments, answer_follows=False)
+            except Exception:  # for instance: a chat must not end with the system message
+                continue
+            if not whole.startswith(part):
+                continue
+            # Some templates put the system message into a later one.
+            if length > 1 or conversation[0]["content"].strip() in part:
+                ends.append(len(part))
+        return ends
+
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], *, answer_follows: bool
+    ) -> str:
+        text: str = self._hf.apply_chat_template(
+            conversation, add_generation_prompt=answer_follows, tokenize=False, **arguments
+        )
+        return text
+
+
+def _same(same_calls: SameCalls, message: Message, body: str) -> bool:
+    return same_calls(body, message)
+
+
+def _load_hf_tokenizer(path: Path) -> Any:
+    # AutoTokenizer pulls in torch; a tokenizer.json needs only the tokenizers library.
+    if (path / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what fails is raised, too
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigurationError(
+            f"its tokenizer ({type(tokenizer).__name__}) cannot be turned into a tokenizer.json."
+        )
+    return tokenizer
+
+
+def _template_parameters() -> frozenset[str]:
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+# Arguments of apply_chat_template itself, which a request must not set.
+_TEMPLATE_PARAMETERS = _template_parameters() - {"kwargs"} | {"messages"}

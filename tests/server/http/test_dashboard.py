@@ -1,0 +1,576 @@
+"""The page at /, used as people use it: in a browser, around the fake engine and a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from flask.testing import FlaskClient
+
+from megatron_hybrid.server.http import dashboard
+from megatron_hybrid.server.http.app import create_app
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.keys import ApiKey
+from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.text.tokenizer import Tokenizer
+from tests.server.conftest import RunningLoop
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.browsing import (
+    ATTACK,
+    CHROMIUM,
+    CONTRASTS,
+    EVIL_HOST,
+    FLAGS,
+    STATS,
+    Site,
+    Visit,
+    cached_share,
+    cached_states,
+    expect,
+    needs_browser,
+    playwright,
+    press_until,
+)
+from tests.server.running import ROOT, ServerProcess, wait_until
+
+STATIC = Path(dashboard.__file__).parent / "static"
+IMAGE = ROOT / "docs" / "images" / "dashboard.png"
+WRITE_IMAGE = "MEGATRON_HYBRID_WRITE_IMAGES"  # set it to renew the picture in docs/
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    assert CHROMIUM is not None
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
+    visits: list[Visit] = []
+
+    def start(**settings: Any) -> Visit:
+        visits.append(Visit(browser, **settings))
+        return visits[-1]
+
+    yield start
+    for one in visits:
+        one.context.close()
+
+
+@pytest.fixture
+def site(serving: Serving) -> Iterator[Site]:
+    site = Site(serving)
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def at_home(site: Site, visit: Callable[..., Visit]) -> Visit:
+    """The page of the fake engine, with figures that do not move."""
+    home = visit()
+    home.figures(lambda: (200, STATS))
+    home.page.goto(site.url)
+    expect(home.page.locator("#connection")).to_have_text("live")
+    return home
+
+
+def test_the_page_lets_the_browser_load_nothing_from_elsewhere(http: FlaskClient) -> None:
+    for path in ("/", "/dashboard/main.js", "/dashboard/style.css"):
+        answer = http.get(path)
+        assert answer.status_code == 200
+        policy = answer.headers["Content-Security-Policy"]
+        rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+        assert rules["default-src"] == "'none'"
+        assert set(rules.values()) <= {"'none'", "'self'"}
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_every_file_that_the_page_names_is_served(http: FlaskClient) -> None:
+    named = set(re.findall(r'(?:src|href)="([^"]+)"', http.get("/").text))
+    assert "dashboard/main.js" in named
+    for script in STATIC.glob("*.js"):
+        imported = re.findall(r'from "\./([^"]+)"', script.read_text())
+        named |= {f"dashboard/{name}" for name in imported}
+    assert {Path(name).name for name in named} == {
+        path.name for path in STATIC.iterdir() if path.name != "index.html"
+    }
+    for name in named:
+        assert http.get(f"/{name}").status_code == 200
+    assert http.get("/dashboard/../__init__.py").status_code == 404
+    assert http.get("/dashboard/nothing.js").get_json()["error"]["message"]
+
+
+def test_scripts_never_make_markup_of_text() -> None:
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        assert not re.search(r"<script>|<style|\son[a-z]+=\"|\sstyle=\"", text)
+        assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+@needs_browser
+def test_what_the_model_says_is_shown_as_text(at_home: Visit) -> None:
+    markup = '<img src="/nowhere" onerror="document.title=1"><b>bold</b>'
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": markup}}]})
+    at_home.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=f"data: {chunk}\r\n\r\ndata: [DONE]\n\n"
+        ),
+    )
+    turn = at_home.ask(markup)
+    expect(turn.locator(".text")).to_have_text([markup, markup])
+    assert at_home.page.locator(".log img, .log .text b").count() == 0
+    assert at_home.errors == []
+
+
+@needs_browser
+def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
+    running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions, visit: Callable[..., Visit]
+) -> None:
+    keyed = ServerOptions(
+        tokenizer_folder=options.tokenizer_folder,
+        model_name="fake",
+        api_keys=(ApiKey("sesame", "door"),),
+    )
+    site = Site(Serving(running.client, tokenizer, keyed))
+    try:
+        home = visit()
+        page = home.page
+        page.goto(site.url)
+        dialog = page.get_by_role("dialog", name="API key")
+        expect(dialog).to_be_visible()
+        expect(page.locator("#connection")).to_have_text("key needed")
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog.get_by_role("alert")).to_have_text("The server does not take that key.")
+        page.keyboard.type("sesame")
+        page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(home.ask("Hello").locator(".answer .text")).to_contain_text("Hello")
+        page.reload()
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(dialog).to_be_hidden()
+        assert page.evaluate("() => localStorage.length") == 0
+    finally:
+        site.close()
+
+
+@needs_browser
+def test_a_key_given_while_figures_are_awaited_is_tried(
+    site: Site, visit: Callable[..., Visit]
+) -> None:
+    refused = {"status": 401, "json": {"error": {"message": "A key is needed."}}}
+    awaited: list[Any] = []
+
+    def figures(route: Any) -> None:
+        if "sesame" in route.request.headers.get("authorization", ""):
+            route.fulfill(json=STATS)
+        elif route.request.headers.get("authorization"):
+            awaited.append(route)
+        else:
+            route.fulfill(**refused)
+
+    page = visit().page
+    page.route("**/stats", figures)
+    page.goto(site.url)
+    dialog = page.get_by_role("dialog", name="API key")
+    expect(dialog).to_be_visible()
+    with page.expect_request("**/stats"):
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+    page.get_by_role("button", name="API key").click()
+    page.keyboard.type("sesame")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    awaited[0].fulfill(**refused)
+    expect(page.locator("#connection")).to_have_text("live")
+
+
+@needs_browser
+def test_stop_ends_the_answer_in_the_engine(at_home: Visit, engine: FakeEngine) -> None:
+    engine.step_seconds = 0.5  # it has eight tokens to say: time for a slow machine to stop it
+    page = at_home.page
+    for stop in (
+        lambda: page.keyboard.press("Escape"),
+        page.get_by_role("button", name="Stop").click,
+    ):
+        aborted = sum(line.startswith("abort") for line in engine.log)
+        page.get_by_label("Message").fill("The quick brown fox and numbers")
+        page.keyboard.press("Enter")
+        turn = page.locator(".turn").last
+        expect(turn.locator(".answer .text")).not_to_be_empty()
+        stop()
+        expect(turn.locator(".figures")).to_contain_text("stopped")
+        wait_until(lambda n=aborted: sum(s.startswith("abort") for s in engine.log) > n)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert at_home.errors == []
+
+
+@needs_browser
+def test_an_edited_message_replaces_what_followed_it(at_home: Visit, engine: FakeEngine) -> None:
+    at_home.page.get_by_text("Settings").click()
+    at_home.page.get_by_label("Most tokens").fill("2")
+    for text in ("one", "two", "three"):
+        at_home.ask(text)
+    questions = at_home.page.locator(".question .text")
+    expect(questions).to_have_text(["one", "two", "three"])
+    at_home.page.locator(".turn").nth(1).get_by_role("button", name="Edit").click()
+    expect(at_home.page.get_by_label("Message")).to_have_value("two")
+    at_home.page.keyboard.press("Escape")
+    expect(at_home.page.get_by_label("Message")).to_have_value("")
+    at_home.page.locator(".turn").nth(1).get_by_role("button", name="Edit").click()
+    at_home.ask("four")
+    expect(questions).to_have_text(["one", "four"])
+    # Its first tokens are those of the conversation up to the edited message.
+    second, last = engine.added[1].prompt, engine.added[-1].prompt
+    shared = os.path.commonprefix([second, last])
+    assert len(shared) > len(engine.added[0].prompt)
+    at_home.page.get_by_role("button", name="Ask again").click()
+    wait_until(lambda: engine.added[-1] is not engine.added[3] and len(engine.added) == 5)
+    assert engine.added[4].prompt == engine.added[3].prompt
+    assert at_home.errors == []
+
+
+@needs_browser
+def test_what_the_server_refuses_is_said_and_the_next_question_is_served(at_home: Visit) -> None:
+    at_home.page.get_by_text("Settings").click()
+    limit = at_home.page.get_by_label("Most tokens")
+    limit.fill("5000")
+    turn = at_home.ask("Hello")
+    expect(turn.get_by_role("alert")).to_contain_text("--inference-max-seq-length")
+    limit.fill("4")
+    expect(at_home.ask("Hello").locator(".figures")).to_contain_text("prompt tokens")
+
+
+@needs_browser
+def test_an_engine_that_is_down_is_shown_and_so_is_its_return(
+    site: Site, visit: Callable[..., Visit]
+) -> None:
+    down = {"error": {"message": "The engine restarts.", "type": "server_error"}}
+    answers = {"now": (503, down)}
+    home = visit()
+    home.figures(lambda: answers["now"])
+    home.page.goto(site.url)
+    connection = home.page.locator("#connection")
+    expect(connection).to_have_text("engine down")
+    expect(home.page.locator("#notice")).to_have_text("The engine restarts.")
+    answers["now"] = (200, STATS)
+    expect(connection).to_have_text("live")
+    expect(home.page.locator("#notice")).to_be_empty()
+    answers["now"] = (200, {**STATS, "engine": {**STATS["engine"], "paused": True}})
+    expect(connection).to_have_text("engine paused")
+    home.page.unroute("**/stats")
+    home.context.set_offline(True)
+    expect(connection).to_have_text("no connection")
+    home.context.set_offline(False)
+    expect(connection).to_have_text("live")
+
+
+@needs_browser
+def test_the_picture_shows_the_figures_of_the_server(at_home: Visit) -> None:
+    page = at_home.page
+    for name, shown in (
+        ("skipped", "75 %"),
+        ("running", "5"),
+        ("waiting", "2"),
+        ("first", "120 ms"),
+        ("between", "–"),
+    ):
+        expect(page.locator(f"#tile-{name}")).to_have_text(shown)
+    expect(page.locator("#kv .legend li")).to_have_text(
+        ["in use150", "cached < 10 s200", "cached older50", "free600"]
+    )
+    expect(page.locator("#state .legend li")).to_have_text(
+        ["live5", "cached < 10 s8", "cached older3", "free24"]
+    )
+    widths = page.locator("#kv .piece").evaluate_all(
+        "pieces => pieces.map((piece) => piece.getBoundingClientRect().width)"
+    )
+    assert widths[3] == max(widths) and widths[2] == min(widths)
+    assert widths[1] / widths[3] == pytest.approx(200 / 600, rel=0.1)
+    expect(page.get_by_role("img", name=re.compile("^KV blocks: in use 150"))).to_be_visible()
+    rows = dict(
+        zip(
+            page.locator("#lost dt").all_inner_texts(),
+            page.locator("#lost dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    assert rows["behind the last grid position"] == "48"
+    assert rows["a new cause"] == "7"
+    assert rows["its state had to go"] == "0"
+    assert at_home.errors == []
+
+
+@needs_browser
+def test_prefill_is_drawn_as_rates(site: Site, visit: Callable[..., Visit]) -> None:
+    asked = {"times": 0}
+
+    def answer() -> tuple[int, Any]:
+        n = asked["times"] = asked["times"] + 1
+        engine = {**STATS["engine"], "computed_tokens": 100 * n, "skipped_tokens": 400 * n}
+        return 200, {**STATS, "time": 2.0 * n, "engine": engine}
+
+    home = visit()
+    home.figures(answer)
+    home.page.goto(site.url)
+    numbers = home.page.locator("#prefill .legend b")
+    expect(numbers).to_have_text(["50", "200"])
+    drawn = home.page.locator("#prefill path").evaluate_all(
+        "paths => paths.map((path) => path.getBBox().height)"
+    )
+    assert drawn[1] / drawn[0] == pytest.approx(4, rel=0.05)
+
+
+@needs_browser
+def test_figures_that_are_missing_are_no_error(site: Site, visit: Callable[..., Visit]) -> None:
+    home = visit()
+    home.figures(lambda: (200, {}))
+    home.page.goto(site.url)
+    expect(home.page.locator("#connection")).to_have_text("live")
+    expect(home.page.locator("#tile-running")).to_have_text("–")
+    assert home.errors == []
+
+
+@needs_browser
+def test_a_hidden_page_does_not_ask(site: Site, visit: Callable[..., Visit]) -> None:
+    asked: list[bool] = []
+    home = visit()
+    home.figures(lambda: asked.append(True) or (200, STATS))
+    home.page.add_init_script(
+        "Object.defineProperty(document, 'hidden', { get: () => window.isHidden === true })"
+    )
+    home.page.goto(site.url)
+    expect(home.page.locator("#connection")).to_have_text("live")
+    turn = """(hidden) => {
+        window.isHidden = hidden;
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    home.page.evaluate(turn, True)
+    home.page.wait_for_timeout(200)  # one may be on its way
+    before = len(asked)
+    home.page.wait_for_timeout(2500)
+    assert len(asked) == before
+    with home.page.expect_request("**/stats"):
+        home.page.evaluate(turn, False)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out_from_their_ground(
+    site: Site, visit: Callable[..., Visit], scheme: str
+) -> None:
+    home = visit(color_scheme=scheme, reduced_motion="reduce")
+    home.figures(lambda: (200, STATS))
+    home.page.goto(site.url)
+    expect(home.page.locator("#connection")).to_have_text("live")
+    home.ask("Hello")
+    contrasts = home.page.evaluate(CONTRASTS)
+    assert len(contrasts) > 40
+    assert {text: ratio for text, ratio in contrasts if ratio < 4.5} == {}
+    moving = home.page.evaluate("() => document.getAnimations().length")
+    assert moving == 0
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 390, 768])
+def test_narrow_screens_need_no_scrolling_sideways(
+    site: Site, visit: Callable[..., Visit], width: int
+) -> None:
+    home = visit(viewport={"width": width, "height": 740}, is_mobile=True, has_touch=True)
+    home.figures(lambda: (200, STATS))
+    home.page.goto(site.url)
+    expect(home.page.locator("#connection")).to_have_text("live")
+    home.page.get_by_text("Settings").click()
+    home.page.get_by_label("Most tokens").fill("60")
+    home.ask("W" * 60)
+    assert home.overflow() <= 0
+    for name in ("Send", "New chat", "Reset cache", "Edit", "Ask again"):
+        box = home.page.get_by_role("button", name=name).bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
+    assert home.errors == []
+
+
+def other_site(environ: Any, start_response: Any) -> list[bytes]:
+    """A page without anything, whose scripts are the tests'."""
+    start_response("200 OK", [("Content-Type", "text/html")])
+    return [b"<!doctype html><title>Elsewhere</title>"]
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Site]:
+    site = Site(other_site)
+    yield site
+    site.close()
+
+
+CONTROLLED = ["v1/completions", "reset_prefix_cache", "pause", "resume"]
+
+
+@needs_browser
+@pytest.mark.parametrize("sandboxed", [False, True])
+def test_a_page_of_another_origin_cannot_make_the_server_do_anything(
+    site: Site,
+    elsewhere: Site,
+    visit: Callable[..., Visit],
+    engine: FakeEngine,
+    sandboxed: bool,
+) -> None:
+    page = visit().page
+    statuses: list[int] = []
+    page.on("response", lambda answer: statuses.append(answer.status))
+    page.goto(elsewhere.url)
+    where = page
+    if sandboxed:  # of the origin "null"
+        page.set_content("<iframe sandbox='allow-scripts allow-forms' srcdoc='<p>'></iframe>")
+        where = page.frames[1]
+    statuses.clear()
+    found = where.evaluate(ATTACK, [site.url, CONTROLLED])
+    assert len(found) == 20
+    assert {text for _, text in found} == {"", None}  # nothing that the page can read
+    assert len(statuses) == 24 and set(statuses) == {403}  # preflights are not among them
+    assert engine.log == [] and not engine.is_paused
+
+
+@needs_browser
+def test_a_page_whose_name_comes_to_point_here_is_not_served(
+    serving: Serving, visit: Callable[..., Visit], engine: FakeEngine
+) -> None:
+    """DNS rebinding: to the browser, the attacker's page and this server are of one origin."""
+    app = create_app(serving)
+
+    def rebound(environ: Any, start_response: Any) -> Any:
+        """The attacker's server while the page loads, ours from then on."""
+        serve = other_site if environ["PATH_INFO"] == "/trap" else app
+        return serve(environ, start_response)
+
+    site = Site(rebound)
+    try:
+        page = visit().page
+        evil = f"http://{EVIL_HOST}:{site.port}/"
+        page.goto(f"{evil}trap")
+        statuses: list[int] = []
+        page.on("response", lambda answer: statuses.append(answer.status))
+        found = page.evaluate(ATTACK, [evil, CONTROLLED])
+        reads = """(paths) => Promise.all(paths.map((path) => fetch(path).then((a) => a.text())))"""
+        found += [["", text] for text in page.evaluate(reads, ["stats", "metrics", "v1/models"])]
+        assert len(found) == 23 and all("--allowed-hosts" in text for _, text in found)
+        assert len(statuses) == 31 and set(statuses) == {403}
+        assert engine.log == [] and not engine.is_paused
+    finally:
+        site.close()
+
+
+@needs_browser
+def test_an_allowed_page_of_another_origin_asks_and_reads(
+    serving: Serving, elsewhere: Site, visit: Callable[..., Visit]
+) -> None:
+    origin = elsewhere.url.removesuffix("/")
+    serving.options = msgspec.structs.replace(
+        serving.options, allowed_origins=(origin,), api_keys=(ApiKey("sesame", "door"),)
+    )
+    site = Site(serving)
+    try:
+        page = visit().page
+        page.goto(elsewhere.url)
+        ask = """async ([url, key, body]) => {
+            const headers = {
+              "Content-Type": "application/json", "Authorization": `Bearer ${key}`,
+              "X-Stainless-Lang": "js",
+            };
+            const request = {method: "POST", headers, body: JSON.stringify(body)};
+            const answer = await fetch(url + "v1/completions", request);
+            return [answer.status, await answer.text()];
+        }"""
+        body = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+        for key, more, status, text in (
+            ("sesame", {}, 200, '"text_completion"'),
+            ("sesame", {"stream": True}, 200, "[DONE]"),
+            ("sesame", {"prompt": 5}, 400, '"param":"prompt"'),
+            ("wrong", {}, 401, '"invalid_api_key"'),
+        ):
+            found, answer = page.evaluate(ask, [site.url, key, {**body, **more}])
+            assert found == status and text in answer
+    finally:
+        site.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("tools/run_text_generation_server.py", "--port", "0") as server:
+        yield server
+
+
+SYSTEM = (
+    2
+    * """You answer questions about what was said. The code of the gate is 7315.
+The cat is called Pixel. The meeting is in Oslo. """
+)
+
+
+@needs_browser
+def test_a_chat_by_keyboard_with_a_real_model_shows_the_cache_at_work(
+    server: ServerProcess, visit: Callable[..., Visit]
+) -> None:
+    home = visit(viewport={"width": 1280, "height": 960})
+    page = home.page
+    page.goto(server.url)
+    expect(page.locator("#connection")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text("reference_model")
+    expect(page.get_by_label("Message")).to_be_focused()
+    before = cached_states(page)
+
+    press_until(page, "Shift+Tab", ".settings summary")
+    page.keyboard.press("Enter")
+    press_until(page, "Tab", "#system")
+    page.keyboard.insert_text(SYSTEM)
+    press_until(page, "Shift+Tab", ".settings summary")
+    page.keyboard.press("Enter")
+    press_until(page, "Tab", "#question")
+    shares = []
+    for question, part in (
+        ("What is the cat called?", "Pixel"),
+        ("The code of the door is 2201. What is the code of the gate?", "7315"),
+        ("And where is the meeting?", "Oslo"),
+    ):
+        page.keyboard.type(question)
+        page.keyboard.press("Enter")
+        turn = page.locator(".turn").last
+        expect(turn.locator(".question .text")).to_have_text(question)
+        expect(turn.locator(".answer")).to_have_attribute("aria-busy", "false")
+        expect(turn.locator(".answer .text")).to_contain_text(part)
+        expect(turn.locator(".figures")).to_contain_text(re.compile(r"first token [\d.]+ m?s"))
+        expect(turn.locator(".figures")).to_contain_text(re.compile(r"[\d,]+ tokens at [\d.]+/s"))
+        shares.append(cached_share(turn))
+        expect(page.get_by_label("Message")).to_be_focused()
+    assert shares[0] == 0
+    assert all(share > 0.3 for share in shares[1:])
+
+    wait_until(lambda: cached_states(page) > before)
+    expect(page.locator("#tile-skipped")).to_have_text(re.compile(r"^[1-9]\d? %$"))
+    assert page.locator("#prefill path.cached-0").get_attribute("d")
+    if os.environ.get(WRITE_IMAGE):
+        page.screenshot(path=IMAGE, full_page=True)
+
+    press_until(page, "Tab", "#reset")
+    page.keyboard.press("Enter")
+    expect(page.locator("#notice")).to_have_text("The cache is empty now.")
+    wait_until(lambda: cached_states(page) == 0)
+    press_until(page, "Shift+Tab", "#question")
+    page.keyboard.type("What is the cat called?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn").last.locator(".cached")).to_contain_text("(0 %)")
+
+    assert home.errors == []
+    assert {address.startswith(server.url) for address in home.addresses} == {True}

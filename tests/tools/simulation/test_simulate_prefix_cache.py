@@ -1,0 +1,75 @@
+"""The tool runs from end to end, and its figures hang together."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulation import sweep
+from simulation.plots import load_matplotlib
+
+TOOL = Path(__file__).parents[3] / "tools" / "simulate_prefix_cache.py"
+
+
+def run(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, flags)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    return ended.value.code
+
+
+def test_a_sweep_prints_tables_and_writes_json(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    flags = "--trace shared chat --requests 150 --pool-sizes 20 100 --splits 50 80".split()
+    assert run(monkeypatch, *flags, "--policies", "block-lru", "--json", out) == 0
+    printed = capsys.readouterr().out
+    assert "oracle" in printed and "us/step" in printed
+    results = json.loads(out.read_text())
+    assert len(results["references"]) == 2
+    assert len(results["outcomes"]) == 2 * 2 * 2
+    for reference in results["references"]:
+        assert reference["unlimited"]["requests"] == 150
+        assert reference["working_set"] > 0
+        assert 0 < reference["oracle_share"] < 1
+    bound = {r["workload"]["trace"]: r["oracle_share"] for r in results["references"]}
+    for outcome in results["outcomes"]:
+        assert outcome["skipped_share"] <= bound[outcome["cell"]["workload"]["trace"]]
+
+
+def test_pools_may_be_given_in_bytes(monkeypatch, capsys):
+    flags = "--trace shared --requests 50 --pool-gib 20 --splits 50 --policies marconi".split()
+    assert run(monkeypatch, *flags) == 0
+    assert "20 GiB" in capsys.readouterr().out
+
+
+def test_the_best_split_is_reported():
+    workload = sweep.Workload("shared", 100, 1)
+    reference = sweep.measure_reference(workload)
+    pool = sweep.Pool(reference.working_set, "all")
+    cells = sweep.cells(reference, ["block-lru"], [pool], [0.3, 0.9])
+    outcomes = [sweep.run_cell(cell) for cell in cells]
+    (best,) = sweep.best_splits(outcomes)
+    assert best.skipped_share == max(o.skipped_share for o in outcomes)
+
+
+def test_a_pool_that_is_too_small_is_told_from_a_bad_result():
+    cell = sweep.Cell(sweep.Workload("chat", 10, 1), "block-lru", sweep.Pool(2**27, "tiny"), 0.5)
+    outcome = sweep.run_cell(cell)
+    assert outcome.result is None and outcome.skipped_share == 0
+
+
+def test_plots_are_drawn_or_matplotlib_is_asked_for(monkeypatch, tmp_path, capsys):
+    flags = "--trace shared --requests 60 --pool-sizes 50 100 --splits 70".split()
+    try:
+        load_matplotlib()
+    except ImportError:
+        assert run(monkeypatch, *flags, "--plot", tmp_path) == 1
+        assert "pip install matplotlib" in capsys.readouterr().err
+    else:
+        assert run(monkeypatch, *flags, "--plot", tmp_path) == 0
+        assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
+        assert len(list(tmp_path.iterdir())) == 2

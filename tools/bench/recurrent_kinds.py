@@ -1,0 +1,266 @@
+"""The kernels of each kind of recurrent layer at a model's sizes: inputs, floors, libraries.
+
+A kernel's calls take what has a row a token, then constants, then the state and the step's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.timing import Call
+from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
+from megatron_hybrid.layers.mamba1 import Mamba1Config
+from megatron_hybrid.layers.mamba2 import Mamba2Config
+from megatron_hybrid.models.config import HybridModelConfig
+
+Tensors = tuple[Tensor, ...]
+# (inputs, state, slots) of an update, or (inputs, number of sequences) of a prefill -> calls
+UpdateCalls = Callable[[Tensors, Tensor, DecodeSlots], dict[str, Call]]
+PrefillCalls = Callable[[Tensors, int], dict[str, Call]]
+
+
+@dataclass(frozen=True)
+class RecurrentKind:
+    letter: str  # in a pattern
+    channels: int  # of the convolution
+    width: int
+    silu: bool
+    kernel_chunk: int
+    # Of the scan; an empty state: there is none.
+    state: tuple[int, ...] = (0,)
+    kernel: Any = None
+    inputs: Callable[[int], Tensors] = lambda tokens: ()  # for so many tokens
+    constants: tuple[Any, ...] = ()
+    ring: tuple[int, ...] = ()  # which of the inputs a ring keeps
+    values_per_token: int = 0  # read and written, of the activations' type
+    flops_per_token: float = 0.0  # multiplications and additions of prefill
+    update_libraries: UpdateCalls = field(default=lambda *_: {})
+    prefill_libraries: PrefillCalls = field(default=lambda *_: {})
+
+
+def recurrent_kinds(
+    model: HybridModelConfig, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+) -> Iterator[RecurrentKind]:
+    """Those that the model has."""
+
+    def columns(tokens: int, *widths: int) -> Tensors:
+        """Side by side, as a projection leaves them."""
+        wide = torch.randn(tokens, sum(widths), device=device).to(dtype)
+        return wide.split(list(widths), dim=1)
+
+    def constant(*shape: int, value: float) -> Tensor:
+        return torch.full(shape, value, device=device)
+
+    letters = set(model.pattern)
+    if letters & set("MHZ") and model.mamba is not None:
+        yield _mamba2(model.mamba, kernels, columns, constant)
+    if "S" in letters and model.mamba1 is not None:
+        yield _mamba1(model.mamba1, kernels, columns, constant)
+    if "G" in letters and model.gated_delta_net is not None:
+        yield _gated_delta_net(model.gated_delta_net, kernels, columns, constant)
+    if "C" in letters and model.short_conv is not None:
+        yield RecurrentKind("C", model.hidden_size, model.short_conv.conv_width, False, 1)
+
+
+Columns = Callable[..., Tensors]
+
+
+def _mamba2(
+    config: Mamba2Config, kernels: KernelSet, columns: Columns, constant: Callable[..., Tensor]
+) -> RecurrentKind:
+    heads, dim, size = config.num_heads, config.head_dim, config.state_size
+    inner, groups, tile = config.inner_size, config.num_groups, 64
+    channels = inner + 2 * groups * size
+    decay = -torch.linspace(1, 16, heads, device=constant(1, value=0.0).device)
+    skip, bias = constant(heads, value=1.0), constant(heads, value=-4.5)
+
+    def inputs(tokens: int) -> Tensors:
+        x, b, c = columns(tokens, inner, groups * size, groups * size)
+        _, _, dt = columns(tokens, inner, channels, heads)
+        by_group = (groups, size)
+        return x.unflatten(1, (heads, dim)), b.unflatten(1, by_group), c.unflatten(1, by_group), dt
+
+    def update(tokens: Tensors, state: Tensor, slots: DecodeSlots) -> dict[str, Call]:
+        x, b, c, dt = tokens
+        wide = (
+            dt[:, :, None].expand(-1, -1, dim),
+            decay[:, None, None].expand(heads, dim, size),
+            b,
+            c,
+        )
+        calls: dict[str, Call] = {}
+        if mamba_ssm := library("mamba_ssm.ops.triton.selective_state_update"):
+            calls["mamba_ssm"] = lambda: mamba_ssm.selective_state_update(
+                state, x, *wide, skip[:, None].expand(heads, dim),
+                dt_bias=bias[:, None].expand(heads, dim), dt_softplus=True,
+                state_batch_indices=slots.read_slot,
+            )  # fmt: skip
+        if flashinfer := library("flashinfer.mamba"):
+            own_skip, own_bias = (values.to(x.dtype) for values in (skip, bias))
+            calls["flashinfer"] = lambda: flashinfer.selective_state_update(
+                state, x, *wide, own_skip[:, None].expand(heads, dim),
+                dt_bias=own_bias[:, None].expand(heads, dim), dt_softplus=True,
+                state_batch_indices=slots.read_slot,
+            )  # fmt: skip
+        return calls
+
+    def prefill(tokens: Tensors, sequences: int) -> dict[str, Call]:
+        mamba_ssm = library("mamba_ssm.ops.triton.ssd_combined")
+        if mamba_ssm is None:
+            return {}
+        x, b, c, dt = (values.unflatten(0, (sequences, -1)) for values in tokens)
+        return {
+            "mamba_ssm": lambda: mamba_ssm.mamba_chunk_scan_combined(
+                x, dt, decay, b, c, chunk_size=config.kernel_chunk, D=skip, dt_bias=bias,
+                dt_softplus=True, return_final_states=True,
+            )
+        }  # fmt: skip
+
+    return RecurrentKind(
+        letter="M",
+        channels=channels,
+        width=config.conv_width,
+        silu=True,
+        kernel_chunk=config.kernel_chunk,
+        state=(heads, dim, size),
+        kernel=kernels.mamba2_scan,
+        inputs=inputs,
+        constants=(decay, skip, bias, config.dt_limit),
+        ring=(0, 1, 3),
+        values_per_token=2 * inner + 2 * groups * size + heads,
+        # In tiles of 64 tokens: C h and B^T x, and half of the products inside a tile.
+        flops_per_token=4 * inner * size + tile * (inner + groups * size),
+        update_libraries=update,
+        prefill_libraries=prefill,
+    )
+
+
+def _mamba1(
+    config: Mamba1Config, kernels: KernelSet, columns: Columns, constant: Callable[..., Tensor]
+) -> RecurrentKind:
+    inner, size, rank = config.inner_size, config.state_size, config.dt_rank
+    decay = constant(inner, size, value=-1.0).cumsum(1)
+    skip, bias = constant(inner, value=1.0), constant(inner, value=-4.5)
+
+    def inputs(tokens: int) -> Tensors:
+        _, z = columns(tokens, inner, inner)
+        _, b, c = columns(tokens, rank, size, size)
+        (x,), (dt,) = columns(tokens, inner), columns(tokens, inner)
+        return x, z, dt, b, c
+
+    def update(tokens: Tensors, state: Tensor, slots: DecodeSlots) -> dict[str, Call]:
+        mamba_ssm = library("mamba_ssm.ops.triton.selective_state_update")
+        if mamba_ssm is None:
+            return {}
+        x, z, dt, b, c = tokens
+        return {
+            "mamba_ssm": lambda: mamba_ssm.selective_state_update(
+                state, x, dt, decay, b, c, skip, z=z, dt_bias=bias, dt_softplus=True,
+                state_batch_indices=slots.read_slot,
+            )
+        }  # fmt: skip
+
+    def prefill(tokens: Tensors, sequences: int) -> dict[str, Call]:
+        mamba_ssm = library("mamba_ssm.ops.selective_scan_interface")
+        if mamba_ssm is None:
+            return {}
+        # [batch, channels, tokens], which it reads fastest when tokens are contiguous
+        x, z, dt, b, c = (
+            values.unflatten(0, (sequences, -1)).transpose(1, 2).contiguous() for values in tokens
+        )
+        return {
+            "mamba_ssm": lambda: mamba_ssm.selective_scan_fn(
+                x, dt, decay, b, c, skip, z, bias, delta_softplus=True, return_last_state=True
+            )
+        }
+
+    return RecurrentKind(
+        letter="S",
+        channels=inner,
+        width=config.conv_width,
+        silu=True,
+        kernel_chunk=config.kernel_chunk,
+        state=(inner, size),
+        kernel=kernels.mamba1_scan,
+        inputs=inputs,
+        constants=(decay, skip, bias),
+        ring=(0, 2, 3),
+        values_per_token=4 * inner + 2 * size,
+        # No matrix products: exponentials bound it, 16 a clock and processor.
+        flops_per_token=0.0,
+        update_libraries=update,
+        prefill_libraries=prefill,
+    )
+
+
+def _gated_delta_net(
+    config: GatedDeltaNetConfig,
+    kernels: KernelSet,
+    columns: Columns,
+    constant: Callable[..., Tensor],
+) -> RecurrentKind:
+    key_heads, heads = config.key_heads, config.value_heads
+    key_dim, value_dim, chunk = config.key_dim, config.value_dim, config.kernel_chunk
+    keys, values = key_heads * key_dim, heads * value_dim
+    decay, bias = constant(heads, value=-4.0), constant(heads, value=-4.5)
+
+    def inputs(tokens: int) -> Tensors:
+        q, k, v = columns(tokens, keys, keys, values)
+        *_, b, a = columns(tokens, 2 * keys + 2 * values, heads, heads)
+        by_key = (key_heads, key_dim)
+        v = v.unflatten(1, (heads, value_dim))
+        return q.unflatten(1, by_key), k.unflatten(1, by_key), v, a, b
+
+    def prefill(tokens: Tensors, sequences: int) -> dict[str, Call]:
+        fla = library("fla.ops.gated_delta_rule")
+        if fla is None:
+            return {}
+        q, k, v, a, b = (rows.unflatten(0, (sequences, -1)) for rows in tokens)
+        q, k = (rows.repeat_interleave(heads // key_heads, 2) for rows in (q, k))
+
+        def run() -> Any:
+            g = decay * torch.nn.functional.softplus(a.float() + bias)
+            return fla.chunk_gated_delta_rule(
+                q, k, v, g, b.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True
+            )
+
+        return {"fla": run}
+
+    return RecurrentKind(
+        letter="G",
+        channels=2 * keys + values,
+        width=config.conv_width,
+        silu=True,
+        kernel_chunk=chunk,
+        state=(heads, value_dim, key_dim),
+        kernel=kernels.gated_delta_rule,
+        inputs=inputs,
+        constants=(decay, bias),
+        ring=(1, 2, 3, 4),
+        values_per_token=2 * keys + 2 * values + 2 * heads,
+        # In chunks of Q tokens, a value head: w S^T, q S^T and v^T k with the state, and half of
+        # k k^T, q k^T, T v, T k and P v inside the chunk.
+        flops_per_token=heads * (6 * key_dim * value_dim + chunk * (3 * key_dim + 2 * value_dim)),
+        prefill_libraries=prefill,
+    )
+
+
+def library(name: str) -> Any:
+    """A module that may not be installed; None then."""
+    if name.split(".")[0] in _MISSING:
+        return None
+    try:
+        return __import__(name, fromlist=["_"])
+    except ImportError:
+        _MISSING.add(name.split(".")[0])
+        return None
+
+
+_MISSING: set[str] = set()

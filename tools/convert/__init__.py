@@ -1,0 +1,1 @@
+"""Megatron checkpoints to Hugging Face folders and back, for tools/convert_checkpoint.py."""

@@ -1,0 +1,1 @@
+"""What the reference model was trained on; `chats` generates the chats."""

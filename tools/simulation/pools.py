@@ -1,0 +1,130 @@
+"""How large things are: models' KV and states, and how a pool of bytes is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hybrid.cache.geometry import CacheGeometry
+from simulation.parameters import MAX_CONTEXT
+
+KV_BYTES, CONV_BYTES, STATE_BYTES = 2, 2, 4  # an element: bf16 KV and convolution, fp32 state
+
+BLOCK_SIZE = 128
+MAX_REQUESTS = 128  # that run at a time
+LIVE_SHARE = 0.25  # of a pool, at most, is for the states of running requests
+
+# Candidates for the share of cached states in what live states leave of a pool; each policy is
+# reported at its best one. A state of the models below weighs as much as 3,000 to 7,000 tokens.
+SPLITS = (0.3, 0.5, 0.7, 0.85, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides a model's cache sizes, on one rank."""
+
+    attention_layers: int
+    kv_heads: int
+    head_dim: int
+    recurrent_layers: int
+    state_elements: int  # heads x head dimension x state size, a layer
+    conv_channels: int
+    conv_width: int
+    kernel_chunk: int  # tokens
+    attention_width: int  # query heads x head dimension
+    parameters: int  # that one token is multiplied with, embeddings left out
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV of one token."""
+        return self.attention_layers * 2 * self.kv_heads * self.head_dim * KV_BYTES
+
+    @property
+    def bytes_per_state(self) -> int:
+        conv = self.conv_channels * (self.conv_width - 1) * CONV_BYTES
+        return self.recurrent_layers * (self.state_elements * STATE_BYTES + conv)
+
+
+SHAPES = {
+    # 52 layers: 24 Mamba2 (128 heads of 64, state 128, 8 groups), 4 attention, 24 MLP
+    "nemotron-h-8b": ModelShape(
+        attention_layers=4,
+        kv_heads=8,
+        head_dim=128,
+        recurrent_layers=24,
+        state_elements=128 * 64 * 128,
+        conv_channels=128 * 64 + 2 * 8 * 128,
+        conv_width=4,
+        kernel_chunk=128,
+        attention_width=32 * 128,
+        parameters=7_000_000_000,
+    ),
+    # 40 layers: 36 Mamba2 (48 heads of 64, state 128, 1 group), 4 attention; experts in each
+    "granite-4.0-h-tiny": ModelShape(
+        attention_layers=4,
+        kv_heads=4,
+        head_dim=128,
+        recurrent_layers=36,
+        state_elements=48 * 64 * 128,
+        conv_channels=48 * 64 + 2 * 128,
+        conv_width=4,
+        kernel_chunk=256,
+        attention_width=12 * 128,
+        parameters=1_000_000_000,
+    ),
+    # 48 layers: 36 gated delta nets (32 value heads, 16 key heads of 128), 12 attention
+    "qwen3-next-80b-a3b": ModelShape(
+        attention_layers=12,
+        kv_heads=2,
+        head_dim=256,
+        recurrent_layers=36,
+        state_elements=32 * 128 * 128,
+        conv_channels=2 * 16 * 128 + 32 * 128,
+        conv_width=4,
+        kernel_chunk=64,
+        attention_width=16 * 256,
+        parameters=3_000_000_000,
+    ),
+}
+
+
+def divide_pool(
+    shape: ModelShape, pool_bytes: int, split: float, block_size: int = BLOCK_SIZE
+) -> CacheGeometry:
+    """A pool of KV blocks, cached states and live states.
+
+    `split`: the share of what the live states leave that goes to cached states. Raises ValueError
+    when the pool can't hold one request of the longest context and its state.
+    """
+    bytes_per_block = shape.bytes_per_token * block_size
+    live = min(MAX_REQUESTS, int(pool_bytes * LIVE_SHARE) // shape.bytes_per_state)
+    rest = pool_bytes - live * shape.bytes_per_state
+    num_blocks = int(rest * (1 - split)) // bytes_per_block
+    if live < 1 or num_blocks * block_size < MAX_CONTEXT:
+        raise ValueError(
+            f"A pool of {pool_bytes / 2**30:.2f} GiB with {split:.0%} for states holds {live} live "
+            f"states and KV of {num_blocks * block_size} tokens; it takes 1 and {MAX_CONTEXT}."
+        )
+    return CacheGeometry(
+        block_size=block_size,
+        kernel_chunk=shape.kernel_chunk,
+        num_blocks=num_blocks,
+        max_requests=live,
+        num_cached_slots=int(rest * split) // shape.bytes_per_state,
+        bytes_per_block=bytes_per_block,
+        bytes_per_state=shape.bytes_per_state,
+    )
+
+
+def unlimited_pool(
+    shape: ModelShape, blocks: int, slots: int, block_size: int = BLOCK_SIZE
+) -> CacheGeometry:
+    """Room for everything that a trace can leave behind, whatever it costs."""
+    return CacheGeometry(
+        block_size=block_size,
+        kernel_chunk=shape.kernel_chunk,
+        num_blocks=blocks,
+        max_requests=MAX_REQUESTS,
+        num_cached_slots=slots,
+        bytes_per_block=shape.bytes_per_token * block_size,
+        bytes_per_state=shape.bytes_per_state,
+    )
