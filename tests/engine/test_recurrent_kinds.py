@@ -16,9 +16,9 @@ from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.short_conv import ShortConvConfig
 from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.families import registry as families
 from megatron_hybrid.models.families.family import Family, Location
 from megatron_hybrid.models.families.raw_config import RawConfig
-from megatron_hybrid.models.families.registry import registry as families
 from tests.tiny_models import make_tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
