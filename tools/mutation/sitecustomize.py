@@ -1,0 +1,37 @@
+"""Put first on PYTHONPATH: measures coverage, or imports one module with a change made, in this
+process and in all that it starts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from types import CodeType
+
+
+def _import_mutant(file: str, number: int) -> None:
+    """Whoever imports `file` gets the mutant with this number."""
+    from mutation.mutants import mutated
+
+    original = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
+        if self.path != file:
+            return original(self, fullname)
+        source = self.get_data(file).decode()
+        return compile(mutated(source, number), file, "exec")
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+if "MUTANT" in os.environ:
+    _file, _, _number = os.environ["MUTANT"].rpartition(":")
+    _import_mutant(_file, int(_number))
+elif "COVERAGE_PROCESS_START" in os.environ and "coverage" not in sys.modules:
+    import coverage
+
+    coverage.process_startup()
+    if (_current := coverage.Coverage.current()) is not None:
+        # A process that a test starts: what it runs counts as run by that test.
+        _case = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        _current.switch_context(f"process:{_case}" if _case else "")

@@ -1,0 +1,251 @@
+#!/usr/bin/env python
+"""Which test cases notice a wrong line: small wrong changes (mutants) to the policy's files, each
+shown to the cases that run its line, the cheapest first, until one fails.
+
+    python tools/mutation_matrix.py cover  --folder runs/mutation -n 3   # what each case runs
+    python tools/mutation_matrix.py run    --folder runs/mutation --count 600 --jobs 2
+    python tools/mutation_matrix.py report --folder runs/mutation
+
+`cover` runs the suite once (TESTS=all: all of it) and needs `pip install coverage`. `run` draws the
+same mutants for the same seed, and goes on where it was cut off. A case that CI leaves out is tried
+only on mutants that no case of CI's kills, so the report's last column is what CI would miss.
+docs/testing.md has the results and their date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from mutation.mutants import Mutant, mutants_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_hybrid"
+# The rooms of policy, and those files of execution/ that plan: no tensor's value is decided there.
+TARGETS = ("cache/*.py", "engine/*.py", "execution/plan.py", "execution/rows.py",
+           "execution/lockstep.py", "execution/cuda_graphs.py", "execution/random_streams.py",
+           "execution/batch.py", "execution/decode_inputs.py", "execution/runs.py")  # fmt: skip
+NOT_POLICY = ("engine/profiling.py",)  # runs on a GPU alone
+SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
+LEAST_SECONDS = 30.0
+
+
+class Case(NamedTuple):
+    name: str
+    cpu_seconds: float
+    seconds: float
+
+
+def main() -> int:
+    args = parse_arguments()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.command == "cover":
+        return cover(args.folder, args.pytest)
+    if args.command == "run":
+        return run(args.folder, args.count, args.seed, args.jobs)
+    return report(args.folder)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("cover", "run", "report"))
+    parser.add_argument("--folder", type=Path, required=True, help="where everything is kept")
+    parser.add_argument("--count", type=int, default=600, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    args, args.pytest = parser.parse_known_args()
+    return args
+
+
+def targets() -> list[Path]:
+    found = {path for glob in TARGETS for path in PACKAGE.glob(glob)}
+    return sorted(found - {PACKAGE / name for name in NOT_POLICY})
+
+
+# -- what each case runs
+
+
+def cover(folder: Path, arguments: list[str]) -> int:
+    """Run the suite once, with `arguments` for pytest; its exit status."""
+    settings = folder.resolve() / "settings"
+    files = "\n    ".join(map(str, targets()))
+    settings.write_text(
+        f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder.resolve()}/coverage\n"
+        f"include =\n    {files}\n"
+    )
+    status = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "mutation.watching", *arguments],
+        cwd=ROOT,
+        env=environment(COVERAGE_PROCESS_START=str(settings), MUTATION_COSTS=str(folder.resolve())),
+    ).returncode
+    command = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
+    subprocess.run(command, cwd=folder, env=environment(), check=True)
+    return status
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [ROOT / "tools" / "mutation", ROOT / "tools", ROOT, os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)).rstrip(":")} | more
+
+
+def read_costs(folder: Path) -> dict[str, Case]:
+    lines = [line for path in folder.glob("costs-*.jsonl") for line in path.open()]
+    return {name: Case(name, *costs) for name, *costs in map(json.loads, lines)}
+
+
+class Coverage:
+    """Which cases run which lines, from coverage's own database."""
+
+    def __init__(self, folder: Path, costs: dict[str, Case]) -> None:
+        self._lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+        of_file = defaultdict(list)
+        for name in costs:
+            of_file[name.partition("::")[0]].append(name)
+        data = sqlite3.connect(folder / "coverage")
+        query = (
+            "select file.path, context.context, line_bits.numbits from line_bits "
+            "join file on file.id = line_bits.file_id join context on context.id = context_id"
+        )
+        for path, context, bits in data.execute(query):
+            name = Path(path).relative_to(ROOT).as_posix()
+            if context.startswith("process:"):
+                # A file's cases share the processes that the first of them starts.
+                cases = of_file[context.removeprefix("process:").partition("::")[0]]
+            else:
+                cases = [context] if context in costs else []
+            for line in _lines_of(bits):
+                self._lines[name, line].update(cases)
+
+    def cases(self, mutant: Mutant) -> set[str]:
+        return self._lines.get((mutant.file, mutant.line), set())
+
+
+def _lines_of(bits: bytes) -> Iterable[int]:
+    return (8 * byte + bit for byte, some in enumerate(bits) for bit in range(8) if some >> bit & 1)
+
+
+# -- what each case notices
+
+
+def run(folder: Path, count: int, seed: int, jobs: int) -> int:
+    """Show every mutant of the sample to its cases; the results go to `results.jsonl`."""
+    costs = read_costs(folder)
+    coverage = Coverage(folder, costs)
+    sample = draw(coverage, count, seed)
+    results = folder / "results.jsonl"
+    done = {(r["file"], r["number"]) for r in read_results(folder)}
+    in_ci = cases_of_ci()
+    left = [mutant for mutant in sample if (mutant.file, mutant.number) not in done]
+    print(f"{len(sample)} mutants, {len(done)} of them done")
+
+    def one(mutant: Mutant) -> None:
+        begun = time.monotonic()
+        cases = [costs[name] for name in coverage.cases(mutant)]
+        found = {**mutant._asdict(), "cases": len(cases), "killer": None, "by": None}
+        for by, some in (
+            ("ci", [case for case in cases if case.name in in_ci]),
+            ("all", [case for case in cases if case.name not in in_ci]),
+        ):
+            if some and (killer := kill(mutant, some, folder)):
+                found |= {"killer": killer, "by": by}
+                break
+        found["seconds"] = round(time.monotonic() - begun, 1)
+        with results.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(f"{found['by'] or 'SURVIVED'}: {mutant.file}:{mutant.line} {mutant.change}"
+              f" ({len(cases)} cases, {found['seconds']} s)", flush=True)  # fmt: skip
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, left))
+    return report(folder)
+
+
+def draw(coverage: Coverage, count: int, seed: int) -> list[Mutant]:
+    """A sample of the mutants on lines that some case runs; a larger one begins with a smaller."""
+    every = [mutant for path in targets() for mutant in mutants_of(path, ROOT)]
+    covered = [mutant for mutant in every if coverage.cases(mutant)]
+    print(f"{len(every)} mutants, {len(covered)} of them on lines that some case runs")
+    random.Random(seed).shuffle(covered)
+    return covered[:count]
+
+
+def cases_of_ci() -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "mutation.watching"]
+    told = environment(MUTATION_LIST_CI="1")
+    told.pop("TESTS", None)
+    done = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def kill(mutant: Mutant, cases: list[Case], folder: Path) -> str | None:
+    """The first case that fails; files in the order of what their cases cost together."""
+    together: dict[str, float] = defaultdict(float)
+    for case in cases:
+        together[case.name.partition("::")[0]] += case.cpu_seconds
+    cases.sort(key=lambda case: (together[case.name.partition("::")[0]], case.name))
+    seconds = {case.name: max(LEAST_SECONDS, SLOWER * case.seconds) for case in cases}
+    files = list(dict.fromkeys(name.partition("::")[0] for name in seconds))
+    task = folder / f"task-{mutant.file.replace('/', '-')}-{mutant.number}.json"
+    task.write_text(json.dumps({"files": files, "seconds": seconds}))
+    command = [sys.executable, "-m", "mutation.one", str(task)]
+    path = str(ROOT / mutant.file)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment(MUTANT=f"{path}:{mutant.number}"),
+            capture_output=True,
+            text=True,
+            timeout=sum(seconds.values()) + LEAST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "(too long)"
+    finally:
+        task.unlink()
+    if done.returncode == 0:
+        return None
+    return done.stdout.strip().rpartition("\n")[2] or "(no case: it cannot be imported)"
+
+
+# -- what came of it
+
+
+def read_results(folder: Path) -> list[dict[str, object]]:
+    path = folder / "results.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def report(folder: Path) -> int:
+    """Print the table by room; 1 if CI misses a mutant that the whole suite kills."""
+    by_room: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    results = read_results(folder)
+    for result in results:
+        room = "/".join(str(result["file"]).split("/")[1:-1])
+        for name in (room, "together"):
+            by_room[name][str(result["by"])] += 1
+    print(f"{'room':12} {'mutants':>8} {'killed in CI':>13} {'survive all':>12} {'CI misses':>10}")
+    for room, counts in by_room.items():
+        total = sum(counts.values())
+        print(f"{room:12} {total:8} {counts['ci']:13} {counts['None']:12} {counts['all']:10}")
+    for result in results:
+        if result["by"] != "ci":
+            print(f"{result['by'] or 'survives':9} {result['file']}:{result['line']}"
+                  f" {result['change']} {result['killer'] or ''}")  # fmt: skip
+    return int(by_room["together"]["all"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
