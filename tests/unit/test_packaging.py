@@ -247,28 +247,20 @@ def test_configs_are_accepted(path):
 
 
 def test_every_package_is_on_the_page_that_explains_them():
-    page = (ROOT / "docs" / "packages.md").read_text()
-    packages = {p.parent.name for p in (ROOT / "megatron_hybrid").glob("*/__init__.py")}
-    assert packages
-    for package in packages:
-        assert f"`{package}/`" in page
-
-
-def test_every_module_is_in_its_packages_section_of_that_page():
-    page = (ROOT / "docs" / "packages.md").read_text()
-    for package in sorted(p.parent for p in (ROOT / "megatron_hybrid").glob("*/__init__.py")):
-        section = re.search(rf"^## `{package.name}/`.*?(?=^## |\Z)", page, re.M | re.S)
-        assert section is not None, package.name
-        named = set(re.findall(r"`(\w+\.py)`", section.group()))
-        modules = {p.name for p in package.glob("*.py")} - {"__init__.py"}
-        assert modules <= named, f"{package.name}/: not explained: {sorted(modules - named)}"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "megatron_hybrid"
+    folders = {p.parent.relative_to(package).as_posix() for p in package.rglob("__init__.py")}
+    assert len(folders) > 10
+    assert [folder for folder in folders - {"."} if f"`{folder}/`" not in page] == []
 
 
 def test_modules_on_the_page_that_explains_them_exist():
-    page = (ROOT / "docs" / "packages.md").read_text()
-    modules = {p.name for p in (ROOT / "megatron_hybrid").rglob("*.py")}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    modules = {
+        p.name for top in ("megatron_hybrid", "tools", "tests") for p in (ROOT / top).rglob("*.py")
+    }
     named = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", page))
-    assert named <= modules, f"not there: {sorted(named - modules)}"
+    assert named and named <= modules, f"not there: {sorted(named - modules)}"
 
 
 def test_links_between_pages_lead_somewhere():
