@@ -66,7 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=600, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
-    args, args.pytest = parser.parse_known_args()
+    args, rest = parser.parse_known_args()
+    args.pytest = rest
     return args
 
 

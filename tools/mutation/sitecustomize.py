@@ -21,7 +21,7 @@ def _import_mutant(file: str, number: int) -> None:
         source = self.get_data(file).decode()
         return compile(mutated(source, number), file, "exec")
 
-    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    setattr(importlib.machinery.SourceFileLoader, "get_code", get_code)  # noqa: B010
 
 
 if "MUTANT" in os.environ:
