@@ -1,10 +1,11 @@
 """One of several ranks that run kernels in Triton's interpreter, over memory in files that all map.
 
-python -m tests.kernels.over_ranks_worker FOLDER RANK RANKS   writes FOLDER/RANK.pt
+python -m tests.kernels.over_ranks_worker FOLDER   writes FOLDER/<its rank>.pt
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ def part(rank: int, turn: int, rows: int, columns: int) -> Tensor:
 
 
 def main() -> None:
-    folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for_norms = Shared.open(folder, rank, ranks, ROWS, WIDTH)
     for_pieces = Shared.open(folder, rank, ranks, 2 * ROWS, PIECE)
     weight, residual = part(-1, 0, 1, WIDTH)[0], part(-2, 0, ROWS, WIDTH)

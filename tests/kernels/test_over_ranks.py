@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.parallel.ranks import start_ranks
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton", allow_module_level=True)
@@ -22,21 +21,7 @@ def test_ranks_sum_and_gather_turn_after_turn(ranks: int, tmp_path: Path) -> Non
     from megatron_hybrid.kernels.norm import reference
     from tests.kernels.over_ranks_worker import COLUMNS, EPS, ROWS, TURNS, WIDTH, part
 
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    module = "tests.kernels.over_ranks_worker"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(tmp_path), str(rank), str(ranks)],
-            cwd=ROOT,
-            env=environment,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(120) for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
+    start_ranks(ranks, "tests.kernels.over_ranks_worker", tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     weight, residual = part(-1, 0, 1, WIDTH)[0], part(-2, 0, ROWS, WIDTH)
     for turn in range(TURNS):

@@ -2,7 +2,7 @@
 dist_checkpointing. Writes a checkpoint for each of MODELS, and the logits of its own forward; then
 loads them all as two ranks of ours.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.models.megatron_worker FOLDER
+    torchrun --nproc-per-node 2 -m tests.models.megatron_worker FOLDER
         HUGGING_FACE_FOLDER...  (beside each: FOLDER-megatron, the same model)
 """
 

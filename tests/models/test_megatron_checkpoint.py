@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,7 @@ from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments
 from tests.models.megatron_models import MODELS, READ_BACK, TOKENS
+from tests.parallel.ranks import start_ranks
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -37,31 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family, overrides in CONVERTED.items():
         make_tiny_model(family, folder / family, **overrides)
         to_megatron(folder / family, folder / f"{family}-megatron", progress=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.models.megatron_worker", str(folder)]
-    command += [str(folder / family) for family in CONVERTED]
-    ranks = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        ranks.append(process)
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(e[-3000:] for e in errors)
+    converted = [str(folder / family) for family in CONVERTED]
+    start_ranks(2, "tests.models.megatron_worker", folder, *converted)
     return folder
 
 

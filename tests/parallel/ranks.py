@@ -1,11 +1,19 @@
-"""Runs a worker module under torchrun and hands back what its ranks found."""
+"""Runs a worker module on several ranks, as torchrun would, and hands back what they found.
+
+The ranks are forked from a process that has imported torch and the package already: importing them
+takes longer than most of what is tested. What concerns torchrun itself is in test_launch_files.py.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
+import socket
 import sys
+import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +21,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 500
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.parallel.imported"])
 
 
 def run_on_two_ranks(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -25,7 +36,7 @@ def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict
 
     The module gets `folder` and the arguments.
     """
-    torchrun(count, module, folder, *arguments)
+    start_ranks(count, module, folder, *arguments)
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
     assert all(found == ranks[0] for found in ranks)
     return dict(ranks[0])
@@ -36,15 +47,67 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def torchrun(count: int, module: str, folder: Path, *arguments: str) -> None:
-    """Run the module on so many ranks; it gets `folder` and the arguments."""
+def start_ranks(count: int, module: str, folder: Path, *arguments: str) -> None:
+    """Run the module on so many ranks; it gets `folder` and the arguments. Each rank's output is in
+    `folder/rank<number>.log`. A rank that fails ends the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     share = ["tests.parallel.shared_gpus"] if 0 < torch.cuda.device_count() < count else []
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(count), "-m", *share, module, str(folder), *arguments,
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    processes = []
+    logs = [folder / f"rank{rank}.log" for rank in range(count)]
+    for rank, log in enumerate(logs):
+        environment = {name: str(value) for name, value in places.items()} | {
+            "MASTER_ADDR": "127.0.0.1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            **{name: os.environ[name] for name in ("TESTS",) if name in os.environ},
+        }
+        argv = [*share, module, str(folder), *arguments]
+        process = _forks.Process(target=_be_rank, args=(argv, environment, log))
+        process.start()
+        processes.append(process)
+    try:
+        _join(processes)
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+    assert not failed, "\n".join(
+        f"rank {rank}: {logs[rank].read_text()[-3000:]}" for rank in failed
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _join(processes: list[Any]) -> None:
+    """Until all have ended, or one has failed."""
+    left = {process.sentinel: process for process in processes}
+    while left:
+        ended = wait(list(left), TIMEOUT_SECONDS)
+        assert ended, f"the ranks have not ended after {TIMEOUT_SECONDS} s"
+        for process in (left.pop(sentinel) for sentinel in ended):
+            process.join()
+            if process.exitcode != 0:
+                for other in left.values():
+                    other.join(5.0)  # it may say why, too
+                return
+
+
+def _be_rank(argv: list[str], environment: dict[str, str], log: Path) -> None:
+    """Run argv[0] as `python -m` would."""
+    os.environ.update(environment)
+    with log.open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    sys.argv = list(argv)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    try:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

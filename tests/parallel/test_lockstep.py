@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.parallel.lockstep_worker import Answers, answers_of
-from tests.parallel.ranks import torchrun
+from tests.parallel.ranks import start_ranks
 from tests.thorough import thorough
 from tests.tiny_models import FAMILIES as ALL_FAMILIES
 from tests.tiny_models import make_tiny_model
@@ -121,7 +121,7 @@ def check_layouts(ranks: int, layouts: dict[str, Layout], models: Models, output
         }
         for name, layout in layouts.items()
     }
-    torchrun(ranks, "tests.parallel.lockstep_worker", output, json.dumps(jobs))
+    start_ranks(ranks, "tests.parallel.lockstep_worker", output, json.dumps(jobs))
     by_rank = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     for name, layout in layouts.items():
         for family in layout.families:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
+from tests.parallel.ranks import start_ranks
 from tests.parallel.worker import mixed_steps
 from tests.tiny_models import make_tiny_model
 
@@ -58,50 +55,17 @@ def alone() -> ParallelContext:
     return initialize()
 
 
-def run_ranks(ranks: int, output: Path, folders: list[Path]) -> None:
-    """Start the workers as torchrun would, and wait for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "tests.parallel.worker", str(ranks), str(output)]
-        processes.append(
-            subprocess.Popen(
-                [*command, *map(str, folders)],
-                env=environment,
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * ranks, "\n".join(error[-2000:] for error in errors)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("two")
-    run_ranks(2, output, list(folders.values()))
+    start_ranks(2, "tests.parallel.worker", output, *map(str, folders.values()))
     return output
 
 
 @pytest.fixture(scope="module")
 def four_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("four")
-    run_ranks(4, output, [folders[name] for name in ON_FOUR_RANKS])
+    start_ranks(4, "tests.parallel.worker", output, *(str(folders[name]) for name in ON_FOUR_RANKS))
     return output
 
 

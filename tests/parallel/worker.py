@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel run: loads each folder and saves its logits.
 
-    python -m tests.parallel.worker TP OUTPUT_FOLDER MODEL_FOLDER...
+    python -m tests.parallel.worker OUTPUT_FOLDER MODEL_FOLDER...
 
 The environment is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
@@ -89,4 +89,4 @@ def main(ranks: int, output: Path, folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(os.environ["WORLD_SIZE"]), Path(sys.argv[1]), sys.argv[2:])
