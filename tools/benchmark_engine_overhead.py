@@ -43,7 +43,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import collect_seldom
 from megatron_hybrid.execution.batch import BatchBuilder
-from megatron_hybrid.execution.plan import Computed, Fold, StepDemand, StepPlan, WeightsSource
+from megatron_hybrid.execution.plan import CatchUp, Computed, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference as sampling
@@ -169,7 +169,7 @@ class FixedLogitsRunner:
         self.seconds += time.perf_counter() - start
         return Computed(result)
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         pass
 
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:

@@ -46,12 +46,12 @@ from megatron_hybrid.kernels.contract import (
 )
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.checkpoints.read_config import read_config
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -60,7 +60,7 @@ from megatron_hybrid.parallel import initialize
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
 BLOCK = 64  # tokens in a KV block
 EPS = 1e-5
-# Tokens pending, drafts, whether the state is written.
+# Tokens unfolded, drafts, whether the state is written.
 RUNS = [(0, 0, True), (4, 4, True), (0, 4, True), (1, 0, False), (3, 0, False), (4, 4, False)]
 
 # What a case runs on fresh inputs: our kernel, named "ours", and libraries' kernels.
@@ -208,8 +208,8 @@ class Bench:
                     for batch in self.batches():
                         yield self.state_update(kind, batch, dtype)
                 for batch in self.batches():
-                    for pending, drafts, writes in RUNS:
-                        yield self.state_runs(kind, batch, pending, drafts, writes)
+                    for unfolded, drafts, writes in RUNS:
+                        yield self.state_runs(kind, batch, unfolded, drafts, writes)
                     for interval in (2, 4, 8):
                         yield self.spared_writes(kind, batch, interval)
                 for lengths in (*([n] for n in self.prefills()), several):
@@ -266,49 +266,49 @@ class Bench:
         return Case("state update", f"B={batch} {_short(dtype)} state", moved, make)
 
     def state_runs(
-        self, kind: RecurrentKind, batch: int, pending: int, drafts: int, writes: bool
+        self, kind: RecurrentKind, batch: int, unfolded: int, drafts: int, writes: bool
     ) -> Case:
-        """Decodes with so many drafts and tokens pending, beside plain ones of one token."""
-        make = self._runs(kind, np.full(batch, pending), drafts, np.full(batch, writes))
+        """Decodes with so many drafts and tokens unfolded, beside plain ones of one token."""
+        make = self._runs(kind, np.full(batch, unfolded), drafts, np.full(batch, writes))
         state_bytes = (1 + writes) * math.prod(kind.state) * 4
         length = 1 + drafts
-        moved = batch * (state_bytes + (length + pending) * kind.values_per_token * self.item)
+        moved = batch * (state_bytes + (length + unfolded) * kind.values_per_token * self.item)
         written = "" if writes else ", not written"
-        shape = f"B={batch} {pending} pending, {drafts} drafts{written}"
+        shape = f"B={batch} {unfolded} unfolded, {drafts} drafts{written}"
         return Case("runs", shape, moved, make)
 
     def spared_writes(self, kind: RecurrentKind, batch: int, interval: int) -> Case:
         """Decodes of which each writes its state every so many tokens, beside plain ones."""
-        pending = np.random.default_rng(0).permutation(np.arange(batch) % interval)
-        writes = pending == interval - 1
-        make = self._runs(kind, pending, 0, writes, most_pending=interval - 1)
+        unfolded = np.random.default_rng(0).permutation(np.arange(batch) % interval)
+        writes = unfolded == interval - 1
+        make = self._runs(kind, unfolded, 0, writes, most_unfolded=interval - 1)
         state_bytes = (batch + int(writes.sum())) * math.prod(kind.state) * 4
-        tokens = batch + int(pending.sum())
+        tokens = batch + int(unfolded.sum())
         moved = state_bytes + tokens * kind.values_per_token * self.item
         return Case("spared writes", f"B={batch} every {interval} tokens", moved, make)
 
     def _runs(
         self,
         kind: RecurrentKind,
-        pending: np.ndarray,
+        unfolded: np.ndarray,
         drafts: int,
         writes: np.ndarray,
-        most_pending: int | None = None,
+        most_unfolded: int | None = None,
     ) -> Callable[[], Calls]:
-        """pending, writes [batch]"""
-        batch, length = len(pending), 1 + drafts
-        ring_length = int(pending.max()) + length
+        """unfolded, writes [batch]"""
+        batch, length = len(unfolded), 1 + drafts
+        ring_length = int(unfolded.max()) + length
         slots, nothing = self.slots(batch), self.integers([0] * batch)
         runs = DecodeRuns(
             cu_seqlens=self.integers(np.arange(batch + 1) * length),
             position=self.integers([ring_length + 5] * batch),
-            pending=self.integers(pending),
+            unfolded=self.integers(unfolded),
             read_slot=slots.read_slot,
             write_slot=slots.write_slot * self.integers(writes),
             ring=self.integers(range(batch)),
             checkpoint_position=nothing,
             checkpoint_slot=nothing,
-            most_pending=most_pending,
+            most_unfolded=most_unfolded,
         )
         plan = self.kernels.plan_runs(runs, ring_length)
         plain = self.kernels.plan_decode(slots)
@@ -366,7 +366,9 @@ class Bench:
         def make() -> Calls:
             x = self.normal(tokens, self.model.hidden_size)
             caches = allocate_caches({}, {0: mixer.spec}, 1, BLOCK, slots, self.device)
-            steps = [Step(caches, self.kernels, recurrent={mixer.kind: plan}) for plan in plans]
+            steps = [
+                KernelPlans(caches, self.kernels, recurrent={mixer.kind: plan}) for plan in plans
+            ]
             return {"ours": lambda: mixer(x, steps[0]), "without": lambda: mixer(x, steps[1])}
 
         weights = sum(weight.numel() for weight in mixer.parameters())

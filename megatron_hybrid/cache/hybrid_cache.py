@@ -126,12 +126,12 @@ class HybridCache:
         lost = self.store.lost_tokens(match, keys)  # before evictions for it blur the picture
         reads_slot = match.state is not None and (geometry.has_recurrent or match.skip == length)
         read_slot = match.state.slot if match.state is not None and reads_slot else NULL_SLOT
-        live_slot = NULL_SLOT
+        write_slot = NULL_SLOT
         if reads_slot:
             self.states.pin(read_slot)
         if geometry.has_recurrent:
             try:
-                live_slot = self.states.allocate()
+                write_slot = self.states.allocate()
             except StatePoolExhausted:
                 if reads_slot:
                     self.states.unpin(read_slot, used=False)
@@ -148,7 +148,7 @@ class HybridCache:
             num_shared=len(match.blocks),
             skip=match.skip,
             read_slot=read_slot,
-            live_slot=live_slot,
+            write_slot=write_slot,
             checkpoints=planned,
             generation=self._generation,
             copy=TailCopy(match.tail_block, own[0], fill) if source else None,
@@ -220,7 +220,7 @@ class HybridCache:
                 self.checkpoints_read[state.kind] += 1
             self.states.unpin(lease.read_slot, used=not lease.reads_own)
             lease.pinned = lease.reads_own = False
-        lease.read_slot = lease.live_slot
+        lease.read_slot = lease.write_slot
 
     def tail_was_copied(self, lease: Lease) -> None:
         """The step that copies the tail of a matched prefix was launched."""
@@ -253,8 +253,8 @@ class HybridCache:
         swaps = at_end and self.geometry.has_recurrent and checkpoint.slot != NULL_SLOT
         if not self.publishes(lease):
             if swaps:  # it is the request's only state
-                self.states.release(lease.live_slot)
-                lease.read_slot = lease.live_slot = checkpoint.slot
+                self.states.release(lease.write_slot)
+                lease.read_slot = lease.write_slot = checkpoint.slot
             else:
                 self.discard_checkpoint(checkpoint)
             return False
@@ -278,8 +278,8 @@ class HybridCache:
             return
         if not self.geometry.has_recurrent:
             self.store.publish_tail(lease.keys, lease.blocks, position)
-        elif lease.read_slot == lease.live_slot:
-            slot, lease.live_slot = lease.live_slot, NULL_SLOT
+        elif lease.read_slot == lease.write_slot:
+            slot, lease.write_slot = lease.write_slot, NULL_SLOT
             self._publish(lease, slot, CachedState(b"", position, kind, lease.deepest))
 
     def discard_checkpoint(self, checkpoint: StepCheckpoint) -> None:
@@ -313,9 +313,9 @@ class HybridCache:
         if lease.pinned:
             self.states.unpin(lease.read_slot, used=False)
             lease.pinned = False
-        if lease.live_slot != NULL_SLOT:
-            self.states.release(lease.live_slot)
-            lease.live_slot = NULL_SLOT
+        if lease.write_slot != NULL_SLOT:
+            self.states.release(lease.write_slot)
+            lease.write_slot = NULL_SLOT
         self._leave(lease)
         self.kv.release(lease.blocks)
         lease.blocks = []
@@ -362,7 +362,7 @@ class HybridCache:
             leases, holds = list(leases), list(holds)
             tables = [lease.blocks for lease in leases] + [hold.blocks for hold in holds]
             tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
-            owned = [lease.live_slot for lease in leases if lease.live_slot != NULL_SLOT]
+            owned = [lease.write_slot for lease in leases if lease.write_slot != NULL_SLOT]
             owned += reserved
             pinned = [lease.read_slot for lease in leases if lease.pinned]
             pinned += [hold.slot for hold in holds if hold.slot != NULL_SLOT]

@@ -45,7 +45,7 @@ class Lease:
     num_shared: int  # leading blocks that were found in the cache and must not be written
     skip: int  # tokens that it did not have to compute
     read_slot: int  # where its state is read next
-    live_slot: int  # where its state is written next
+    write_slot: int  # where its state is written next
     checkpoints: list[PlannedCheckpoint]  # not captured yet, ascending
     generation: int  # of the cache at admission; an older one publishes nothing
     deepest: CachedState | None = None  # the last state that it read or left

@@ -182,7 +182,7 @@ class DynamicInferenceContext:
     def rows_on_the_grid_next(
         self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1
     ) -> list[tuple[TrackedRequest, int]]:
-        """Decoding requests whose states may come to a grid position with drafts that hold and so
+        """Decoding requests whose states may come to a grid position with accepted drafts and so
         many tokens more, with that position."""
         if not self.cache.enabled or not self.geometry.has_recurrent:
             return []
@@ -193,14 +193,14 @@ class DynamicInferenceContext:
         return list(zip(requests, next_on_grid[reached].tolist(), strict=True))
 
     def advance(self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1) -> int:
-        """The states of these rows have come to include their drafts that hold, and so many tokens
+        """The states of these rows have come to include their accepted drafts, and so many tokens
         more; how many that is together. Makes the blocks that were completed visible."""
         rows, size = self.rows, self.geometry.block_size
-        before, held = rows.position[decode_rows], rows.pending[decode_rows]
-        after = before + held + feeds
+        before, accepted = rows.position[decode_rows], rows.accepted[decode_rows]
+        after = before + accepted + feeds
         rows.position[decode_rows] = after
-        rows.generated[decode_rows] += held
-        rows.pending[decode_rows] = rows.unknown[decode_rows] = 0
+        rows.generated[decode_rows] += accepted
+        rows.accepted[decode_rows] = rows.unknown[decode_rows] = 0
         if self.cache.enabled and self.geometry.has_attention:
             for row in decode_rows[after // size > before // size].tolist():
                 self.publish_blocks(self.request_in(row), int(rows.position[row]))
@@ -219,7 +219,7 @@ class DynamicInferenceContext:
         assert request.lease is not None
         self.cache.publish_state(request.lease, checkpoint, at_end=at_end)
         self.rows.read_slot[request.row] = request.lease.read_slot
-        self.rows.write_slot[request.row] = request.lease.live_slot
+        self.rows.write_slot[request.row] = request.lease.write_slot
 
     def states_were_read(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """The launched decodes read their states: from now on each reads its own slot."""
@@ -236,7 +236,7 @@ class DynamicInferenceContext:
         assert lease is not None
         rows.position[row] = request.prefill_tokens
         rows.read_slot[row] = lease.read_slot
-        rows.write_slot[row] = lease.live_slot
+        rows.write_slot[row] = lease.write_slot
         rows.decoding[row] = True
 
     def computed_tokens(self, request: TrackedRequest) -> int:

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from megatron_hybrid.cache.lease import StepCheckpoint
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.speculation import Guesses, Speculation
+from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import Fold, RunsPlan, StepPlan, StepResult
+from megatron_hybrid.execution.plan import CatchUp, DraftPlan, StepPlan, StepResult
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,13 +32,13 @@ class Decodes:
         self._cache = context.cache
         self._statistics = statistics
         self.speculation = speculation
-        # By row: for a position that its state may come to, with drafts that hold.
+        # By row: for a position that its state may come to with accepted drafts.
         self._checkpoints: dict[int, StepCheckpoint] = {}
-        self._folds: list[Fold] = []  # for the coming step
+        self._catch_ups: list[CatchUp] = []  # for the coming step
 
     @property
     def reserved_slots(self) -> Iterable[int]:
-        """Of checkpoints that answers may come to when it is known which drafts hold."""
+        """Of checkpoints that answers may come to when it is known which drafts are accepted."""
         return [checkpoint.slot for checkpoint in self._checkpoints.values() if checkpoint.slot]
 
     def begin(self, request: TrackedRequest) -> None:
@@ -61,18 +61,19 @@ class Decodes:
 
     def plan(self, plan: StepPlan) -> None:
         """Choose drafts for the decodes of a step whose prompts are known, and where states and
-        checkpoints are written; and have it fold what is to be folded, if it computes anything."""
+        checkpoints are written; and hand it what is to catch up, if it computes anything."""
         rows, decodes = self._rows, plan.decode_rows
-        guesses = None if plan.prefills else self._guess(decodes)
-        if guesses is not None or (rows.pending | rows.unknown)[decodes].any():
-            plan.runs = self._plan_runs(decodes, guesses)
+        drafts = None if plan.prefills else self._draft(decodes)
+        if drafts is not None or (rows.accepted | rows.unknown)[decodes].any():
+            plan.drafts = drafts or DraftPlan.nothing(len(decodes))
+            self._reserve_room(decodes, plan.drafts)
         else:
             for row, checkpoint in self._checkpoints.items():
                 if checkpoint.position == rows.position[row] + 1:
                     rows.write_slot[row] = checkpoint.slot
             plan.writes = self._choose_writes(decodes)
         if not plan.is_empty:
-            plan.folds, self._folds = self._folds, []
+            plan.catch_ups, self._catch_ups = self._catch_ups, []
 
     def _choose_writes(self, decodes: Ints) -> npt.NDArray[np.bool_] | None:
         """Which of these decodes write their states, [decodes]; None: all. A state that is read
@@ -87,29 +88,25 @@ class Decodes:
         ends = rows.generated[decodes] + 1 >= rows.max_tokens[decodes]
         return np.asarray(is_due | moves | ends)
 
-    def _guess(self, decodes: Ints) -> Guesses | None:
+    def _draft(self, decodes: Ints) -> DraftPlan | None:
         if self.speculation is None or not len(decodes):
             return None
         # An answer's last token is never that behind a draft: when it is launched, everything else
         # of the answer is in the state.
         rows = self._rows
-        written = rows.generated[decodes] + rows.pending[decodes] + rows.unknown[decodes]
+        written = rows.generated[decodes] + rows.accepted[decodes] + rows.unknown[decodes]
         most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
         if (budget := self._context.max_tokens - len(decodes)) < most.sum():
             most = np.minimum(most, budget // len(decodes))
         return self.speculation.choose(decodes, most)
 
-    def _plan_runs(self, decodes: Ints, guesses: Guesses | None) -> RunsPlan:
-        if guesses is None:
-            nothing = np.zeros(len(decodes), dtype=np.int64)
-            guesses = Guesses(nothing, np.zeros((len(decodes), 0), dtype=np.int64), nothing)
-        position, slot = np.zeros((2, len(decodes)), dtype=np.int64)
+    def _reserve_room(self, decodes: Ints, drafts: DraftPlan) -> None:
+        """Blocks for as many drafts as there is room for, and the checkpoints' slots."""
+        drafts.num_drafts = self._context.room_for_drafts(decodes, drafts.num_drafts)
         for row, checkpoint in self._checkpoints.items():
             index = np.searchsorted(decodes, row)
-            position[index], slot[index] = checkpoint.position, checkpoint.slot
-        num_drafts = self._context.room_for_drafts(decodes, guesses.num_drafts)
-        windows, start, stop_ids = guesses.windows, guesses.window_start, guesses.stop_ids
-        return RunsPlan(num_drafts, windows, start, position, slot, stop_ids)
+            drafts.checkpoint_position[index] = checkpoint.position
+            drafts.checkpoint_slot[index] = checkpoint.slot
 
     # ----------------------------------------------------------------- commit
 
@@ -117,17 +114,17 @@ class Decodes:
         """The step was launched: states include what it feeds."""
         context, decodes, writes = self._context, plan.decode_rows, plan.writes
         context.states_were_read(decodes)
-        unwritten = self._rows.unwritten
-        unwritten[decodes] = 0 if writes is None else (unwritten[decodes] + 1) * ~writes
+        unfolded = self._rows.unfolded
+        unfolded[decodes] = 0 if writes is None else (unfolded[decodes] + 1) * ~writes
         self._statistics.totals["decode_tokens"] += context.advance(decodes)
-        if plan.runs is not None:
-            self._rows.unknown[decodes] = plan.runs.num_drafts
+        if plan.drafts is not None:
+            self._rows.unknown[decodes] = plan.drafts.num_drafts
 
     def publish_states(self, plan: StepPlan) -> None:
         """Make the checkpoints that the step has come to visible."""
         for row in list(self._checkpoints):
-            # without runs they were written instead of the requests' own states
-            self._publish_state(row, at_end=plan.runs is None)
+            # without drafts they were written instead of the requests' own states
+            self._publish_state(row, at_end=plan.drafts is None)
 
     def _publish_state(self, row: int, *, at_end: bool) -> None:
         checkpoint = self._checkpoints.get(row)
@@ -137,21 +134,21 @@ class Decodes:
             self._context.publish_decoded_state(request, checkpoint, at_end=at_end)
 
     def receive(self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]) -> int:
-        """Note what holds of a step's drafts, and the texts as they are now; written: the tokens of
-        each sampled row. The most drafts of a row that hold: so many steps were spared."""
+        """Note which of a step's drafts were accepted, and the texts as they are now; written: the
+        tokens of each sampled row. The most accepted of a row: so many steps were spared."""
         if self.speculation is None:
             return 0
         owners = plan.sampled_owners
         stay = np.asarray([request.lease is not None for request in owners], dtype=bool)
         spared = 0
         if result.accepted is not None:
-            assert plan.runs is not None
+            assert plan.drafts is not None
             decodes = plan.decode_rows
-            num_drafts, accepted = plan.runs.num_drafts, result.accepted
+            num_drafts, accepted = plan.drafts.num_drafts, result.accepted
             self._statistics.count_drafts(num_drafts, accepted)
             here = stay[: len(decodes)]
             decodes, num_drafts, accepted = decodes[here], num_drafts[here], accepted[here]
-            self._rows.pending[decodes], self._rows.unknown[decodes] = accepted, 0
+            self._rows.accepted[decodes], self._rows.unknown[decodes] = accepted, 0
             self.speculation.note(decodes, num_drafts, accepted)
             spared = int(accepted.max(initial=0))
         if stay.any():
@@ -163,12 +160,12 @@ class Decodes:
 
     def bring_up_to_date(self, request: TrackedRequest) -> None:
         """Have the state of a request that computes nothing more come to where it is without
-        drafts, and written in every step: what is pending, and the drafts of its last step that
-        hold, are folded at the beginning of the coming one."""
+        drafts, and written in every step: its unfolded tokens, and the accepted drafts of its
+        last step, are folded at the beginning of the coming one."""
         context, lease, row = self._context, request.lease, request.row
         assert lease is not None
-        pending = int(self._rows.pending[row] + self._rows.unwritten[row])
-        if not pending:
+        unfolded = int(self._rows.accepted[row] + self._rows.unfolded[row])
+        if not unfolded:
             return
         who = np.asarray([row])
         self.reserve_checkpoints(who, feeds=0)
@@ -179,7 +176,7 @@ class Decodes:
             passed = checkpoint.position, checkpoint.slot
         is_kept = passed[1] or self._cache.placement.keeps_end(position)
         if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
-            self._folds.append(Fold(row, position, pending, lease.live_slot, *passed))
+            self._catch_ups.append(CatchUp(row, position, unfolded, lease.write_slot, *passed))
         self._publish_state(row, at_end=False)
 
     def leave(self, request: TrackedRequest) -> None:
@@ -188,14 +185,14 @@ class Decodes:
         if checkpoint is not None:
             self._cache.discard_checkpoint(checkpoint)
 
-    def write_states(self) -> list[Fold]:
+    def write_states(self) -> list[CatchUp]:
         """Where states of running requests are not written yet, they are to be: by these."""
         rows = self._rows
-        behind = np.flatnonzero(rows.decoding & (rows.unwritten > 0))
-        columns = rows.position, rows.unwritten, rows.read_slot
+        behind = np.flatnonzero(rows.decoding & (rows.unfolded > 0))
+        columns = rows.position, rows.unfolded, rows.read_slot
         figures = np.stack([column[behind] for column in columns]).T.tolist()
-        rows.unwritten[behind] = 0
+        rows.unfolded[behind] = 0
         return [
-            Fold(row, position, unwritten, slot, 0, 0)
-            for row, (position, unwritten, slot) in zip(behind.tolist(), figures, strict=True)
+            CatchUp(row, position, unfolded, slot, 0, 0)
+            for row, (position, unfolded, slot) in zip(behind.tolist(), figures, strict=True)
         ]

@@ -157,7 +157,7 @@ class DynamicInferenceEngine:
             if not self._is_alone:  # other ranks may wait in a collective that this one has left
                 raise
             logger.exception("step %d failed", plan.step)
-            if plan.folds:  # into states that are cached already
+            if plan.catch_ups:  # into states that are cached already
                 self.reset()
             scheduler.drop(plan)
             scheduler.settle(self._receive())
@@ -415,7 +415,7 @@ class DynamicInferenceEngine:
             self.scheduler.settle(self._receive())
         except _ResultLostError as lost:
             self._fail_everything(lost.__cause__ or lost)
-        self.runner.fold(self.scheduler.decodes.write_states())
+        self.runner.catch_up(self.scheduler.decodes.write_states())
         try:
             self.runner.update_weights(source)
         except WeightsError:

@@ -317,7 +317,7 @@ class Scheduler:
         checkpoints = cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[request.row] = checkpoints
         last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
-        write_slot = lease.live_slot
+        write_slot = lease.write_slot
         if last is not None and last.slot and self._context.geometry.has_recurrent:
             write_slot = last.slot
         targets = None

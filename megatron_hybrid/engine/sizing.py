@@ -159,8 +159,8 @@ def _bytes_per_state(specs: Iterable[StateSpec]) -> int:
 
 
 def ring_length(drafts: int, write_interval: int) -> int:
-    """Places of a ring: for a step's own tokens, and for what is pending: the drafts of the last
-    step that hold, or tokens since the state was written. Both at once are never: a step with
+    """Places of a ring: for a step's own tokens, and for the unfolded ones: the accepted drafts of
+    the last step, or tokens since the state was written. Both at once are never: a step with
     drafts writes it."""
     if not drafts and write_interval == 1:
         return 0

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.engine.drafter import Drafter
-from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT
+from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT, DraftPlan
 from megatron_hybrid.execution.rows import RowTable
 
 logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
 
-LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without a draft that held
-
-
-class Guesses(NamedTuple):
-    """See RunsPlan."""
-
-    num_drafts: Ints  # [decodes]
-    windows: Ints  # [decodes, width]
-    window_start: Ints  # [decodes]
-    stop_ids: Ints | None = None  # [decodes, MOST_STOP_IDS]
+LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without an accepted draft
 
 
 class Speculation:
     """Between the scheduler and a drafter. All figures are by row of the row table. Without a
     drafter the device makes the drafts, by the model's head, and here is decided how many.
 
-    A request's drafts double in number while all of them hold, up to num_tokens; where some do not,
-    the next ones are one more than did. After a step in which none held it goes without for a
-    while, and twice as long each time; and until some have held again it has no drafts while the
-    last ones are in flight, which most likely do not hold either.
+    A request's drafts double in number while all are accepted, up to num_tokens; where some are
+    not, the next ones are one more than were. After a step without an accepted one it goes without
+    for a while, and twice as long each time; and until some are accepted again it has no drafts
+    while the last ones are in flight, which most likely are not accepted either.
     """
 
     def __init__(self, rows: RowTable, drafter: Drafter | None, num_tokens: int) -> None:
@@ -50,8 +40,8 @@ class Speculation:
         self._known = np.zeros(count, dtype=np.int64)  # tokens of its text
         self._next = np.zeros(count, dtype=np.int64)  # drafts in its next step
         self._pause = np.zeros(count, dtype=np.int64)  # steps until then
-        self._failures = np.zeros(count, dtype=np.int64)  # steps without one that held, on end
-        self._is_proven = np.zeros(count, dtype=bool)  # some of its last drafts held
+        self._failures = np.zeros(count, dtype=np.int64)  # steps without an accepted one, on end
+        self._is_proven = np.zeros(count, dtype=bool)  # some of its last drafts were accepted
 
     def begin(
         self, row: int, text: npt.NDArray[np.int32], stop_ids: Sequence[int], cache_salt: str
@@ -85,7 +75,7 @@ class Speculation:
         self._known[who] += counts
         self.drafter.extend(who, flat, counts)
 
-    def choose(self, decodes: Ints, most: Ints) -> Guesses | None:
+    def choose(self, decodes: Ints, most: Ints) -> DraftPlan | None:
         """Drafts for the coming step: at most so many for each of its decode rows. None: for no
         row. Called once a step."""
         rows = self._rows
@@ -112,11 +102,11 @@ class Speculation:
         windows[tries] = np.where(np.arange(width) < found[:, None], guesses, NO_DRAFT)
         if not num_drafts.any():
             return None
-        return Guesses(num_drafts, windows, self._known[decodes])
+        return DraftPlan(num_drafts, windows, self._known[decodes])
 
-    def _on_device(self, decodes: Ints, num_drafts: Ints) -> Guesses:
+    def _on_device(self, decodes: Ints, num_drafts: Ints) -> DraftPlan:
         no_window = np.zeros((len(decodes), 0), dtype=np.int64)
-        return Guesses(num_drafts, no_window, self._known[decodes], self._stop_ids[decodes])
+        return DraftPlan(num_drafts, no_window, self._known[decodes], self._stop_ids[decodes])
 
     def note(self, decodes: Ints, drafted: Ints, accepted: Ints) -> None:
         """What has become of a step's drafts, for the rows that still have their requests."""

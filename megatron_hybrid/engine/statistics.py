@@ -33,7 +33,7 @@ TOTALS = (
     "twin_tokens_saved",
     "drafts",  # requests times steps that had any
     "draft_tokens",
-    "accepted_tokens",  # drafts that hold
+    "accepted_tokens",  # drafts that were accepted
 )
 
 
@@ -105,11 +105,11 @@ class Statistics:
         request.seen = max(request.seen, end)
 
     def count_drafts(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
-        """Drafts of a step, and how many hold; [requests] each."""
+        """Drafts of a step, and how many were accepted; [requests] each."""
         self.totals["drafts"] += int(np.count_nonzero(drafted))
         self.totals["draft_tokens"] += int(drafted.sum())
         self.totals["accepted_tokens"] += int(accepted.sum())
-        # of n drafts that hold each of the first n positions has one
+        # of n accepted drafts each of the first n positions has one
         here = np.bincount(accepted)[::-1].cumsum()[::-1][1:]
         if len(here) > len(self._accepted):
             self._accepted = np.pad(self._accepted, (0, len(here) - len(self._accepted)))

@@ -70,7 +70,7 @@ class BatchBuilder:
         head: HeadDrafter | None = None,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts. `write_interval`: decodes have fewer tokens than that pending.
+        where decodes have drafts. `write_interval`: decodes have fewer tokens than that unfolded.
         `head`: where the model's own head makes the drafts."""
         self._rows = rows
         self._singles = SingleDecodes(rows, write_interval)
@@ -108,7 +108,7 @@ class BatchBuilder:
         used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints), plan.num_drafts)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
-        drafted = self._drafted if plan.runs is not None or room.drafts else None
+        drafted = self._drafted if plan.drafts is not None or room.drafts else None
 
         token_ids, positions, kv_slot = np.zeros((3, room.tokens), dtype=np.int64)
         if drafted is None:
@@ -231,8 +231,8 @@ class BatchBuilder:
         queries[room.decodes :] = filled(lengths, room.prompts)
         if room.drafts:
             queries[len(plan.decode_rows) : room.decodes] = 0
-        if plan.runs is not None:
-            queries[decodes] += plan.runs.num_drafts
+        if plan.drafts is not None:
+            queries[decodes] += plan.drafts.num_drafts
         # of runs: as long as they may be
         kv_length[decodes] = rows.next_position(plan.decode_rows) + queries[decodes]
         kv_length[prompts] = [chunk.end for chunk in chunks]

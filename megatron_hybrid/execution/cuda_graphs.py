@@ -153,7 +153,7 @@ def graph_sizes(
 
 def _draft_widths(decodes: int, most: int) -> list[int]:
     """Drafts that each of so many decodes has room for, in several graphs: requests of which few
-    drafts hold have one each, which must not cost what `most` of them do."""
+    drafts are accepted have one each, which must not cost what `most` of them do."""
     widths = [most]
     while widths[-1] > 1 and decodes * (1 + widths[-1]) > _FREE_TOKENS:
         widths.append(widths[-1] // 2)

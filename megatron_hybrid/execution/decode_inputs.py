@@ -49,7 +49,7 @@ class DecodeInputs(NamedTuple):
 
 
 class SingleDecodes:
-    """`write_interval`: fewer tokens than that are pending of a row."""
+    """`write_interval`: fewer tokens than that are unfolded of a row."""
 
     def __init__(self, rows: RowTable, write_interval: int) -> None:
         self._rows = rows
@@ -66,7 +66,7 @@ class SingleDecodes:
         return [
             np.minimum(np.arange(room.decodes + 1), len(decodes)),
             filled(rows.position[decodes], room.decodes),
-            filled(rows.unwritten[decodes], room.decodes),
+            filled(rows.unfolded[decodes], room.decodes),
             np.zeros(room.decodes, dtype=np.int64),  # positions and slots of checkpoints
         ]
 
@@ -77,10 +77,10 @@ class SingleDecodes:
             return DecodeInputs(None, step.host)
         if self._write_interval == 1:
             return DecodeInputs(DecodeSlots(*slots), step.host)
-        cu_seqlens, position, pending, nothing = own
+        cu_seqlens, position, unfolded, nothing = own
         runs = DecodeRuns(
-            cu_seqlens, position, pending, *slots, step.rows, nothing, nothing,
-            most_pending=self._write_interval - 1,
+            cu_seqlens, position, unfolded, *slots, step.rows, nothing, nothing,
+            most_unfolded=self._write_interval - 1,
         )  # fmt: skip
         return DecodeInputs(runs, step.host)
 
@@ -103,7 +103,7 @@ class DraftedDecodes:
 
     def parts(self, plan: StepPlan, room: GraphSize) -> list[Ints]:
         """What RunTables and DecodeRuns have of the host, and room for what they have not."""
-        n, runs, last = len(plan.decode_rows), plan.runs, self._last
+        n, runs, last = len(plan.decode_rows), plan.drafts, self._last
         windows = np.full((room.decodes, last.window_width), NO_DRAFT, dtype=np.int64)
         stop_ids = np.full((room.decodes, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
         lengths, window_start, position, slot = np.zeros((4, room.decodes), dtype=np.int64)
@@ -121,7 +121,7 @@ class DraftedDecodes:
         return [
             filled(plan.decode_rows, room.decodes, last.nobody),
             filled(self._rows.position[plan.decode_rows], room.decodes),
-            filled(self._rows.unwritten[plan.decode_rows], room.decodes),
+            filled(self._rows.unfolded[plan.decode_rows], room.decodes),
             filled(sequence, room.decode_tokens, -1),
             filled(offset, room.decode_tokens),
             window_start,
@@ -138,18 +138,18 @@ class DraftedDecodes:
     ) -> DecodeInputs:
         """own: the `parts`; size: of the graph that computes the step."""
         last, block_size, on_cpu = self._last, self._block_size, step.kv_length.device.type == "cpu"
-        who, certain, unwritten, sequence, offset, start, windows, *figures = own
-        position, pending, checkpoint_position, checkpoint_slot, stop_ids = figures
+        who, certain, kept, sequence, offset, start, windows, *figures = own
+        position, unfolded, checkpoint_position, checkpoint_slot, stop_ids = figures
         decodes = len(position)
         windows, stop_ids = (table.view(decodes, -1) for table in (windows, stop_ids))
         cu_seqlens = step.cu_seqlens[: decodes + 1]
-        tables = RunTables(who, certain, unwritten, cu_seqlens, sequence, offset, start, windows)
+        tables = RunTables(who, certain, kept, cu_seqlens, sequence, offset, start, windows)
         paged = step.kv_indptr, step.kv_indices
         of_rows = cu_seqlens, step.read_slot, step.rows, stop_ids
         for_head = DraftTables(*of_rows, *paged, step.last_block_length, step.host)
         draft = self._draft(for_head, plan, size)
         targets = (
-            step.token_ids, step.positions, step.kv_slot, step.kv_length, position, pending
+            step.token_ids, step.positions, step.kv_slot, step.kv_length, position, unfolded
         )  # fmt: skip
 
         def put_in_place() -> None:
@@ -158,7 +158,7 @@ class DraftedDecodes:
                 target[: len(values)].copy_(values)
 
         decode = DecodeRuns(
-            cu_seqlens, position, pending, step.read_slot, step.write_slot, step.rows,
+            cu_seqlens, position, unfolded, step.read_slot, step.write_slot, step.rows,
             checkpoint_position, checkpoint_slot,
         )  # fmt: skip
         host = step.host
@@ -170,7 +170,7 @@ class DraftedDecodes:
 
     def _draft(self, tables: DraftTables, plan: StepPlan, size: GraphSize | None) -> Draft | None:
         """What makes as many drafts as any row has; in a graph, as each has room for."""
-        widest = 0 if plan.runs is None else plan.runs.widest
+        widest = 0 if plan.drafts is None else plan.drafts.widest
         count = widest if size is None else size.drafts // size.decodes
         assert count >= widest
         return partial(self._head.draft, tables, count) if self._head and count else None

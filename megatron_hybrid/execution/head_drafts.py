@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PagedHost, PagedSequences
 from megatron_hybrid.layers.inputs import LayerCaches
-from megatron_hybrid.layers.step import Step
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
@@ -49,21 +49,21 @@ class HeadDrafter:
         self._caches = caches
 
     def draft(
-        self, tables: DraftTables, count: int, token: Tensor, position: Tensor, pending: Tensor
+        self, tables: DraftTables, count: int, token: Tensor, position: Tensor, unfolded: Tensor
     ) -> Tensor:
         """[n, count]: what may follow the tokens [n] that rows go on with, at these positions [n].
-        pending [n]: as in DecodeRuns. A row that has fewer drafts ignores the rest. In place of a
+        unfolded [n]: as in DecodeRuns. A row that has fewer drafts ignores the rest. In place of a
         draft that would end an answer the row's token stands once more."""
         caches, kernels = self._caches, self._model.kernels
         drafts_of = (tables.cu_seqlens.diff() - 1).clamp(min=0)
-        where = (tables.read_slot, tables.ring, position, pending)
-        hidden = self._head.delay.last(*where, Step(caches, kernels))
+        where = (tables.read_slot, tables.ring, position, unfolded)
+        hidden = self._head.delay.last(*where, KernelPlans(caches, kernels))
         first, drafts = token, []
         for ahead in range(count):
             # A row that has its drafts stays where it is: behind them its blocks may end.
             at = position + drafts_of.clamp(max=ahead)
-            step = Step(caches, kernels, attention=self._plan(tables, at))
-            logits, hidden = self._model.predict(token, at, hidden, step)
+            plans = KernelPlans(caches, kernels, attention=self._plan(tables, at))
+            logits, hidden = self._model.predict(token, at, hidden, plans)
             guess = logits.argmax(dim=1)
             ends = (guess[:, None] == tables.stop_ids).any(dim=1)
             token = torch.where(ends, first, guess)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.layers.inputs import StepInputs
-from megatron_hybrid.layers.step import Step
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.config import SHARED_TRANSFORMER
 from megatron_hybrid.models.hybrid_model import Hidden, HybridModel
 from megatron_hybrid.parallel import RankGroup
@@ -41,13 +41,13 @@ class PipelineStage:
             if message.numel():  # past the last mixing block none of a step's rows may be left
                 self._ranks.receive(message, self._ranks.rank - 1)
 
-    def compute(self, inputs: StepInputs, step: Step) -> Tensor:
+    def compute(self, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """Logits [rows, vocabulary] on the last stage; on the others [rows, 0], and the message to
         the next stage is in place. The part of a step that can be captured."""
         entering = None if self._received is None else self._received.values(inputs)
-        leaving = self._model.hidden(inputs, step, entering)
+        leaving = self._model.hidden(inputs, plans, entering)
         if self._sent is None:
-            return self._model.logits(leaving, inputs, step)
+            return self._model.logits(leaving, inputs, plans)
         for place, value in zip(self._sent.values(inputs), leaving, strict=True):
             if place is not None:
                 assert value is not None and place.dtype == value.dtype, (place.dtype, value)

@@ -62,8 +62,8 @@ MOST_STOP_IDS = 16  # a request with more has no drafts
 
 
 @dataclass(slots=True)
-class RunsPlan:
-    """How the decodes of a step take up what holds of the last step's drafts, and which drafts they
+class DraftPlan:
+    """How the decodes of a step take up the accepted drafts of the last step, and which drafts they
     have themselves; by decode row. See docs/speculative_decoding.md."""
 
     num_drafts: npt.NDArray[np.int64]  # [decodes], behind the next token of each
@@ -71,12 +71,24 @@ class RunsPlan:
     # step in flight adds to the text, the drafts stand anywhere in them.
     windows: npt.NDArray[np.int64]  # [decodes, width]
     window_start: npt.NDArray[np.int64]  # [decodes]
-    # The state after so many tokens is stored as well, if the step passes it; slot 0: nothing is.
-    checkpoint_position: npt.NDArray[np.int64]  # [decodes]
-    checkpoint_slot: npt.NDArray[np.int64]  # [decodes]
     # [decodes, MOST_STOP_IDS] tokens that end each row's answer, filled up with NO_DRAFT, where the
     # device makes the drafts: none of them is one
     stop_ids: npt.NDArray[np.int64] | None = None
+    # [decodes] The state after so many tokens is stored as well, if the step passes it; slot 0:
+    # nothing is.
+    checkpoint_position: npt.NDArray[np.int64] = field(init=False)
+    checkpoint_slot: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checkpoint_position, self.checkpoint_slot = np.zeros(
+            (2, len(self.num_drafts)), dtype=np.int64
+        )
+
+    @classmethod
+    def nothing(cls, decodes: int) -> DraftPlan:
+        """Of so many decodes, none of which has drafts."""
+        none = np.zeros(decodes, dtype=np.int64)
+        return cls(none, np.zeros((decodes, 0), dtype=np.int64), none)
 
     @property
     def widest(self) -> int:
@@ -84,15 +96,15 @@ class RunsPlan:
         return 0 if self.stop_ids is None else int(self.num_drafts.max(initial=0))
 
 
-class Fold(NamedTuple):
-    """What is pending goes into the state of a row that computes nothing more: the state is to be
+class CatchUp(NamedTuple):
+    """The unfolded tokens go into the state of a row that computes nothing more: the state is to be
     the one after `position` tokens. Comes before all else in a step."""
 
     row: int
     position: int
-    pending: int
+    unfolded: int
     slot: int  # of the state, which is read and written
-    checkpoint_position: int  # as in RunsPlan
+    checkpoint_position: int  # as in DraftPlan
     checkpoint_slot: int
 
 
@@ -108,17 +120,18 @@ class StepPlan:
     resumed: list[ResumedRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     # [decodes] whose states are written; those of the others keep what they take in, for a later
-    # step. None: all. With runs all are written, too.
+    # step. None: all. With drafts all are written, too.
     writes: npt.NDArray[np.bool_] | None = None
-    runs: RunsPlan | None = None  # None: decodes are of one token, and nothing is to be taken up
-    folds: list[Fold] = field(default_factory=list)
+    drafts: DraftPlan | None = None  # None: decodes are of one token, and none is to be taken up
+    catch_ups: list[CatchUp] = field(default_factory=list)
 
     @property
     def num_drafts(self) -> int:
-        return 0 if self.runs is None else int(self.runs.num_drafts.sum())
+        return 0 if self.drafts is None else int(self.drafts.num_drafts.sum())
 
     @property
     def is_empty(self) -> bool:
+        """Nobody computes or samples; there may be states to catch up."""
         return len(self.decode_rows) == 0 and not self.prefills and not self.resumed
 
     @property
@@ -158,7 +171,7 @@ class StepDemand(NamedTuple):
     checkpoints: int = 0  # stored in the middle of prompts
     eager: int = 0  # 1: no graph fits, because prompts want log-probabilities
     drafts: int = 0
-    runs: int = 0  # 1: decodes take up what holds of drafts, or have some
+    runs: int = 0  # 1: decodes take up accepted drafts, or have some
     widest: int = 0  # drafts of the row that has most, where the device makes them row by row
 
     @classmethod
@@ -176,8 +189,8 @@ class StepDemand(NamedTuple):
             checkpoints=sum(len(chunk.checkpoints) for chunk in chunks),
             eager=int(bool(targets)),
             drafts=drafts,
-            runs=int(plan.runs is not None),
-            widest=0 if plan.runs is None else plan.runs.widest,
+            runs=int(plan.drafts is not None),
+            widest=0 if plan.drafts is None else plan.drafts.widest,
         )
 
 
@@ -187,10 +200,10 @@ class StepResult(NamedTuple):
     tokens: npt.NDArray[np.int64]  # of StepPlan.sampled_rows, one after the other
     logprobs: dict[int, list[TokenLogprob]]  # by row, one for each token, for rows that want them
     prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of logprob_targets
-    accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts that hold; None: no drafts
+    accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts; None: there were none
 
     def tokens_by_row(self) -> list[list[int]]:
-        """Of each of StepPlan.sampled_rows: one, and one for each draft that holds."""
+        """Of each of StepPlan.sampled_rows: one, and one for each accepted draft."""
         tokens: list[int] = self.tokens.tolist()
         if self.accepted is None:
             return [[token] for token in tokens]
@@ -237,7 +250,7 @@ class Runner(Protocol):
         """Run the model for nobody: join the collectives of a step for which the lockstep group's
         demand is `agreed`, change nothing."""
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         """These alone: a step that computes nothing."""
 
     def update_weights(self, source: WeightsSource) -> None:

@@ -16,7 +16,7 @@ from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
 from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.execution.plan import (
-    Fold,
+    CatchUp,
     StepDemand,
     StepPlan,
     StepResult,
@@ -28,7 +28,7 @@ from megatron_hybrid.execution.sampler import Sampler, Sampling
 from megatron_hybrid.execution.transfer import upload
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
-from megatron_hybrid.layers.step import Step
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -113,10 +113,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> LaunchedStep:
         with _device_errors():
-            if plan.folds:
-                self._fold(plan.folds)
+            if plan.catch_ups:
+                self._catch_up(plan.catch_ups)
             inputs, logits = self._logits(plan, agreed)
-            runs = None if plan.runs is None else inputs
+            runs = None if plan.drafts is None else inputs
             return LaunchedStep(
                 self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
             )
@@ -130,10 +130,10 @@ class ModelRunner:
             self._compute_nothing(agreed or StepDemand(decodes=1))
 
     @torch.inference_mode()
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         with _device_errors():
-            if folds:
-                self._fold(folds)
+            if catch_ups:
+                self._catch_up(catch_ups)
 
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights where they are; see `models.weights.update_model`."""
@@ -175,18 +175,18 @@ class ModelRunner:
             logits = logits[:computed]  # what follows is padding
         return inputs, torch.cat((logits[:computed], resumed, logits[computed:]))
 
-    def _fold(self, folds: Sequence[Fold]) -> None:
+    def _catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         """Only states change: what is done is that of the recurrent layers, for no token."""
-        columns = np.asarray(folds, dtype=np.int64).T.copy()
+        columns = np.asarray(catch_ups, dtype=np.int64).T.copy()
         device = self._last_token.device
         dtype = np.int64 if device.type == "cpu" else np.int32
-        row, position, pending, slot, checkpoint_position, checkpoint_slot = upload(
+        row, position, unfolded, slot, checkpoint_position, checkpoint_slot = upload(
             columns.astype(dtype), device
         )
         runs = DecodeRuns(
-            cu_seqlens=position.new_zeros(len(folds) + 1),
+            cu_seqlens=position.new_zeros(len(catch_ups) + 1),
             position=position,
-            pending=pending,
+            unfolded=unfolded,
             read_slot=slot,
             write_slot=slot,
             ring=row,
@@ -213,10 +213,10 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs, size: GraphSize | None) -> Tensor:
         """Logits of inputs that were built for the graph of this size; None: without a graph."""
-        step = self._plan(inputs)
+        plans = self._plan(inputs)
         self._stage.receive(inputs)
         if size is None:
-            logits = self._run(inputs, step)
+            logits = self._run(inputs, plans)
         else:
             self.replayed["mixed" if size.prompts else "decode"] += 1
             logits = self._graphs.replay(size)
@@ -225,10 +225,10 @@ class ModelRunner:
 
     def _prepare_dummy(self, size: GraphSize) -> Callable[[], Tensor]:
         inputs = self._batch_builder.build_dummy(size)
-        step = self._plan(inputs)
-        return lambda: self._run(inputs, step)
+        plans = self._plan(inputs)
+        return lambda: self._run(inputs, plans)
 
-    def _plan(self, inputs: StepInputs) -> Step:
+    def _plan(self, inputs: StepInputs) -> KernelPlans:
         if self._planned is None:
             return self._model.plan(inputs, self._caches)
         # Kernels' plans lie in pinned memory that is used again in every step: what the last step
@@ -238,14 +238,14 @@ class ModelRunner:
         self._planned.record()
         return step
 
-    def _run(self, inputs: StepInputs, step: Step) -> Tensor:
+    def _run(self, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """The part of a step that is captured."""
         if inputs.take_up is not None:
             inputs.take_up()
         elif self.asynchronous and inputs.num_decodes and not inputs.num_drafts:
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
-        return self._stage.compute(inputs, step)
+        return self._stage.compute(inputs, plans)
 
 
 @contextmanager

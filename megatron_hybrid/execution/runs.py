@@ -1,8 +1,8 @@
 """Decodes with drafts, where only the device knows how far each row has come.
 
 What is known on the host, which plans a step ahead, is how many tokens are certain of a row. How
-many drafts of the last step hold, what the next token is and which drafts are worth a try is worked
-out here, from what the last step has left; none of it waits for the device.
+many drafts of the last step are accepted, what the next token is and which drafts are worth a try
+is worked out here, from what the last step has left; none of it waits for the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LastSteps:
 
     @property
     def window_width(self) -> int:
-        """Of RunsPlan's windows at most: the step in flight adds up to longest + 1 tokens."""
+        """Of DraftPlan's windows at most: the step in flight adds up to longest + 1 tokens."""
         return 2 * self.longest + 1
 
     def of(self, rows: Tensor) -> Emitted:
@@ -60,13 +60,13 @@ class RunTables(NamedTuple):
     """What the host says of a step's runs, on the device. n rows decode, T tokens in all."""
 
     rows: Tensor  # [n] of LastSteps
-    certain: Tensor  # [n] tokens that are the sequence's, whatever holds
-    unwritten: Tensor  # [n] the last of them, which its state does not include
+    certain: Tensor  # [n] tokens that are the sequence's, whatever is accepted
+    unfolded: Tensor  # [n] the last of them, which its state does not include
     cu_seqlens: Tensor  # [n + 1]
     sequence: Tensor  # [T] that each token belongs to; -1: padding
     offset: Tensor  # [T] 0: the next token; 1, 2, ...: a draft
     window_start: Tensor  # [n]
-    windows: Tensor  # [n, width]: see RunsPlan
+    windows: Tensor  # [n, width]: see DraftPlan
 
 
 class Runs(NamedTuple):
@@ -77,10 +77,10 @@ class Runs(NamedTuple):
     kv_slot: Tensor  # [T], as in PagedSequences
     kv_length: Tensor  # [n], as there
     position: Tensor  # [n], as in DecodeRuns
-    pending: Tensor  # [n], as there
+    unfolded: Tensor  # [n], as there
 
 
-# Tokens that rows go on with [n], their positions [n] and what is pending [n] -> drafts [n, ...].
+# Tokens that rows go on with [n], their positions [n] and what is unfolded [n] -> drafts [n, ...].
 Draft = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -101,14 +101,14 @@ def take_up(
     before = last.of(tables.rows.long())
     accepted = before.number - 1
     position = tables.certain.long() + accepted
-    pending = accepted + tables.unwritten.long()
+    unfolded = accepted + tables.unfolded.long()
     token = before.tokens.gather(1, accepted[:, None])
     if draft is None:
         windows, start = tables.windows.long(), tables.window_start.long()
         drafts = choose_drafts(windows, start, before, position, last.longest)
         drafts = torch.where(drafts == NO_DRAFT, token, drafts)
     else:
-        drafts = draft(token.squeeze(1), position, pending)
+        drafts = draft(token.squeeze(1), position, unfolded)
     tokens = torch.cat((token, drafts), dim=1)
 
     is_token = tables.sequence >= 0
@@ -121,7 +121,7 @@ def take_up(
         kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
         kv_length=(position + tables.cu_seqlens.diff()).clamp(min=1),
         position=position,
-        pending=pending,
+        unfolded=unfolded,
     )
 
 

@@ -64,33 +64,33 @@ class Sampler:
         """logits [sampled tokens + prompt log-probability rows, vocabulary] in any float type;
         sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens. `inputs`
         of the step: where decodes have drafts."""
-        rows, sampled, runs = self._rows, plan.sampled_rows, plan.runs
+        table, sampled, drafts = self._rows, plan.sampled_rows, plan.drafts
         per_row = np.ones(len(sampled), dtype=np.int64)  # tokens
-        if runs is not None:
-            per_row[: len(runs.num_drafts)] += runs.num_drafts
-        owners = np.repeat(sampled, per_row)  # rows, by token
-        count = len(owners)
-        adjusted = self._adjustments.among(owners)
+        if drafts is not None:
+            per_row[: len(drafts.num_drafts)] += drafts.num_drafts
+        rows = np.repeat(sampled, per_row)  # of each token
+        count = len(rows)
+        adjusted = self._adjustments.among(rows)
         if self._has_logits:
-            tokens = self._choose(logits[:count], plan, owners, adjusted, inputs)
+            tokens = self._choose(logits[:count], plan, rows, adjusted, inputs)
         else:
-            self._adjustments.ask_grammars(owners[adjusted])
+            self._adjustments.ask_grammars(rows[adjusted])
             tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
         tokens = self._spread(tokens)
         if self._has_logits and len(adjusted):
-            self._adjustments.note(owners, tokens)
+            self._adjustments.note(rows, tokens)
         sampled_rows, newest, accepted = sampled_rows.long(), tokens, None
-        if runs is not None:
+        if drafts is not None:
             assert inputs is not None
-            newest, accepted = self._verify(tokens, sampled_rows, runs.num_drafts, inputs)
+            newest, accepted = self._verify(tokens, sampled_rows, drafts.num_drafts, inputs)
         elif self._last_steps is not None:
             self._last_steps.note_single(sampled_rows, tokens)
         last_token.index_copy_(0, sampled_rows, newest)
-        wanted = np.flatnonzero(rows.logprobs[owners] >= 0)
+        wanted = np.flatnonzero(table.logprobs[rows] >= 0)
         own = prompt = None
         if len(wanted):
             at = upload(wanted, logits.device)
-            own = self._logprobs(logits[at], tokens[at], rows.logprobs[owners[wanted]])
+            own = self._logprobs(logits[at], tokens[at], table.logprobs[rows[wanted]])
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
@@ -101,7 +101,7 @@ class Sampler:
             per_row=per_row,
             accepted=None if accepted is None else download(accepted),
             own=own,
-            own_rows=owners[wanted],
+            own_rows=rows[wanted],
             own_places=wanted,
             prompt=prompt,
             prompt_rows=[(c.row, len(targets)) for c, targets in asking],
@@ -116,7 +116,7 @@ class Sampler:
         inputs: StepInputs,
     ) -> tuple[Tensor, Tensor]:
         """tokens: of decodes with so many drafts [decodes], then of rows that get one each. Each
-        row's last new token [sampled rows], and how many drafts hold [decodes]."""
+        row's last new token [sampled rows], and how many drafts are accepted [decodes]."""
         last, decode = self._last_steps, inputs.decode
         assert last is not None and isinstance(decode, DecodeRuns)
         # what is behind them may be padding
@@ -154,21 +154,21 @@ class Sampler:
         self,
         logits: Tensor,
         plan: StepPlan,
-        owners: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
         adjusted: npt.NDArray[np.int64],
         inputs: StepInputs | None,
     ) -> Tensor:
-        """A token [n] for each row of logits [n, vocabulary]; owners [n]: their rows of the table;
+        """A token [n] for each row of logits [n, vocabulary]; rows [n]: of the table;
         adjusted: places of those whose logits are changed first."""
         tokens = torch.argmax(logits, dim=-1)
-        drawn = self._rows.temperature[owners] > 0
+        drawn = self._rows.temperature[rows] > 0
         drawn[adjusted] = False  # on their own, below
         if drawn.any():
             places = np.flatnonzero(drawn)
-            point = None if inputs is None else self._points(owners, places, plan, inputs)
-            self._draw(logits, tokens, owners, places, point)
+            point = None if inputs is None else self._points(rows, places, plan, inputs)
+            self._draw(logits, tokens, rows, places, point)
         if len(adjusted):
-            self._choose_adjusted(logits, tokens, plan, owners, adjusted)
+            self._choose_adjusted(logits, tokens, plan, rows, adjusted)
         return tokens
 
     def _choose_adjusted(
@@ -176,12 +176,12 @@ class Sampler:
         logits: Tensor,
         tokens: Tensor,
         plan: StepPlan,
-        owners: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
         adjusted: npt.NDArray[np.int64],
     ) -> None:
         """Replace the tokens of the rows whose logits are adjusted: of a copy, since reported
         log-probabilities are the model's. Such rows have no drafts."""
-        who, index = owners[adjusted], upload(adjusted, logits.device)
+        who, index = rows[adjusted], upload(adjusted, logits.device)
         own = logits.index_select(0, index).float()
         self._adjustments.apply(own, who, plan)
         chosen = torch.argmax(own, dim=-1)
@@ -192,20 +192,21 @@ class Sampler:
 
     def _points(
         self,
-        owners: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
         plan: StepPlan,
         inputs: StepInputs,
     ) -> Tensor:
         """The random numbers of some of a step's sampled tokens. Those of runs are as far in their
         answers as the fed tokens' positions say."""
-        rows, decoded = self._rows, len(plan.decode_rows) + plan.num_drafts
-        who, is_run = owners[places], places < decoded
-        before = rows.generated[who] - np.where(is_run, rows.position[who], 0)
-        figures = np.stack([np.where(is_run, places, 0), is_run, before, rows.seed[who].view("i8")])
-        at, has_position, start, seed = upload(figures, inputs.positions.device)
+        table, decoded = self._rows, len(plan.decode_rows) + plan.num_drafts
+        who, is_run = rows[places], places < decoded
+        before = table.generated[who] - np.where(is_run, table.position[who], 0)
+        seed = table.seed[who].view("i8")
+        figures = np.stack([np.where(is_run, places, 0), is_run, before, seed])
+        at, has_position, start, seeds = upload(figures, inputs.positions.device)
         position = inputs.positions.index_select(0, at) * has_position
-        return uniform_on_device(seed, start + position)
+        return uniform_on_device(seeds, start + position)
 
     def _draw(
         self,
@@ -243,7 +244,7 @@ class Sampling:
 
     tokens: Tensor  # one or several of each sampled row
     per_row: npt.NDArray[np.int64]  # how many
-    accepted: Tensor | None  # [decodes] drafts that hold; None: nothing has drafts
+    accepted: Tensor | None  # [decodes] drafts; None: nothing has drafts
     own: _Logprobs | None
     own_rows: npt.NDArray[np.int64]
     own_places: npt.NDArray[np.int64]  # among the tokens
@@ -256,17 +257,17 @@ class Sampling:
         if self.done is not None:
             self.done.synchronize()
         tokens, accepted = self.tokens.numpy(), None
-        holds = np.ones(len(tokens), dtype=bool)
+        is_new = np.ones(len(tokens), dtype=bool)
         if self.accepted is not None:
             accepted = self.accepted.numpy()
             emitted = np.ones(len(self.per_row), dtype=np.int64)
             emitted[: len(accepted)] += accepted
             first = np.cumsum(self.per_row) - self.per_row
             place = np.arange(len(tokens)) - np.repeat(first, self.per_row)
-            holds = place < np.repeat(emitted, self.per_row)
+            is_new = place < np.repeat(emitted, self.per_row)
         logprobs: dict[int, list[TokenLogprob]] = {}
         if self.own is not None:
-            rows, emitted = self.own_rows.tolist(), holds[self.own_places].tolist()
+            rows, emitted = self.own_rows.tolist(), is_new[self.own_places].tolist()
             for row, entry, counts in zip(rows, self.own.entries(), emitted, strict=True):
                 if counts:
                     logprobs.setdefault(row, []).append(entry)
@@ -275,7 +276,7 @@ class Sampling:
             entries = self.prompt.entries()
             for row, count in self.prompt_rows:
                 prompt_logprobs[row], entries = entries[:count], entries[count:]
-        return StepResult(tokens[holds], logprobs, prompt_logprobs, accepted)
+        return StepResult(tokens[is_new], logprobs, prompt_logprobs, accepted)
 
 
 @dataclass(slots=True)

@@ -1,11 +1,12 @@
 """Drafts against what the model makes of them, without waiting for the device.
 
 A sequence decodes its next token t0 and the drafts d1, d2, ... behind it; after each a token is
-sampled: s0, s1, s2, ... A draft holds if all before it do and it is what was sampled in its place:
+sampled: s0, s1, s2, ... A draft is accepted if all before it are and it is what was sampled in its
+place:
 
     fed        t0  d1  d2  d3
-    sampled    s0  s1  s2  s3        d1 = s0, d2 = s1, d3 != s2: two hold
-    emitted    s0  s1  s2            one more than hold; s2 is the next token
+    sampled    s0  s1  s2  s3        d1 = s0, d2 = s1, d3 != s2: two accepted
+    emitted    s0  s1  s2            one more than accepted; s2 is the next token
 
 Since the noise of a place depends on the request and the place alone (random_streams), tokens are
 those of a run without drafts. A token that ends an answer is never a draft (who guesses sees to
@@ -23,7 +24,7 @@ from megatron_hybrid.execution.plan import NO_DRAFT
 
 
 def count_accepted(sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """[sequences]: how many drafts of each hold.
+    """[sequences]: how many drafts of each are accepted.
 
     sampled, fed [tokens] int64; cu_seqlens [sequences + 1]; longest: the most drafts of a sequence.
     """
@@ -32,8 +33,8 @@ def count_accepted(sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, longest: in
     is_before_draft = place + 1 < end
     last = max(len(fed) - 1, 0)
     chosen = sampled[place.clamp(max=last)]
-    holds = is_before_draft & (chosen == fed[(place + 1).clamp(max=last)])
-    return holds.long().cumprod(1).sum(1)
+    agrees = is_before_draft & (chosen == fed[(place + 1).clamp(max=last)])
+    return agrees.long().cumprod(1).sum(1)
 
 
 class Emitted(NamedTuple):

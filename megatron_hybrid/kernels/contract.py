@@ -38,27 +38,27 @@ class DecodeSlots:
 @dataclass(frozen=True, slots=True)
 class DecodeRuns:
     """Decodes of one token or several a sequence: the next one, and behind it drafts, of which
-    nobody knows yet whether they hold.
+    nobody knows yet whether they are accepted.
 
     tokens [T, ...]     n0 d0 d0 d0 | n1 | n2 d2          cu_seqlens 0 4 5 7
 
     A sequence's next token stands at `position`. Its state in read_slot is the one after the first
-    position - pending tokens; the inputs of those since lie in row `ring` of the layer's rings,
+    position - unfolded tokens; the inputs of those since lie in row `ring` of the layer's rings,
     [rows, R, ...] each, the token at position t in place t % R. A call
 
-        reads the state, and folds the pending tokens and the next one into it;
+        reads the state, and folds the unfolded tokens and the next one into it;
         leaves it in write_slot, after position + 1 tokens;
         goes on with the drafts from there, and leaves their inputs in the ring.
 
-    Then the outputs of all tokens are known. If it turns out that a of the drafts hold, the next
-    call begins at position + 1 + a with a tokens pending. That is all there is to take back: what
-    does not hold is never read again. R is at least the tokens pending and of the call together.
+    Then the outputs of all tokens are known. If it turns out that a of the drafts are accepted, the
+    next call begins at position + 1 + a with a unfolded tokens. That is all there is to take back:
+    the others are never read again. R is at least the unfolded tokens and those of the call.
 
     With a write_slot of 0 or less the state stays, and the next token's inputs go to the ring, too:
-    the next call has pending + 1 + a tokens pending. A sequence without tokens only folds.
+    the next call has unfolded + 1 + a unfolded tokens. A sequence without tokens only folds.
 
     The state after checkpoint_position tokens goes to checkpoint_slot as well, if the call folds
-    its last one: position - pending < checkpoint_position <= position + 1; else, and with slots of
+    its last one: position - unfolded < checkpoint_position <= position + 1; else, and with slots of
     0 or less, nothing is written. As everywhere slot 0 reads as zeros, and read and write slot may
     be the same; a padded sequence has no tokens and both 0. Tokens past cu_seqlens[sequences] are
     padding, whose outputs are zeros.
@@ -69,14 +69,14 @@ class DecodeRuns:
 
     cu_seqlens: Tensor  # [decodes + 1]
     position: Tensor  # [decodes]
-    pending: Tensor  # [decodes]
+    unfolded: Tensor  # [decodes]
     read_slot: Tensor  # [decodes]
     write_slot: Tensor  # [decodes]
     ring: Tensor  # [decodes]
     checkpoint_position: Tensor  # [decodes]
     checkpoint_slot: Tensor  # [decodes]
-    # Where no sequence has more than one token: the most that are pending of one. None: not so.
-    most_pending: int | None = None
+    # Where no sequence has more than one token: the most unfolded ones of one. None: not so.
+    most_unfolded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """DecodeRuns in plain torch: which tokens are computed in which turn, for every recurrence.
 
-Turn by turn, each sequence takes its next token: the pending ones first, which it has from the
+Turn by turn, each sequence takes its next token: the unfolded ones first, which it has from the
 ring, then its own.
 
                  turn 0   turn 1   turn 2
-    sequence 0   p0       n0       d0           one token pending, one draft
-    sequence 1   n1       d1       e1           none pending, two drafts
+    sequence 0   p0       n0       d0           one token unfolded, one draft
+    sequence 1   n1       d1       e1           none unfolded, two drafts
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class RunsPlan:
 def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
     """Once a step."""
     host = HostRuns(runs, ring_length)
-    pending, lengths = host.pending, host.lengths
+    unfolded, lengths = host.unfolded, host.lengths
     everyone = range(len(lengths))
     folds = []
-    for number in range(max(pending, default=0)):
-        folds.append(host.fold([(s, number - pending[s]) for s in everyone if number < pending[s]]))
+    for number in range(max(unfolded, default=0)):
+        folds.append(
+            host.fold([(s, number - unfolded[s]) for s in everyone if number < unfolded[s]])
+        )
     if any(lengths):
         folds.append(host.fold([(s, 0) for s in everyone if lengths[s]]))
     drafts = []
@@ -76,25 +78,25 @@ def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
 
 class HostRuns:
     """The figures of DecodeRuns on the host. A token is named by its sequence and how far ahead of
-    the sequence's next one it is; pending ones are behind it."""
+    the sequence's next one it is; unfolded ones are behind it."""
 
     def __init__(self, runs: DecodeRuns, ring_length: int) -> None:
         self.device = runs.position.device
         self.bounds: list[int] = runs.cu_seqlens.tolist()
         self.lengths = [end - begin for begin, end in pairwise(self.bounds)]
         self.position: list[int] = runs.position.tolist()
-        self.pending: list[int] = runs.pending.tolist()
+        self.unfolded: list[int] = runs.unfolded.tolist()
         self.write_slot: list[int] = runs.write_slot.tolist()
         self._rings: list[int] = runs.ring.tolist()
         self.checkpoints = list(
             zip(runs.checkpoint_position.tolist(), runs.checkpoint_slot.tolist(), strict=True)
         )
         self._ring_length = ring_length
-        for s, (pending, length) in enumerate(zip(self.pending, self.lengths, strict=True)):
-            if pending + length > ring_length:
+        for s, (unfolded, length) in enumerate(zip(self.unfolded, self.lengths, strict=True)):
+            if unfolded + length > ring_length:
                 raise ValueError(
-                    f"sequence {s} has {pending} tokens pending and {length} to compute; the ring "
-                    f"has {ring_length} places."
+                    f"sequence {s} has {unfolded} unfolded tokens and {length} to compute; the "
+                    f"ring has {ring_length} places."
                 )
 
     def turn(self, tokens: list[tuple[int, int]]) -> Turn:

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.layers.inputs import KVSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, WeightPart, prefixed, scaled, section, shard, whole
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -137,38 +137,38 @@ class Attention(Mixer):
             section(f"v_proj.{kind}", v, 0, kv_start, kv_total),
         ]
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
-        return self.attend(self.qkv_proj(x), step, self.layer)
+        return self.attend(self.qkv_proj(x), plans, self.layer)
 
-    def store(self, x: Tensor, step: Step) -> None:
+    def store(self, x: Tensor, plans: KernelPlans) -> None:
         """Write the keys and values of tokens [tokens, hidden], and attend to nothing."""
-        kernels, dim = step.kernels, self.config.head_dim
+        kernels, dim = plans.kernels, self.config.head_dim
         rows = slice(self.heads * dim, (self.heads + 2 * self.kv_heads) * dim)
         bias = self.qkv_proj.bias
         projected = F.linear(x, self.qkv_proj.weight[rows], None if bias is None else bias[rows])
         key, value = projected.unflatten(1, (2 * self.kv_heads, dim)).chunk(2, dim=1)
         if self.k_norm is not None:
             key = self.k_norm(key, kernels)
-        if step.rotation is not None:
-            key = kernels.rope.rotate(key, step.rotation)
-        kernels.attention.append(key, value, step.caches.kv[self.layer], step.attention)
+        if plans.rotation is not None:
+            key = kernels.rope.rotate(key, plans.rotation)
+        kernels.attention.append(key, value, plans.caches.kv[self.layer], plans.attention)
 
-    def attend(self, projected: Tensor, step: Step, layer: int) -> Tensor:
+    def attend(self, projected: Tensor, plans: KernelPlans, layer: int) -> Tensor:
         """What follows the projection, in the KV cache of `layer`."""
-        kernels, dim = step.kernels, self.config.head_dim
+        kernels, dim = plans.kernels, self.config.head_dim
         qkv, gate = projected.split(self.qkv_sections, dim=1)
         qkv = qkv.unflatten(1, (self.heads + 2 * self.kv_heads, dim))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], dim=1)
             qk = torch.cat((self.q_norm(query, kernels), self.k_norm(key, kernels)), dim=1)
-        if step.rotation is not None:
-            qk = kernels.rope.rotate(qk, step.rotation)
+        if plans.rotation is not None:
+            qk = kernels.rope.rotate(qk, plans.rotation)
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
-        cache = step.caches.kv[layer]
-        kernels.attention.append(key, value, cache, step.attention)
-        out = kernels.attention.attend(query, cache, step.attention).flatten(1)
+        cache = plans.caches.kv[layer]
+        kernels.attention.append(key, value, cache, plans.attention)
+        out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
         if self.config.output_gate:
             out = kernels.activation.gate(out, gate, "sigmoid")
         return self.o_proj(out)

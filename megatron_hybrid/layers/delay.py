@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 
 
 class Delay(RecurrentMixer):
     """A convolution of two taps, 1 and 0, which are no weights. Its state is the last token's
-    vector: so this is carried from step to step, taken back with drafts that do not hold, and kept
-    at checkpoints as the states of all recurrent layers are. Whole on every rank."""
+    vector: so this is carried from step to step, taken back with drafts that are not accepted, and
+    kept at checkpoints as the states of all recurrent layers are. Whole on every rank."""
 
     kind = "delay"
 
@@ -31,18 +31,23 @@ class Delay(RecurrentMixer):
             inputs_dtype=context.dtype,
         )
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], zeros for the first token of a sequence; reads and
         writes the sequences' states."""
-        return self.convolve(x, step, silu=False)
+        return self.convolve(x, plans, silu=False)
 
     def last(
-        self, read_slot: Tensor, ring: Tensor, position: Tensor, pending: Tensor, step: Step
+        self,
+        read_slot: Tensor,
+        ring: Tensor,
+        position: Tensor,
+        unfolded: Tensor,
+        plans: KernelPlans,
     ) -> Tensor:
         """[sequences, hidden]: what came with the token before `position`; the arguments are those
         of DecodeRuns."""
-        rings = step.caches.rings[self.layer].conv
+        rings = plans.caches.rings[self.layer].conv
         in_ring = rings[ring.long(), (position - 1) % rings.shape[1]]
-        in_state = self.state(step).conv[:, :, 0].index_select(0, read_slot)
+        in_state = self.state(plans).conv[:, :, 0].index_select(0, read_slot)
         in_state = in_state.to(in_ring.dtype).masked_fill((read_slot <= 0)[:, None], 0)
-        return torch.where((pending > 0)[:, None], in_ring, in_state)
+        return torch.where((unfolded > 0)[:, None], in_ring, in_state)

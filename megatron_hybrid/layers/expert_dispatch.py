@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.layers.step import Step
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 # (x [tokens, width], experts [tokens, chosen], weights [tokens, chosen]) -> [tokens, width].
@@ -50,7 +50,7 @@ class ExpertDispatch:
         experts: Tensor,
         weights: Tensor,
         compute: Compute,
-        step: Step,
+        plans: KernelPlans,
     ) -> Tensor:
         """[tokens, width] -> the same: this rank's part of the sum over each token's experts.
 
@@ -59,9 +59,9 @@ class ExpertDispatch:
         if not self._travels:
             weights = weights / self._copies if self._copies > 1 else weights
             return compute(x, self._local(experts), weights)
-        if step.all_to_all:
+        if plans.all_to_all:
             return self._all_to_all(x, experts, weights, compute)
-        return self._all_gather(x, experts, weights, compute, step.most_tokens)
+        return self._all_gather(x, experts, weights, compute, plans.most_tokens)
 
     def _local(self, experts: Tensor) -> Tensor:
         """Counted from our first one; `num_local` stands for all that are elsewhere."""

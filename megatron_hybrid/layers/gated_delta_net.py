@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.parts import Parts, section, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -143,15 +143,15 @@ class GatedDeltaNet(RecurrentMixer):
         self.derive("A", -self.A_log.exp())
         self.derive("norm_weights", self.norm_weight.repeat(self.value_heads))
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         config = self.config
         qkv, z, b, a = self.in_proj(x).split(self.in_sections, dim=1)
-        q, k, v = self.convolve(qkv, step).split(self.conv_sections, dim=1)
+        q, k, v = self.convolve(qkv, plans).split(self.conv_sections, dim=1)
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
-        y = self.scan(step, (q, k, v, a, b), (self.A, self.dt_bias), like=v)
-        y = step.kernels.norm.gated_rms_norm(
+        y = self.scan(plans, (q, k, v, a, b), (self.A, self.dt_bias), like=v)
+        y = plans.kernels.norm.gated_rms_norm(
             y.flatten(1), z, self.norm_weights, config.value_dim, self.eps, norm_first=True
         )
         return self.out_proj(y)

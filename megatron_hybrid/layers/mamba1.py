@@ -12,11 +12,11 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -124,14 +124,14 @@ class Mamba1(RecurrentMixer):
                 assert norm is not None
                 norm.weight.fill_(1)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         x, z = self.in_proj(x).split([self.inner, self.inner], dim=1)
-        x = self.convolve(x, step)
+        x = self.convolve(x, plans)
         low, b, c = self.x_proj(x).split(self.low_sections, dim=1)
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
-            kernels = step.kernels
+            kernels = plans.kernels
             low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
         dt = self.dt_proj(low)
         constants = (self.A, self.D, self.dt_bias)
-        return self.out_proj(self.scan(step, (x, z, dt, b, c), constants, like=x))
+        return self.out_proj(self.scan(plans, (x, z, dt, b, c), constants, like=x))

@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
 from megatron_hybrid.layers.parts import Parts, prefixed, scaled, section, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -161,14 +161,14 @@ class Mamba2(RecurrentMixer):
         super().after_loading()
         self.derive("A", -self.A_log.exp())
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         gate, convolved, dt = self.in_proj(x).split(self.in_sections, dim=1)
-        x, b, c = self.convolve(convolved, step).split(self.conv_sections, dim=1)
+        x, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
         x = x.unflatten(1, (self.heads, self.config.head_dim))
         b, c = (values.unflatten(1, (self.groups, self.config.state_size)) for values in (b, c))
         constants = (self.A, self.D, self.dt_bias, self.config.dt_limit)
-        y = self.scan(step, (x, b, c, dt), constants, like=x).view(-1, self.inner)
+        y = self.scan(plans, (x, b, c, dt), constants, like=x).view(-1, self.inner)
         if self.norm is None:
-            return self.out_proj(step.kernels.activation.gate(y, gate, "silu"))
-        return self.out_proj(self.norm(y, gate, step.kernels))
+            return self.out_proj(plans.kernels.activation.gate(y, gate, "silu"))
+        return self.out_proj(self.norm(y, gate, plans.kernels))

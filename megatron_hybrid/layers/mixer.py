@@ -13,8 +13,8 @@ from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 if TYPE_CHECKING:
     from megatron_hybrid.layers.attention import Attention
+    from megatron_hybrid.layers.kernel_plans import KernelPlans
     from megatron_hybrid.layers.recurrent import RecurrentMixer
-    from megatron_hybrid.layers.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Mixer(nn.Module):
     def weight_parts(self) -> Parts:
         raise NotImplementedError
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         raise NotImplementedError
 

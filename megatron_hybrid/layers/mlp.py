@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.parts import Parts, scaled, shard, whole
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -60,13 +60,13 @@ class MLP(Mixer):
             down.append(whole("down_proj.bias", self.down_proj.bias))
         yield from scaled(self.config.out_multiplier, down)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self.activate(self.up_proj(x), step)
+        return self.activate(self.up_proj(x), plans)
 
-    def activate(self, inner: Tensor, step: Step) -> Tensor:
+    def activate(self, inner: Tensor, plans: KernelPlans) -> Tensor:
         """What follows the first projection."""
         config = self.config
         return self.down_proj(
-            step.kernels.activation.activate(inner, config.activation, config.gated)
+            plans.kernels.activation.activate(inner, config.activation, config.gated)
         )

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.parts import Parts, prefixed, shard, whole
-from megatron_hybrid.layers.step import Step
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class SoftmaxRouter(nn.Module):
     def weight_parts(self) -> Parts:
         yield whole("router.weight", self.weight)
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         logits, config = F.linear(x, self.weight), self.config
-        experts, weights = step.kernels.experts.route(
+        experts, weights = plans.kernels.experts.route(
             logits, config.experts_per_token, config.normalize_weights
         )
         if config.scaling_factor != 1.0:
@@ -80,7 +80,7 @@ class SigmoidRouter(nn.Module):
         if self.bias is not None:
             yield whole("router.bias", self.bias)
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         config = self.config
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
@@ -160,26 +160,26 @@ class MoE(Mixer):
                 if projection.bias is not None:
                     yield whole(f"{name}.bias", projection.bias)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        experts, weights = self.router(x, step)
+        experts, weights = self.router(x, plans)
         inner = x if self.to_latent is None else self.to_latent(x)
         expert, elsewhere = self.config.expert, self.config.num_experts - self.dispatch.num_local
 
         def mix(inner: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            mixed: Tensor = step.kernels.experts.mix(
+            mixed: Tensor = plans.kernels.experts.mix(
                 inner, experts, weights, self.up_proj, self.down_proj,
                 expert.activation, expert.gated, elsewhere,
             )  # fmt: skip
             return mixed
 
-        routed = self.dispatch.run(inner, experts, weights, mix, step)
+        routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None
             routed = F.linear(routed, self.from_latent.weight, bias)
         if self.shared is None:
             return routed
-        shared = self.shared(x, step)
+        shared = self.shared(x, plans)
         if self.shared_gate is None:
             return routed + shared
         return torch.addcmul(routed, shared, F.linear(x, self.shared_gate).sigmoid())

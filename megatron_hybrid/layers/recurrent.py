@@ -16,9 +16,9 @@ from megatron_hybrid.kernels.contract import (
 )
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import RecurrentRings, StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, section
-from megatron_hybrid.layers.step import PartKind, Step, StepPart
 
 
 class RecurrentMixer(Mixer):
@@ -74,50 +74,54 @@ class RecurrentMixer(Mixer):
             parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, scan))
         return tuple(parts)
 
-    def state(self, step: Step) -> RecurrentState:
-        return step.caches.state[self.layer]
+    def state(self, plans: KernelPlans) -> RecurrentState:
+        return plans.caches.state[self.layer]
 
-    def convolve(self, x: Tensor, step: Step, *, silu: bool = True) -> Tensor:
+    def convolve(self, x: Tensor, plans: KernelPlans, *, silu: bool = True) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
-        conv, state = step.kernels.conv, self.state(step).conv
+        conv, state = plans.kernels.conv, self.state(plans).conv
         weights = (self.conv_weight, self.conv_bias)
 
         def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
             run = getattr(conv, part.kind.value)
-            rings = [ring.conv for ring in self._rings(part, step)]
+            rings = [ring.conv for ring in self._rings(part, plans)]
             result: Tensor = run(*rows, *weights, state, *rings, part.conv, out, silu=silu)
             return result
 
-        return self._by_part(step, (x,), x, compute)
+        return self._by_part(plans, (x,), x, compute)
 
     def scan(
-        self, step: Step, tokens: tuple[Tensor, ...], constants: tuple[Any, ...], like: Tensor
+        self,
+        plans: KernelPlans,
+        tokens: tuple[Tensor, ...],
+        constants: tuple[Any, ...],
+        like: Tensor,
     ) -> Tensor:
         """`tokens`: the kernel's inputs that have a row for every token; `constants`: those that
         come after them, before the state. The result is shaped `like` one of the inputs."""
-        kernel, state = self.kernel(step.kernels), self.state(step).ssm
+        kernel, state = self.kernel(plans.kernels), self.state(plans).ssm
 
         def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
             run = getattr(kernel, part.kind.value)
-            rings = [ring.inputs for ring in self._rings(part, step)]
+            rings = [ring.inputs for ring in self._rings(part, plans)]
             result: Tensor = run(*rows, *constants, state, *rings, part.scan, out)
             return result
 
-        return self._by_part(step, tokens, like, compute)
+        return self._by_part(plans, tokens, like, compute)
 
-    def _rings(self, part: StepPart, step: Step) -> tuple[RecurrentRings, ...]:
+    def _rings(self, part: StepPart, plans: KernelPlans) -> tuple[RecurrentRings, ...]:
         """What only runs take: theirs, else none."""
-        return (step.caches.rings[self.layer],) if part.kind is PartKind.RUNS else ()
+        return (plans.caches.rings[self.layer],) if part.kind is PartKind.RUNS else ()
 
     def _by_part(
         self,
-        step: Step,
+        plans: KernelPlans,
         tokens: tuple[Tensor, ...],
         like: Tensor,
         compute: Callable[[StepPart, tuple[Tensor, ...], Tensor | None], Tensor],
     ) -> Tensor:
         """Each part of the step computes its own rows."""
-        parts = step.recurrent[self.kind]
+        parts = plans.recurrent[self.kind]
         if len(parts) == 1:
             return compute(parts[0], tokens, None)
         out = like.new_empty(like.shape)

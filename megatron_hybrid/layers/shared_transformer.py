@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
-from megatron_hybrid.layers.step import Step
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,19 @@ class SharedTransformerUse(nn.Module):
         yield section("mlp.adapter.up", up, 0, total + rank * len(up), 2 * total)
         yield whole("linear.weight", self.linear)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """x [tokens, hidden], the residual stream -> [tokens, hidden]."""
-        shared, kernels = self.shared, step.kernels
-        assert step.embeddings is not None
-        both = shared.input_norm(torch.cat((x, step.embeddings.to(x.dtype)), dim=1), kernels)
+        shared, kernels = self.shared, plans.kernels
+        assert plans.embeddings is not None
+        both = shared.input_norm(torch.cat((x, plans.embeddings.to(x.dtype)), dim=1), kernels)
         attention = shared.self_attn
         qkv = attention.qkv_proj(both)
         if self.qkv_down is not None and self.qkv_up is not None:
             down = torch.matmul(both, self.qkv_down.transpose(1, 2))  # [3, tokens, rank]
             up = torch.matmul(down, self.qkv_up.transpose(1, 2))
             qkv = qkv + up.transpose(0, 1).flatten(1)
-        y = self.parallel.all_reduce(attention.attend(qkv, step, self.layer))
+        y = self.parallel.all_reduce(attention.attend(qkv, plans, self.layer))
         y = shared.mlp_norm(y, kernels)
         inner = shared.mlp.up_proj(y) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
-        y = self.parallel.all_reduce(shared.mlp.activate(inner, step))
+        y = self.parallel.all_reduce(shared.mlp.activate(inner, plans))
         return F.linear(y, self.linear)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.parts import Parts, section, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -63,7 +63,7 @@ class ShortConv(RecurrentMixer):
         if self.out_proj.bias is not None:
             yield whole("out_proj.bias", self.out_proj.bias)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         b, c, x = self.in_proj(x).chunk(3, dim=1)
-        return self.out_proj(self.convolve(b * x, step, silu=False).mul_(c))
+        return self.out_proj(self.convolve(b * x, plans, silu=False).mul_(c))

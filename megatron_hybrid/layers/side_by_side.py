@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba2 import Mamba2, Mamba2Config
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.parts import Parts, prefixed
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.step import Step
 
 
 class SideBySide(Mixer):
@@ -32,6 +32,6 @@ class SideBySide(Mixer):
         yield from prefixed("self_attn", self.self_attn.weight_parts())
         yield from prefixed("mamba", self.mamba.weight_parts())
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self.mamba(x, step) + self.self_attn(x, step)
+        return self.mamba(x, plans) + self.self_attn(x, plans)

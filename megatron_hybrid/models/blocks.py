@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba1 import Mamba1
 from megatron_hybrid.layers.mamba2 import Mamba2
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -18,7 +19,6 @@ from megatron_hybrid.layers.parts import Parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
 from megatron_hybrid.layers.short_conv import ShortConv
 from megatron_hybrid.layers.side_by_side import SideBySide
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.config import (
     ATTENTION,
     GATED_DELTA_NET,
@@ -52,13 +52,13 @@ class Block(nn.Module):
         yield from prefixed("mixer", self.mixer.weight_parts())
 
     def enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Tensor, Tensor]:
         """What the mixer takes in, and the residual stream with `mixed`, which the last block has
         not added yet, in it; the sum may take `residual`'s place."""
         if mixed is None:
-            return self.norm(residual, step.kernels), residual
-        return self.norm.after_adding(mixed, residual, multiplier, step.kernels, self.ranks)
+            return self.norm(residual, plans.kernels), residual
+        return self.norm.after_adding(mixed, residual, multiplier, plans.kernels, self.ranks)
 
 
 class SharedTransformerBlock(Block):
@@ -79,11 +79,11 @@ class SharedTransformerBlock(Block):
         yield from prefixed("transformer", self.transformer.weight_parts())
 
     def enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, step: Step
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Tensor, Tensor]:
         if mixed is not None:
             residual = residual + multiplier * self.ranks.all_reduce(mixed)
-        return self.norm(residual + self.transformer(residual, step), step.kernels), residual
+        return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
 
 
 class BlockBuilder:

@@ -30,7 +30,7 @@ _DTYPES = {
 }
 
 # Megatron's letters for layers, and below those that it has none for.
-MAMBA, ATTENTION, MLP, MOE, GATED_DELTA_NET = "M", "*", "-", "E", "G"
+MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 
 

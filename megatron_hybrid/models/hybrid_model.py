@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.blocks import Block, BlockBuilder
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
 from megatron_hybrid.models.mtp import MTPHead
@@ -190,28 +190,30 @@ class HybridModel(nn.Module):
         """Run one step of a model of one stage; writes the caches. Returns logits
         [rows, vocab_size] of the tokens in `inputs.logits_index`, in the weights' dtype, the same
         on every rank."""
-        step = self.plan(inputs, caches)
-        return self.logits(self.hidden(inputs, step), inputs, step)
+        plans = self.plan(inputs, caches)
+        return self.logits(self.hidden(inputs, plans), inputs, plans)
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs, step: Step, entering: Hidden | None = None) -> Hidden:
+    def hidden(
+        self, inputs: StepInputs, plans: KernelPlans, entering: Hidden | None = None
+    ) -> Hidden:
         """What leaves this stage's blocks; writes the caches. `entering`: what left those of the
         stage before (some of it is overwritten); None on the first stage. Like `logits` it can be
         captured in a CUDA graph; `plan` can't."""
         config = self.config
-        step = self._rotated(step, inputs.positions)
+        plans = self._rotated(plans, inputs.positions)
         size = inputs.lockstep or LockstepSize(inputs.num_tokens, len(inputs.logits_index))
         last_mixing = self.stages.last_mixing
         most = size.tokens if self.stage.start <= last_mixing else size.rows
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
-        step = replace(step, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
+        plans = replace(plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
         for index, block in self._blocks():
-            x, residual = block.enter(mixed, residual, config.residual_multiplier, step)
-            mixed = block.mixer(x, step)
+            x, residual = block.enter(mixed, residual, config.residual_multiplier, plans)
+            mixed = block.mixer(x, plans)
             if index == last_mixing:
                 mixed = mixed.index_select(0, inputs.logits_index)
                 residual = residual.index_select(0, inputs.logits_index)
-                step = replace(step, most_tokens=size.rows)
+                plans = replace(plans, most_tokens=size.rows)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
         return Hidden(residual, mixed, embeddings)
@@ -234,15 +236,15 @@ class HybridModel(nn.Module):
             embeddings = embeddings * self.config.embedding_multiplier
         return embeddings
 
-    def _rotated(self, step: Step, positions: Tensor) -> Step:
+    def _rotated(self, plans: KernelPlans, positions: Tensor) -> KernelPlans:
         """With the rotation of tokens at these positions."""
         if self.frequencies is None or self._attention is None:
-            return step
+            return plans
         rotation = self.kernels.rope.plan(positions, self.frequencies, self.dtype)
-        return replace(step, rotation=rotation)
+        return replace(plans, rotation=rotation)
 
     @torch.inference_mode()
-    def logits(self, hidden: Hidden, inputs: StepInputs, step: Step) -> Tensor:
+    def logits(self, hidden: Hidden, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
         stage; writes the caches of the MTPHead."""
         config, norm = self.config, self.final_norm
@@ -255,22 +257,22 @@ class HybridModel(nn.Module):
             self.parallel.tensor,
         )
         if self.mtp is not None:
-            step = self._rotated(step, inputs.positions)
-            self.mtp.store(self._embeddings(inputs.token_ids), normed, step)
+            plans = self._rotated(plans, inputs.positions)
+            self.mtp.store(self._embeddings(inputs.token_ids), normed, plans)
             normed = normed.index_select(0, inputs.logits_index)
         return self._vocabulary_logits(normed)
 
     @torch.inference_mode()
     def predict(
-        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, step: Step
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, plans: KernelPlans
     ) -> tuple[Tensor, Tensor]:
         """A pass of the MTPHead: tokens [rows] at these positions [rows] and the hidden states
         [rows, hidden] before them, which are the model's or an earlier pass's -> logits
         [rows, vocab_size] of the tokens behind them, and hidden states [rows, hidden]; writes their
-        KV. Of `step` the attention, by the head's `shape`, is planned for these tokens."""
+        KV. Of `plans` the attention, by the head's `shape`, is planned for these tokens."""
         assert self.mtp is not None
-        step = replace(self._rotated(step, positions), most_tokens=len(token_ids))
-        hidden = self.mtp(self._embeddings(token_ids), hidden, step)
+        plans = replace(self._rotated(plans, positions), most_tokens=len(token_ids))
+        hidden = self.mtp(self._embeddings(token_ids), hidden, plans)
         return self._vocabulary_logits(hidden), hidden
 
     def _vocabulary_logits(self, normed: Tensor) -> Tensor:
@@ -290,28 +292,28 @@ class HybridModel(nn.Module):
 
     @torch.inference_mode()
     def fold(self, runs: DecodeRuns, caches: LayerCaches) -> None:
-        """Have states take up what is pending, by sequences without tokens."""
-        plans = {
+        """Have states take up their unfolded tokens, by sequences without tokens."""
+        recurrent = {
             kind: layer.plan(1, runs, None, self.kernels, caches.ring_length)
             for kind, layer in self._recurrent.items()
         }
-        step = Step(caches, self.kernels, recurrent=plans)
+        plans = KernelPlans(caches, self.kernels, recurrent=recurrent)
         nothing = caches.end_logits.new_zeros((1, self.config.hidden_size), dtype=self.dtype)
         for layer in self._recurrent_layers():
-            layer(nothing, step)  # one token of padding
+            layer(nothing, plans)  # one token of padding
 
-    def plan(self, inputs: StepInputs, caches: LayerCaches) -> Step:
+    def plan(self, inputs: StepInputs, caches: LayerCaches) -> KernelPlans:
         """What kernels work out on the host once a step, for all layers."""
         kernels = self.kernels
-        plans: dict[str, Any] = {}
+        attention = None
         if self._attention is not None:
             block_size = next(iter(caches.kv.values())).key.shape[1]
             shape = self._attention.shape(block_size)
-            plans["attention"] = kernels.attention.plan(inputs.paged, shape)
-        plans["recurrent"] = {
+            attention = kernels.attention.plan(inputs.paged, shape)
+        recurrent = {
             kind: layer.plan(
                 inputs.num_decode_tokens, inputs.decode, inputs.prefill, kernels, caches.ring_length
             )
             for kind, layer in self._recurrent.items()
         }
-        return Step(caches, kernels, **plans)
+        return KernelPlans(caches, kernels, attention, recurrent=recurrent)

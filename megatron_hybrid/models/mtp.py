@@ -24,9 +24,9 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.delay import Delay
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import parameter
 from megatron_hybrid.layers.parts import WeightPart, prefixed, whole
-from megatron_hybrid.layers.step import Step
 from megatron_hybrid.models.blocks import Block, BlockBuilder
 
 
@@ -86,27 +86,27 @@ class MTPHead(nn.Module):
         for part in prefixed("mtp.final_norm", self.final_norm.weight_parts()):
             yield last, part
 
-    def store(self, embeddings: Tensor, hidden: Tensor, step: Step) -> None:
+    def store(self, embeddings: Tensor, hidden: Tensor, plans: KernelPlans) -> None:
         """Write the KV of a step's tokens: embeddings [tokens, hidden], and hidden [tokens, hidden]
         states behind each of them. What the head makes of them is of no use here."""
-        x = self._join(embeddings, self.delay(hidden, step), step.kernels)
-        self.attention.store(self._block(0).norm(x, step.kernels), step)
+        x = self._join(embeddings, self.delay(hidden, plans), plans.kernels)
+        self.attention.store(self._block(0).norm(x, plans.kernels), plans)
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, step: Step) -> Tensor:
+    def forward(self, embeddings: Tensor, hidden: Tensor, plans: KernelPlans) -> Tensor:
         """embeddings [rows, hidden] of tokens, hidden [rows, hidden] states before them -> [rows,
         hidden], which the lm_head takes, and the next pass as its hidden states; writes the rows'
         KV."""
         config, mixed = self.config, None
-        residual = self._join(embeddings, hidden, step.kernels)
+        residual = self._join(embeddings, hidden, plans.kernels)
         if config.residual_in_fp32:
             residual = residual.float()
         for i in range(len(self.blocks)):
             block = self._block(i)
-            x, residual = block.enter(mixed, residual, config.residual_multiplier, step)
-            mixed = block.mixer(x, step)
+            x, residual = block.enter(mixed, residual, config.residual_multiplier, plans)
+            mixed = block.mixer(x, plans)
         assert mixed is not None
         normed, _ = self.final_norm.after_adding(
-            mixed, residual, config.residual_multiplier, step.kernels, self.ranks
+            mixed, residual, config.residual_multiplier, plans.kernels, self.ranks
         )
         return normed
 

@@ -277,7 +277,7 @@ def test_a_failed_admission_for_want_of_a_slot_has_no_effect_at_all():
     cache.check_integrity()
     cache.states.release(held[0])
     lease = admit(cache, tokens(9))
-    assert lease.skip == 8 and lease.live_slot == held[0]
+    assert lease.skip == 8 and lease.write_slot == held[0]
 
 
 def test_a_state_at_the_prompts_end_is_written_where_it_stays_and_read_once_from_there():
@@ -285,14 +285,14 @@ def test_a_state_at_the_prompts_end_is_written_where_it_stays_and_read_once_from
         cache = make_cache(exact_ends=exact_ends)
         prompt = tokens(8)
         lease = admit(cache, prompt)
-        live = lease.live_slot
+        live = lease.write_slot
         prefill(cache, lease, prompt)
         cached = cache.states.mamba_hash_to_slot_id[lease.keys.at(8)]
         assert lease.read_slot == cached != live and lease.pinned
         cache.check_integrity([lease])
         assert cache.states.is_pinned(cached)
         cache.state_was_read(lease)
-        assert lease.read_slot == lease.live_slot == live and not lease.pinned
+        assert lease.read_slot == lease.write_slot == live and not lease.pinned
         (state,) = [s for s in cache.states.cached() if s.position == 8]
         # what a request reads of its own is not a hit
         assert state.hits == 0 and not cache.checkpoints_read
@@ -307,9 +307,9 @@ def test_the_state_at_an_answers_end_is_kept_from_the_live_slot():
     lease.keys.tokens = lambda start, end: text[start:end]
     cache.extend(lease)
     cache.publish_blocks(lease, 11)
-    live = lease.live_slot
+    live = lease.write_slot
     cache.keep_end(lease, 11, ANSWER_END)
-    assert lease.live_slot == 0
+    assert lease.write_slot == 0
     cache.release(lease)
     cache.check_integrity([])
     assert cache.states.mamba_hash_to_slot_id[keys_of(cache, text).at(11)] == live

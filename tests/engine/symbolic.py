@@ -20,7 +20,7 @@ from megatron_hybrid.engine.drafter import NO_GUESS
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import Fold, StepDemand, StepPlan, StepResult
+from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
 VOCAB = 97
@@ -144,49 +144,49 @@ class SymbolicRunner:
         if not self.asynchronous or not self.in_flight:  # the engine has asked for all results
             assert request.num_tokens == position + held + 1
             assert request.output[-1] == self._emitted[row][-1]
-            assert rows.pending[row] == held and not rows.unknown[row]
+            assert rows.accepted[row] == held and not rows.unknown[row]
         else:
             assert request.num_tokens == position, "the engine knows a token that is in flight"
-            assert rows.pending[row] == 0 and held <= rows.unknown[row]
+            assert rows.accepted[row] == 0 and held <= rows.unknown[row]
         if not self.asynchronous:
             assert request.output[-1] == rows.last_token[row]
         return request.tokens(0, position).tolist() + self._emitted[row]
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         assert not self.in_flight, "states change under a step"
-        for fold in folds:
-            self._fold(fold)
+        for catch_up in catch_ups:
+            self._catch_up(catch_up)
 
-    def _fold(self, fold: Fold) -> None:
+    def _catch_up(self, one: CatchUp) -> None:
         """The state of a row whose request has left; the engine knows all that it has written."""
-        text = self._fed[fold.row] + self._emitted[fold.row]
+        text = self._fed[one.row] + self._emitted[one.row]
         hashes = prefix_hashes(text)
-        assert fold.position == len(text) - 1 and fold.pending >= len(self._emitted[fold.row]) - 1
+        assert one.position == len(text) - 1 and one.unfolded >= len(self._emitted[one.row]) - 1
         if self._context.geometry.has_recurrent:
-            begin = fold.position - fold.pending
-            assert self._states[fold.slot] == hashes[begin], "wrong state to fold into"
-            self._states[fold.slot] = hashes[fold.position]
-            if fold.checkpoint_slot:
-                assert begin < fold.checkpoint_position <= fold.position
-                self._states[fold.checkpoint_slot] = hashes[fold.checkpoint_position]
+            begin = one.position - one.unfolded
+            assert self._states[one.slot] == hashes[begin], "wrong state to fold into"
+            self._states[one.slot] = hashes[one.position]
+            if one.checkpoint_slot:
+                assert begin < one.checkpoint_position <= one.position
+                self._states[one.checkpoint_slot] = hashes[one.checkpoint_position]
 
     def _decode(
         self, plan: StepPlan, index: int, writes: list[tuple[int, int]]
     ) -> tuple[list[int], int]:
-        """The tokens that a row adds, and how many of its drafts hold."""
+        """The tokens that a row adds, and how many of its drafts are accepted."""
         rows, row = self._context.rows, int(plan.decode_rows[index])
         text = self._fed[row] = self._text(row)
-        if plan.runs is None:
-            assert len(self._emitted[row]) == 1, "drafts that hold are not in the state"
+        if plan.drafts is None:
+            assert len(self._emitted[row]) == 1, "accepted drafts are not in the state"
             hashes, end = prefix_hashes(text), len(text)
             self._attend(row, hashes, end - 1)
             is_written = plan.writes is None or plan.writes[index]
             slots = int(rows.read_slot[row]), int(rows.write_slot[row]) if is_written else None
-            self._advance(hashes, end - 1 - int(rows.unwritten[row]), end, slots, (), writes)
+            self._advance(hashes, end - 1 - int(rows.unfolded[row]), end, slots, (), writes)
             return [hashes[end] % VOCAB], 0
-        runs, held = plan.runs, len(self._emitted[row]) - 1
+        runs, held = plan.drafts, len(self._emitted[row]) - 1
         lease = self._context.request_in(row).lease
-        assert lease is not None and rows.write_slot[row] == lease.live_slot
+        assert lease is not None and rows.write_slot[row] == lease.write_slot
         checkpoint = int(runs.checkpoint_position[index]), int(runs.checkpoint_slot[index])
         passed = [checkpoint] if checkpoint[1] and checkpoint[0] <= len(text) else []
         drafts, start = [], int(runs.window_start[index])
@@ -197,9 +197,9 @@ class SymbolicRunner:
         fed = text + [max(draft, 0) for draft in drafts]
         hashes, end = prefix_hashes(fed), len(text)
         self._attend(row, hashes, end - 1)
-        # the state takes up what holds, and the next token, but no draft
+        # the state takes up what was accepted, and the next token, but no draft
         slots = int(rows.read_slot[row]), int(rows.write_slot[row])
-        begin = end - 1 - held - int(rows.unwritten[row])
+        begin = end - 1 - held - int(rows.unfolded[row])
         self._advance(hashes, begin, end, slots, passed, writes)
         sampled = [value % VOCAB for value in hashes[end:]]
         accepted = 0
@@ -216,8 +216,8 @@ class SymbolicRunner:
         accepted: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         kept_logits = dict(self._logits)  # what is read was stored by an earlier step
-        for fold in plan.folds:
-            self._fold(fold)
+        for catch_up in plan.catch_ups:
+            self._catch_up(catch_up)
         self._copy_blocks(plan)
         for index in range(len(plan.decode_rows)):
             tokens, holds = self._decode(plan, index, writes)
@@ -271,7 +271,7 @@ class SymbolicRunner:
             if rows.logprobs[row] >= 0
         }
         flat = np.asarray([token for tokens in written for token in tokens], dtype=np.int64)
-        held = None if plan.runs is None else np.asarray(accepted, dtype=np.int64)
+        held = None if plan.drafts is None else np.asarray(accepted, dtype=np.int64)
         return StepResult(flat, logprobs, prompt_logprobs, held)
 
     def _segment(

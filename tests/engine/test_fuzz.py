@@ -167,8 +167,8 @@ def _decided(plan: StepPlan) -> tuple[object, ...]:
         ],
         [(resumed.row, resumed.logits_slot) for resumed in plan.resumed],
         [tuple(copy) for copy in plan.copies],
-        [tuple(fold) for fold in plan.folds],
-        None if plan.runs is None else [str(part) for part in astuple(plan.runs)],
+        [tuple(one) for one in plan.catch_ups],
+        None if plan.drafts is None else [str(part) for part in astuple(plan.drafts)],
         str(plan.writes),
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_new_weights_find_all_states_written(asynchronous: bool) -> None:
     for _ in range(9):
         engine.step()
     rows = engine.context.rows
-    assert rows.unwritten.any()
+    assert rows.unfolded.any()
     engine.update_weights("new ones")
-    assert not rows.unwritten.any()
+    assert not rows.unfolded.any()
     run(engine)  # whose runner checks each state that it reads

@@ -11,8 +11,8 @@ from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import (
+    CatchUp,
     Computed,
-    Fold,
     StepDemand,
     StepPlan,
     StepResult,
@@ -33,7 +33,7 @@ class UncheckedRunner:
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
-    def fold(self, folds: Sequence[Fold]) -> None:
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         pass
 
     def update_weights(self, source: WeightsSource) -> None:

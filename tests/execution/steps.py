@@ -13,10 +13,10 @@ from megatron_hybrid.execution.plan import (
     MOST_STOP_IDS,
     NO_DRAFT,
     BlockCopy,
-    Fold,
+    CatchUp,
+    DraftPlan,
     PrefillChunk,
     ResumedRow,
-    RunsPlan,
     StepPlan,
     StepResult,
 )
@@ -100,7 +100,7 @@ class Steps:
         copies: Iterable[tuple[int, int, int]] = (),
         drafts: Sequence[Sequence[int]] | None = None,  # of each decode
         checkpoint: tuple[int, int] = (0, 0),  # position and slot, of the first decode
-        folds: Iterable[Fold] = (),
+        catch_ups: Iterable[CatchUp] = (),
         writes: Sequence[bool] | None = None,  # whether each decode's state is written
     ) -> StepResult:
         plan = StepPlan(
@@ -109,19 +109,19 @@ class Steps:
             prefills=list(prefills),
             resumed=[ResumedRow(row, None, slot) for row, slot in resumed],
             copies=[BlockCopy(*copy) for copy in copies],
-            folds=list(folds),
+            catch_ups=list(catch_ups),
         )
         rows, sampled, who = self.rows, plan.sampled_rows, plan.decode_rows
         if drafts is not None:
-            plan.runs = self._runs(who, drafts, checkpoint)
+            plan.drafts = self._runs(who, drafts, checkpoint)
         if writes is not None:
             plan.writes = np.asarray(writes)
         result = self.runner.execute(plan)
-        rows.position[who] += 1 + rows.pending[who]
-        rows.generated[who] += rows.pending[who]
-        rows.pending[who] = 0 if result.accepted is None else result.accepted
+        rows.position[who] += 1 + rows.accepted[who]
+        rows.generated[who] += rows.accepted[who]
+        rows.accepted[who] = 0 if result.accepted is None else result.accepted
         is_written = np.ones(len(who), dtype=bool) if plan.writes is None else plan.writes
-        rows.unwritten[who] = np.where(is_written, 0, rows.unwritten[who] + 1)
+        rows.unfolded[who] = np.where(is_written, 0, rows.unfolded[who] + 1)
         rows.read_slot[who[is_written]] = rows.write_slot[who[is_written]]
         for part in plan.prefills:
             rows.position[part.row] = part.end
@@ -131,15 +131,14 @@ class Steps:
 
     def _runs(
         self, decodes: np.ndarray, drafts: Sequence[Sequence[int]], checkpoint: tuple[int, int]
-    ) -> RunsPlan:
+    ) -> DraftPlan:
         windows = np.full((len(decodes), max(map(len, drafts))), NO_DRAFT, dtype=np.int64)
         for window, own in zip(windows, drafts, strict=True):
             window[: len(own)] = own
-        position, slot = np.zeros((2, len(decodes)), dtype=np.int64)
-        position[0], slot[0] = checkpoint
         num_drafts = np.asarray([len(own) for own in drafts], dtype=np.int64)
         start = self.rows.next_position(decodes) + 1
-        runs = RunsPlan(num_drafts, windows, start, position, slot)
+        runs = DraftPlan(num_drafts, windows, start)
+        runs.checkpoint_position[0], runs.checkpoint_slot[0] = checkpoint
         if self.runner._model.mtp is not None:  # which makes the drafts
             runs.stop_ids = np.full((len(decodes), MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
         return runs

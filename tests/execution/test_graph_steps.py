@@ -21,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize, smallest_fit  # noqa: E402
-from megatron_hybrid.execution.plan import Fold, StepDemand, StepResult  # noqa: E402
+from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepResult  # noqa: E402
 from megatron_hybrid.execution.runner import ModelRunner  # noqa: E402
 from megatron_hybrid.kernels import kernel_set  # noqa: E402
 from megatron_hybrid.parallel import ParallelContext  # noqa: E402
@@ -144,7 +144,7 @@ def test_padded_steps_compute_what_unpadded_ones_do(
 def test_padded_steps_with_drafts_compute_what_unpadded_ones_do(
     tiny: Callable[[str], TinyModel], parallel: ParallelContext, family: str
 ) -> None:
-    """Drafts that hold and some that do not, a checkpoint that is passed, a step without drafts
+    """Accepted drafts and others, a checkpoint that is passed, a step without drafts
     that takes up those before, and a row that ends and takes up its own."""
     both = Both(tiny(family), parallel, WITH_DRAFTS, DRAFTS)
     prompts = [random_tokens(n, seed=n) for n in (28, 11, 19)]
@@ -168,10 +168,10 @@ def test_padded_steps_with_drafts_compute_what_unpadded_ones_do(
     step([right(0, 1) + [wrong, wrong], right(1, 2), []], checkpoint=(32, 21))
     assert done == [7, 5, 4]
     step([[], [], right(2, 2) + [wrong]])
-    assert both.padded.rows.pending[:3].tolist() == [0, 0, 2]
+    assert both.padded.rows.accepted[:3].tolist() == [0, 0, 2]
     both.step(WITH_DRAFTS[0], decodes=[0, 1])
     position = int(both.plain.rows.next_position(np.asarray([2]))[0])
-    both.step(WITH_DRAFTS[0], decodes=[0, 1], folds=[Fold(2, position, 2, 3, 0, 0)])
+    both.step(WITH_DRAFTS[0], decodes=[0, 1], catch_ups=[CatchUp(2, position, 2, 3, 0, 0)])
     # the state that was passed is that of its prefix
     text = prompts[0] + texts[0]
     both.row(5, [8, 9, 30], slot=21, position=32)
@@ -211,13 +211,13 @@ def test_padded_steps_that_spare_writes_of_states(
         step(single, writes=writes)
     step(SIZES[3], writes=[False, False], prefills=[chunk(2, 0, 9, samples=False)])
     step(single, writes=[True, False])
-    assert both.plain.rows.unwritten[:2].tolist() == [0, 3]
+    assert both.plain.rows.unfolded[:2].tolist() == [0, 3]
     step(drafting, drafts=[texts[0][done[0] :][:2], [150]])  # which writes what is pending
     step(drafting, drafts=[[], []])
     step(single, writes=[False, True])
     step(single, writes=[False, False])
     position = int(both.plain.rows.position[0])
-    both.step(single, decodes=[1], folds=[Fold(0, position, 2, 1, 0, 0)], writes=[True])
+    both.step(single, decodes=[1], catch_ups=[CatchUp(0, position, 2, 1, 0, 0)], writes=[True])
     both.row(5, [8, 9, 10], slot=1, position=position)
     for steps in (both.plain, both.padded):
         steps.rows.last_token[5] = texts[0][done[0] - 1]

@@ -146,7 +146,7 @@ def check_decode(
 
 
 def check_runs(conv: Any, seed: int, silu: bool = True, calls: int = 10, **options: Any) -> None:
-    """Sequences with tokens pending, drafts that hold and that don't, calls that write nothing."""
+    """Sequences with tokens unfolded, drafts that hold and that don't, calls that write nothing."""
     play, length = Play(seed), 80
     case = Conv.random(length * play.count, play.slots, set(), **options)
     width, device = case.weight.shape[1], str(case.x.device)

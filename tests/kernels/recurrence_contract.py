@@ -416,7 +416,7 @@ def test_runs_equal_the_token_loop_whatever_holds(
 
 
 def check_runs(recurrence: Recurrence, play: Play, padding: int, calls: int) -> None:
-    """Sequences with tokens pending, drafts that hold and that don't, calls that write no state."""
+    """Sequences with unfolded tokens, drafts accepted and not, calls that write no state."""
     texts = [recurrence.draw(80, seed=10 * play.seed + i) for i in range(play.count)]
     wrong = recurrence.draw(400, seed=77)
     expected = [recurrence.token_loop(text) for text in texts]

@@ -21,7 +21,7 @@ class Sequence:
     slot: int
     ring: int
     position: int
-    pending: int = 0
+    unfolded: int = 0
     checkpoint: tuple[int, int] = (0, 0)  # position, slot
 
 
@@ -44,27 +44,29 @@ class Call:
         return DecodeRuns(
             cu_seqlens=ints([0, *self.lengths, *nobody]).cumsum(0, dtype=dtype),
             position=ints([s.position for s in self.sequences] + nobody),
-            pending=ints([s.pending for s in self.sequences] + nobody),
+            unfolded=ints([s.unfolded for s in self.sequences] + nobody),
             read_slot=ints([s.slot for s in self.sequences] + nobody),
             write_slot=ints(self.writes + nobody),
             ring=ints([s.ring for s in self.sequences] + nobody),
             checkpoint_position=ints([s.checkpoint[0] for s in self.sequences] + nobody),
             checkpoint_slot=ints([s.checkpoint[1] for s in self.sequences] + nobody),
-            most_pending=max(s.pending for s in self.sequences) if max(self.lengths) <= 1 else None,
+            most_unfolded=max(s.unfolded for s in self.sequences)
+            if max(self.lengths) <= 1
+            else None,
         )
 
     def reached(self, s: int) -> bool:
         """Whether the sequence's checkpoint is written."""
         one, folded = self.sequences[s], min(self.lengths[s], 1)
         position, slot = one.checkpoint
-        return slot > 0 and one.position - one.pending < position <= one.position + folded
+        return slot > 0 and one.position - one.unfolded < position <= one.position + folded
 
     def done(self) -> None:
         """The sequences stand where the next call begins."""
         for one, length, holds, write in zip(
             self.sequences, self.lengths, self.holds, self.writes, strict=True
         ):
-            one.pending = holds if write > 0 else one.pending + min(length, 1) + holds
+            one.unfolded = holds if write > 0 else one.unfolded + min(length, 1) + holds
             one.position += min(length, 1) + holds
             one.slot = write if write > 0 else one.slot
 
@@ -98,10 +100,10 @@ class Play:
         pick = self._random
         lengths, holds, writes = [], [], []
         for i, one in enumerate(self.sequences):
-            room = min(self.most, self.ring_length - one.pending)
+            room = min(self.most, self.ring_length - one.unfolded)
             length = pick.randint(0, room)
             # without a state there is nothing to go on from but by writing one
-            must = one.slot == 0 or one.pending + length + self.most > self.ring_length
+            must = one.slot == 0 or one.unfolded + length + self.most > self.ring_length
             own = (2 * i + 1, 2 * i + 2)
             write = pick.choice(own) if must or pick.random() < 0.5 else 0
             one.checkpoint = (

@@ -9,6 +9,6 @@ from tests.kernels.runs_cases import Call, Sequence
 
 
 def test_a_ring_that_is_too_short_is_refused() -> None:
-    call = Call([Sequence(1, 0, 9, pending=3)], [5], [0], [1])
-    with pytest.raises(ValueError, match="3 tokens pending and 5 to compute; the ring has 7"):
+    call = Call([Sequence(1, 0, 9, unfolded=3)], [5], [0], [1])
+    with pytest.raises(ValueError, match="3 unfolded tokens and 5 to compute; the ring has 7"):
         plan_runs(call.runs(), 7)

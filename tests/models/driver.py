@@ -30,12 +30,12 @@ class Sequence:
     blocks: list[int]
     length: int = 0  # tokens computed so far
     read_slot: int = 0  # of the next segment; its own slot once it has run
-    pending: int = 0  # tokens that are in its ring and not in its state
+    unfolded: int = 0  # tokens that are in its ring and not in its state
 
     def holds(self, drafts: int) -> None:
         """So many of the last step's drafts are the sequence's."""
         self.length += drafts
-        self.pending += drafts
+        self.unfolded += drafts
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Driver:
         for segment in ordered:
             sequence, certain = segment.sequence, len(segment.tokens) - segment.drafts
             sequence.length += certain
-            sequence.pending = 0 if segment.writes else sequence.pending + certain
+            sequence.unfolded = 0 if segment.writes else sequence.unfolded + certain
             sequence.read_slot = sequence.slot
         if rows is not None:
             return [logits]
@@ -139,7 +139,7 @@ class Driver:
             decode = DecodeRuns(
                 cu_seqlens=_bounds(decodes),
                 position=_int([s.sequence.length for s in decodes]),
-                pending=_int([s.sequence.pending for s in decodes]),
+                unfolded=_int([s.sequence.unfolded for s in decodes]),
                 read_slot=_int([s.sequence.read_slot for s in decodes]),
                 write_slot=_int([s.sequence.slot if s.writes else 0 for s in decodes]),
                 ring=_int([s.sequence.slot for s in decodes]),

@@ -96,7 +96,7 @@ def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
             right = text[start : start + 1 + holds]
             wrong = [(token + 1) % 100 for token in text[start + 1 + holds : start + 1 + drafts]]
             keeps = [(32, checkpoint.slot)] if number == 0 else []
-            writes = sequence.pending > 0 or pick.random() < 0.5
+            writes = sequence.unfolded > 0 or pick.random() < 0.5
             segments.append(Segment(sequence, right + wrong, keeps, drafts, writes))
             held.append(holds)
         if other.length < 40:

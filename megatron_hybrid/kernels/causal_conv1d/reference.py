@@ -136,15 +136,15 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class ConvRunsPlan:
-    """Rows of a layout in which each sequence has the window that it reads, then its pending
+    """Rows of a layout in which each sequence has the window that it reads, then its unfolded
     tokens, then its own."""
 
     reads: SlotReads
     writes: SlotWrites
     window_rows: Tensor  # [writes * (W - 1)]: rows of the windows that are written
     old_rows: Tensor  # [S * (W - 1)]: rows of the windows that are read
-    pending: Turn  # all pending tokens
-    pending_rows: Tensor  # [pending]
+    unfolded: Turn  # all unfolded tokens
+    unfolded_rows: Tensor  # [unfolded]
     token_rows: Tensor  # [tokens, W]: each token's and those of the W - 1 before it
     kept: Turn
 
@@ -152,15 +152,15 @@ class ConvRunsPlan:
 def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
     host, old = HostRuns(runs, ring_length), width - 1
     first: list[int] = []
-    pending: list[tuple[int, int]] = []  # sequence, and how far ahead of its next token
-    pending_rows: list[int] = []
+    unfolded: list[tuple[int, int]] = []  # sequence, and how far ahead of its next token
+    unfolded_rows: list[int] = []
     token_rows: list[int] = []
     windows: list[tuple[int, int]] = []  # first row, slot
     begin = 0
-    for s, (length, count) in enumerate(zip(host.lengths, host.pending, strict=True)):
+    for s, (length, count) in enumerate(zip(host.lengths, host.unfolded, strict=True)):
         first.append(begin)
-        pending += [(s, ahead - count) for ahead in range(count)]
-        pending_rows += range(begin + old, begin + old + count)
+        unfolded += [(s, ahead - count) for ahead in range(count)]
+        unfolded_rows += range(begin + old, begin + old + count)
         token_rows += range(begin + old + count, begin + old + count + length)
         # After a tokens of the layout the window begins a rows later.
         folded = count + min(length, 1)
@@ -182,8 +182,8 @@ def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
         writes=SlotWrites.of([slot for _, slot in written], device),
         window_rows=(rows([row for row, _ in written])[:, None] + columns).flatten(),
         old_rows=(rows(first)[:, None] + columns).flatten(),
-        pending=host.turn(pending),
-        pending_rows=rows(pending_rows),
+        unfolded=host.turn(unfolded),
+        unfolded_rows=rows(unfolded_rows),
         token_rows=rows(token_rows)[:, None] + taps,
         kept=host.kept(),
     )
@@ -204,9 +204,9 @@ def decode_runs(
     channels, width = weight.shape
     tokens = plan.token_rows.shape[0]
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
-    rows = x.new_empty((old.numel() // channels + len(plan.pending_rows) + tokens, channels))
+    rows = x.new_empty((old.numel() // channels + len(plan.unfolded_rows) + tokens, channels))
     rows.index_copy_(0, plan.old_rows, old.reshape(-1, channels))
-    rows.index_copy_(0, plan.pending_rows, ring[plan.pending.rings, plan.pending.places])
+    rows.index_copy_(0, plan.unfolded_rows, ring[plan.unfolded.rings, plan.unfolded.places])
     rows.index_copy_(0, plan.token_rows[:, -1], x[:tokens])
     windows = rows.index_select(0, plan.window_rows).view(-1, width - 1, channels)
     plan.writes.scatter(state, windows.transpose(1, 2))

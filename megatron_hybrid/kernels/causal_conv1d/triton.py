@@ -118,7 +118,7 @@ def decode_runs(
     grid = triton.cdiv(channels, 256), plan.read_slot.shape[0] + 1
     _runs_kernel[grid](
         x, weight, bias, state, ring, out,
-        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
         RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4,
@@ -306,7 +306,7 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _runs_kernel(
     x, weight, bias, state, ring, out,
-    cu_seqlens, position, pending, read_slot, write_slot, ring_row,
+    cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
     checkpoint_position, checkpoint_slot, tokens, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -323,7 +323,7 @@ def _runs_kernel(
 
     end = tl.load(cu_seqlens + sequence + 1)
     start = tl.load(position + sequence)
-    first_pending = start - tl.load(pending + sequence)
+    first_unfolded = start - tl.load(unfolded + sequence)
     read = tl.load(read_slot + sequence).to(tl.int64)
     write = tl.load(write_slot + sequence).to(tl.int64)
     kept_position = tl.load(checkpoint_position + sequence)
@@ -337,30 +337,30 @@ def _runs_kernel(
     offset = _bias(bias, channel, is_channel)
 
     # The inputs before the next token, all at once: one after the other would wait for memory as
-    # often as there are pending ones.
+    # often as there are unfolded ones.
     windows = state + channel * state_channel
     window = windows + read * state_slot
     inputs = ring + first_place * channels + channel
     back1 = _input_before(
-        start, 1, first_pending, inputs, window, channel, channels, read, state_column, RING, WIDTH
+        start, 1, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
     )
     back2 = back1
     back3 = back1
     if WIDTH > 2:
         back2 = _input_before(
-            start, 2, first_pending, inputs, window, channel, channels, read, state_column,
+            start, 2, first_unfolded, inputs, window, channel, channels, read, state_column,
             RING, WIDTH,
         )  # fmt: skip
     if WIDTH > 3:
         back3 = _input_before(
-            start, 3, first_pending, inputs, window, channel, channels, read, state_column,
+            start, 3, first_unfolded, inputs, window, channel, channels, read, state_column,
             RING, WIDTH,
         )  # fmt: skip
-    if (kept > 0) & (first_pending < kept_position) & (kept_position <= start):
+    if (kept > 0) & (first_unfolded < kept_position) & (kept_position <= start):
         for column in tl.static_range(WIDTH - 1):
             value = _input_before(
-                kept_position, WIDTH - 1 - column, first_pending, inputs, window, channel, channels,
-                read, state_column, RING, WIDTH,
+                kept_position, WIDTH - 1 - column, first_unfolded, inputs, window, channel,
+                channels, read, state_column, RING, WIDTH,
             )  # fmt: skip
             target = windows + kept * state_slot + column * state_column
             tl.store(target, value, mask=is_channel)
@@ -403,19 +403,19 @@ def _runs_kernel(
 
 @triton.jit
 def _input_before(
-    position, back, first_pending, inputs, window, channel, channels, read, state_column,
+    position, back, first_unfolded, inputs, window, channel, channels, read, state_column,
     RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The input of the token `back` positions before this one: from the ring, or, before the first
-    pending one, from the window that the state has."""
+    unfolded one, from the window that the state has."""
     token = position - back
-    is_pending = token >= first_pending
-    in_ring = channel < tl.where(is_pending, channels, 0)
-    in_window = channel < tl.where(is_pending | (read <= 0), 0, channels)
-    pending = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
-    column = WIDTH - 1 - back + position - first_pending
+    is_unfolded = token >= first_unfolded
+    in_ring = channel < tl.where(is_unfolded, channels, 0)
+    in_window = channel < tl.where(is_unfolded | (read <= 0), 0, channels)
+    unfolded = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
+    column = WIDTH - 1 - back + position - first_unfolded
     old = tl.load(window + column * state_column, mask=in_window, other=0)
-    return tl.where(is_pending, pending, old.to(pending.dtype))
+    return tl.where(is_unfolded, unfolded, old.to(unfolded.dtype))
 
 
 @triton.jit

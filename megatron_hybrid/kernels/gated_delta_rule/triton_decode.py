@@ -68,7 +68,7 @@ def decode_runs(
     k_heads, k_dim = k.shape[1:]
     _runs_kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
         q, k, v, a, b, A, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), y.stride(0),
         state.stride(0), heads // k_heads, k_dim**-0.5,
@@ -152,7 +152,7 @@ def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head):
 def _runs_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
-    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
@@ -173,7 +173,7 @@ def _runs_kernel(
 
     end = tl.load(cu_ptr + sequence + 1)
     position = tl.load(position_ptr + sequence)
-    pending = tl.load(pending_ptr + sequence)
+    unfolded = tl.load(unfolded_ptr + sequence)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)
     checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
@@ -186,7 +186,7 @@ def _runs_kernel(
         other=0.0,
     ).to(tl.float32)
 
-    for earlier in range(position - pending, position):
+    for earlier in range(position - unfolded, position):
         place = ring + earlier % RING
         k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n)
         v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p)

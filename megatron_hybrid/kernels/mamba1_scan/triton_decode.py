@@ -71,7 +71,7 @@ def decode_runs(
     block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
     _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
         x, z, dt, B, C, A, D, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens,
         x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
         state.stride(0),
@@ -183,7 +183,7 @@ def _decode_kernel(
 def _runs_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_dt_ptr, ring_b_ptr, y_ptr,
-    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     x_row, z_row, dt_row, b_row, c_row, y_row, state_slot,
     CHANNELS: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -201,7 +201,7 @@ def _runs_kernel(
 
     end = tl.load(cu_ptr + sequence + 1)
     position = tl.load(position_ptr + sequence)
-    pending = tl.load(pending_ptr + sequence)
+    unfolded = tl.load(unfolded_ptr + sequence)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)
     checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
@@ -214,7 +214,7 @@ def _runs_kernel(
     bias = tl.load(bias_ptr + d)
     skip = tl.load(d_ptr + d)
 
-    for earlier in range(position - pending, position):
+    for earlier in range(position - unfolded, position):
         place = ring + earlier % RING
         x = tl.load(ring_x_ptr + place * CHANNELS + d).to(tl.float32)
         b = tl.load(ring_b_ptr + place * SIZE + n).to(tl.float32)

@@ -70,16 +70,16 @@ def decode_runs(
     groups, size = B.shape[1:]
     sequences, ring_length = plan.read_slot.shape[0], ring[0].shape[1]
     kernel, constants = _runs_kernel, {}
-    if plan.most_pending is not None:
+    if plan.most_unfolded is not None:
         # its programs have less to compute, and more of the state each
         kernel = _single_kernel
         block_p = block_p or min(head_dim, max(4096 // size, 8))
-        tokens_each = triton.next_power_of_2(plan.most_pending + 1)
+        tokens_each = triton.next_power_of_2(plan.most_unfolded + 1)
         constants = {"TOKENS": tokens_each, "LANES": min(32, size)}
     block_p = block_p or 8
     kernel[(head_dim // block_p, heads, sequences + 1)](
         x, B, C, dt, A, D, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.pending, plan.read_slot, plan.write_slot, plan.ring,
+        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
         plan.checkpoint_position, plan.checkpoint_slot, tokens,
         x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
         heads // groups, *dt_limit,
@@ -160,7 +160,7 @@ def store_state(state_ptr, slot, state_slot, in_slot, state, row, ROWS: tl.const
 def _runs_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
-    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     x_row, b_row, c_row, dt_row, y_row, state_slot,
     heads_per_group, dt_min, dt_max,
@@ -182,7 +182,7 @@ def _runs_kernel(
 
     end = tl.load(cu_ptr + sequence + 1)
     position = tl.load(position_ptr + sequence)
-    pending = tl.load(pending_ptr + sequence)
+    unfolded = tl.load(unfolded_ptr + sequence)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)
     checkpoint_position = tl.load(checkpoint_position_ptr + sequence)
@@ -198,7 +198,7 @@ def _runs_kernel(
     d = tl.load(d_ptr + head)
     bias = tl.load(bias_ptr + head)
 
-    for earlier in range(position - pending, position):
+    for earlier in range(position - unfolded, position):
         place = ring + earlier % RING
         x = tl.load(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p).to(tl.float32)
         b = tl.load(ring_b_ptr + place * (GROUPS * SIZE) + group * SIZE + n).to(tl.float32)
@@ -244,7 +244,7 @@ def take_from(values, index):
 def _single_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
-    cu_ptr, position_ptr, pending_ptr, read_ptr, write_ptr, ring_ptr,
+    cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     x_row, b_row, c_row, dt_row, y_row, state_slot,
     heads_per_group, dt_min, dt_max,
@@ -274,13 +274,13 @@ def _single_kernel(
 
     count = tl.load(cu_ptr + sequence + 1) - begin  # 1, or 0: only folds
     position = tl.load(position_ptr + sequence)
-    pending = tl.load(pending_ptr + sequence)
+    unfolded = tl.load(unfolded_ptr + sequence)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)
     ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
     checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
-    tokens_in = tl.load(checkpoint_position_ptr + sequence) - (position - pending)
-    if (pending + count == 0) & (write <= 0):
+    tokens_in = tl.load(checkpoint_position_ptr + sequence) - (position - unfolded)
+    if (unfolded + count == 0) & (write <= 0):
         return
 
     n = tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -297,28 +297,28 @@ def _single_kernel(
     raw_x = tl.load(x_ptr + row * x_row + in_x, mask=p < HEAD_DIM * count, other=0.0)
     raw_b = tl.load(b_ptr + row * b_row + in_b, mask=n < SIZE * count, other=0.0)
     c = tl.load(c_ptr + row * c_row + in_b, mask=n < SIZE * count, other=0.0).to(tl.float32)
-    # dt of the pending tokens, and behind them of the call's
+    # dt of the unfolded tokens, and behind them of the call's
     i = tl.arange(0, TOKENS)
-    is_new = (i >= pending) & (i < pending + count)
-    kept_dt = ring_dt_ptr + (ring + (position - pending + i) % RING) * HEADS + head
+    is_new = (i >= unfolded) & (i < unfolded + count)
+    kept_dt = ring_dt_ptr + (ring + (position - unfolded + i) % RING) * HEADS + head
     new_dt = tl.load(dt_ptr + row * dt_row + head + i * 0, is_new, 0.0)
-    dt = tl.where(is_new, new_dt, tl.load(kept_dt, i < pending, 0.0)).to(tl.float32)
+    dt = tl.where(is_new, new_dt, tl.load(kept_dt, i < unfolded, 0.0)).to(tl.float32)
     dt = softplus(dt + tl.load(bias_ptr + head))
     dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    log_decay = tl.where(i < pending + count, dt * (tl.load(a_ptr + head) * LOG2_E), 0.0)
+    log_decay = tl.where(i < unfolded + count, dt * (tl.load(a_ptr + head) * LOG2_E), 0.0)
     cs = tl.cumsum(log_decay, 0)
     total = tl.sum(log_decay, 0)
     weight = tl.exp2(tl.minimum(total - cs, 0.0)) * dt
-    new_weight = take_from(dt, pending)
+    new_weight = take_from(dt, unfolded)
     d = tl.load(d_ptr + head)
     x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
     y_ptrs = y_ptr + row * y_row + in_x
 
-    place = ring + (position - pending + i) % RING
-    has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= pending + count)
+    place = ring + (position - unfolded + i) % RING
+    has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
     if (count > 0) & (write <= 0) & (has_checkpoint == 0):
         columns = group * SIZE + tl.arange(0, SIZE)
-        is_kept = (i < pending)[:, None]
+        is_kept = (i < unfolded)[:, None]
         old_b = tl.load(
             ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + columns[None, :], is_kept, 0.0
         )
@@ -333,21 +333,21 @@ def _single_kernel(
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
     else:
         reached, before = 0, 0.0  # the sum of log_decay up to there
-        if has_checkpoint & (tokens_in <= pending):
+        if has_checkpoint & (tokens_in <= unfolded):
             reached = tokens_in
             before = take_from(cs, reached - 1)
             h = _folded(
-                h, 0, reached, before, dt, before - cs, position - pending, ring,
+                h, 0, reached, before, dt, before - cs, position - unfolded, ring,
                 ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
             )  # fmt: skip
             store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
         h = _folded(
-            h, reached, pending, total - before, dt, total - cs, position - pending, ring,
+            h, reached, unfolded, total - before, dt, total - cs, position - unfolded, ring,
             ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
         )  # fmt: skip
         h += (x * new_weight)[None, :, None] * b[:, None, :]
         store_state(state_ptr, write, state_slot, in_slot, h, of_row, HEAD_DIM)
-        if tokens_in == pending + count:
+        if tokens_in == unfolded + count:
             store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
         if count > 0:
             y = tl.sum(tl.sum(h * c[:, None, :], 0), 1) + d * x
@@ -366,7 +366,7 @@ def _folded(
     h, begin, end, log_decay, dt, log_weight, first, ring, ring_x_ptr, ring_b_ptr, in_x, in_b,
     x_place, b_place, RING: tl.constexpr,
 ):  # fmt: skip
-    """h * 2^log_decay, and the pending tokens [begin, end), each of them with dt * 2^log_weight."""
+    """h * 2^log_decay, and unfolded tokens [begin, end), each of them with dt * 2^log_weight."""
     h *= tl.exp2(log_decay)
     weight = tl.exp2(tl.minimum(log_weight, 0.0)) * dt
     for j in range(begin, end):

@@ -17,10 +17,10 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.models.config import (
     ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
     GATED_DELTA_NET,
     MAMBA,
-    MLP,
-    MOE,
     HybridModelConfig,
 )
 
@@ -297,7 +297,10 @@ _KINDS = {
         ("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
         MegatronNames.gated_delta_net,
     ),
-    MLP: (("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), MegatronNames.mlp),
+    DENSE_MLP: (
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        MegatronNames.mlp,
+    ),
     # megatron-core's own layers call the norm so even where experts follow it.
-    MOE: (("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), MegatronNames.moe),
+    EXPERTS: (("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), MegatronNames.moe),
 }

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_hybrid.models.config import ATTENTION, MLP, MOE, HybridModelConfig
+from megatron_hybrid.models.config import ATTENTION, DENSE_MLP, EXPERTS, HybridModelConfig
 from megatron_hybrid.models.families.raw_config import RawConfig
 
 # Where gates and up projections are one tensor: (which part of how many).
@@ -86,7 +86,7 @@ class TwoBlockFamily(Family):
             norm = self.second_norm if block % 2 else self.first_norm
             return [Location(f"{layer}.{norm}.weight")]
         role = role.removeprefix("mixer.")
-        if (letter := config.letter(block)) in (MLP, MOE):
+        if (letter := config.letter(block)) in (DENSE_MLP, EXPERTS):
             return self.locate_mlp(config, layer, role)
         mixer = self.attention if letter == ATTENTION else self.recurrent
         return [Location(f"{layer}.{mixer}.{self.name_of(role)}")]

@@ -32,7 +32,7 @@ class StepPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class KernelPlans:
     """The kernels and their plans. A plan is None where the step or the model has no use for it."""
 
     caches: LayerCaches
