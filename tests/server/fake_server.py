@@ -23,7 +23,7 @@ FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
 
 IMPATIENT_FRONT_END = """
 import sys
-from megatron_hybrid.server import front_end, worker
+from megatron_hybrid.server.processes import front_end, worker
 
 worker.STALLED_CLIENT_SECONDS = float(sys.argv[1])
 worker.SPARE_CONNECTIONS = 8

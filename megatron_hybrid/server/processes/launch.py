@@ -272,7 +272,7 @@ def _digest(options: ServerOptions) -> str:
     found = hashlib.blake2b(msgspec.json.encode(options), digest_size=16)
     package = Path(megatron_hybrid.__file__).resolve().parent
     tokenizer = Path(options.tokenizer_folder)
-    files = [*package.glob("*.py"), *package.glob("server/**/*"), *tokenizer.glob("*.jinja")]
+    files = [*package.rglob("*.py"), *package.glob("server/**/*"), *tokenizer.glob("*.jinja")]
     files += [path for path in tokenizer.glob("*.json") if "index" not in path.name]
     # A renewed certificate makes a new front end, too.
     files += [Path(path) for path in (options.ssl_certfile, options.ssl_keyfile) if path]

@@ -244,7 +244,7 @@ def coordinator_pids(replicas: Replicas) -> list[int]:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if b"server.coordinator\0" in command and parent == replicas.front_end():
+        if b"replicas.coordinator\0" in command and parent == replicas.front_end():
             found.append(int(process.name))
     return found
 
