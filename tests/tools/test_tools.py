@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough, usually
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -87,6 +89,7 @@ def test_a_missing_file_is_a_sentence(monkeypatch, capsys):
 # ------------------------------------------------------------------------- benchmarks
 
 
+@thorough
 def test_every_workload_gives_its_figures(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     flags = ("--scale", 0.004, "--json", out)
@@ -105,6 +108,7 @@ def test_every_workload_gives_its_figures(tmp_path, monkeypatch):
     assert "--scale 0.004" in report["command"]
 
 
+@thorough
 def test_pairs_compare_the_same_work_with_and_without_caching(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     flags = ("--workload", "long_resume", "--scale", 0.004, "--compare", "prefix-caching")
@@ -117,6 +121,7 @@ def test_pairs_compare_the_same_work_with_and_without_caching(tmp_path, monkeypa
         assert ratio["min"] <= ratio["median"] <= ratio["max"]
 
 
+@thorough
 def test_what_a_workload_left_is_there_in_the_next_one(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     flags = ("--workload", "shared_system,shared_system", "--scale", 0.01, "--shared-prefix", 7000)
@@ -149,7 +154,9 @@ def test_an_earlier_runs_figures_stand_beside_a_peers(tmp_path, monkeypatch, cap
     assert (tmp_path / "workloads_nemotron-h-8b.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("model", ["nemotron-h-8b", "granite-4.0-h-tiny"])
+@pytest.mark.parametrize(
+    "model", usually(["nemotron-h-8b"], ["nemotron-h-8b", "granite-4.0-h-tiny"])
+)
 def test_every_kernel_is_timed(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     flags = ("--model", model, "--device", "cpu", "--json", out)
