@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeGuard
 from tqdm import tqdm
 
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build import build_engine, tokenizer_folder
+from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.request import (
     FinishReason,
     RequestEvent,
@@ -61,7 +62,7 @@ class LLM:
             raise ConfigurationError(f"config is {show(config)}; it must be an EngineConfig.")
         self.config = config
         self.engine: DynamicInferenceEngine = build_engine(config)
-        self._folder = tokenizer_folder(config)
+        self._folder = ModelFolder.of(config).tokenizer
         self._tokenizer: Tokenizer | ConfigurationError | None = None
         self._ids = itertools.count()
         self._open: dict[tuple[str, int], _Answer] = {}  # by request id and index of the choice

@@ -52,7 +52,7 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -686,7 +686,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     folder = CONFIGS / args.model if (CONFIGS / args.model).is_dir() else Path(args.model)
     try:
-        bench = Bench(read_config(folder), device, args.kernels)
+        bench = Bench(ModelFolder.open(folder).config, device, args.kernels)
     except ConfigurationError as error:
         print(f"benchmark_kernels.py: {error}", file=sys.stderr)
         return 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -36,9 +35,7 @@ from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
-from megatron_hybrid.models.checkpoints.megatron_folder import described_in, end_tokens
-from megatron_hybrid.models.checkpoints.model_files import find_model_folder
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import (
     MAMBA,
@@ -148,7 +145,7 @@ def build_engine(
         or not all(spec.writes_checkpoints for spec in model.stages.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
         grammars=FolderGrammars(
-            tokenizer_folder(config), model_config.vocab_size, model_config.eos_token_ids
+            plan.folder.tokenizer, model_config.vocab_size, model_config.eos_token_ids
         ),
         lockstep=_lockstep(parallel),
         is_alone=parallel.lockstep.size == 1,
@@ -214,14 +211,17 @@ class _Plan:
     """What is known before anything large is read."""
 
     config: EngineConfig
-    folder: Path
-    model_config: HybridModelConfig
+    folder: ModelFolder
     max_seq_length: int
     device: torch.device
     parallel: ParallelContext
     shapes: HybridModel  # without weights
     kernels: KernelSet
     mtp: bool  # drafts come from the model's head
+
+    @property
+    def model_config(self) -> HybridModelConfig:
+        return self.folder.config
 
     @property
     def write_interval(self) -> int:
@@ -241,8 +241,8 @@ class _Plan:
     @classmethod
     def of(cls, config: EngineConfig, model: HybridModel | None = None) -> _Plan:
         """`model`: with the weights, where it is there already."""
-        folder = find_model_folder(config)
-        model_config = _model_config(config, folder)
+        folder = ModelFolder.of(config)
+        model_config = folder.config
         max_seq_length = _max_seq_length(config, model_config)
         if config.parallel_sizes.expert > 1 and model_config.moe is None:
             raise ConfigurationError(
@@ -255,12 +255,10 @@ class _Plan:
             device=device,
             symmetric_memory=config.symmetric_memory_all_reduce,
         )
-        mtp = drafts_from_head(config, folder, model_config, parallel, model)
+        mtp = drafts_from_head(config, folder, parallel, model)
         shapes = _without_weights(config, model_config, device, parallel, mtp)
         kernels = kernel_set.select(config.kernels, device)
-        return cls(
-            config, folder, model_config, max_seq_length, device, parallel, shapes, kernels, mtp
-        )
+        return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
 
 def _load(plan: _Plan) -> HybridModel:
@@ -291,22 +289,6 @@ def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
             interval=config.inference_dynamic_batching_prefix_caching_checkpoint_interval,
         ),
     )
-
-
-def tokenizer_folder(config: EngineConfig) -> Path:
-    """The folder with the tokenizer: --tokenizer-model's, or where the model is described."""
-    if config.tokenizer_model is not None:
-        return Path(config.tokenizer_model)
-    folder = find_model_folder(config)
-    return described_in(folder) or folder
-
-
-def _model_config(config: EngineConfig, folder: Path) -> HybridModelConfig:
-    """With the tokenizer's end tokens where the model's folder names none."""
-    found = read_config(folder)
-    if config.tokenizer_model is None or found.eos_token_ids:
-        return found
-    return replace(found, eos_token_ids=end_tokens(Path(config.tokenizer_model)))
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import has_mtp_weights
-from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
@@ -17,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 def drafts_from_head(
     config: EngineConfig,
-    folder: Path,
-    model_config: HybridModelConfig,
+    folder: ModelFolder,
     parallel: ParallelContext,
     model: HybridModel | None = None,
 ) -> bool:
@@ -26,29 +24,29 @@ def drafts_from_head(
     ConfigurationError where --drafter asks for a head that is not there."""
     if config.num_speculative_tokens == 0 or config.drafter == "prompt_lookup":
         return False
-    reason = _why_not(config, folder, model_config, parallel, model)
+    reason = _why_not(config, folder, parallel, model)
     if not reason:
         if parallel.is_first:
             logger.info("drafts come from the model's head for multi-token prediction")
         return True
     if config.drafter == "heads":
         raise ConfigurationError(f"--drafter is heads. {reason}")
-    if model_config.mtp is not None and parallel.is_first:
+    if folder.config.mtp is not None and parallel.is_first:
         logger.warning("Drafts come from prompt lookup, not from the model's head. %s", reason)
     return False
 
 
 def _why_not(
     config: EngineConfig,
-    folder: Path,
-    model_config: HybridModelConfig,
+    folder: ModelFolder,
     parallel: ParallelContext,
     model: HybridModel | None,
 ) -> str:
     """A sentence that says why the head cannot be used; empty where it can."""
+    model_config = folder.config
     if model_config.mtp is None:
         return (
-            f"The model in {folder} ({model_config.model_type}) has no head for multi-token "
+            f"The model in {folder.path} ({model_config.model_type}) has no head for multi-token "
             "prediction: its config.json describes none."
         )
     if model_config.mtp.unsupported:
@@ -66,6 +64,6 @@ def _why_not(
         )
     if model is not None:
         return "" if model.mtp is not None else "The model given was loaded without its head."
-    if config.load_format == "dummy" or has_mtp_weights(folder, model_config):
+    if config.load_format == "dummy" or has_mtp_weights(folder):
         return ""
-    return f"The weights of the head for multi-token prediction (mtp.*) are not in {folder}."
+    return f"The weights of the head for multi-token prediction (mtp.*) are not in {folder.path}."

@@ -9,10 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hybrid import reference_model
 from megatron_hybrid.arguments import (
     ArgumentParser,
     add_engine_arguments,
@@ -21,7 +19,7 @@ from megatron_hybrid.arguments import (
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
-from megatron_hybrid.models.checkpoints.model_files import check_model_files
+from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server import keys, tls
 from megatron_hybrid.server.ask import FirstQuestion
@@ -208,10 +206,10 @@ def _server_options(
         raise ConfigurationError(
             f"--port is 0, but {size} replicas share one address: choose a port."
         )
-    folder = reference_model.path() if config.load is None else Path(config.load)
-    name = REFERENCE_MODEL_NAME if config.load is None else folder.resolve().name
+    folder = ModelFolder.of(config)
+    name = REFERENCE_MODEL_NAME if config.load is None else folder.path.resolve().name
     return ServerOptions(
-        tokenizer_folder=str(config.tokenizer_model or folder),
+        tokenizer_folder=str(folder.tokenizer),
         model_name=args.served_model_name or name,
         host=args.host,
         port=args.port,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
-from megatron_hybrid.models.checkpoints.model_files import check_tokenizer
+from megatron_hybrid.models.checkpoints.folder import check_tokenizer
 from megatron_hybrid.request import validate_text
 from megatron_hybrid.text.answer_places import (
     GeneratedAnswer,

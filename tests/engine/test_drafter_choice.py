@@ -19,7 +19,7 @@ from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.head import drafts_from_head
 from megatron_hybrid.engine.prompt_lookup import PromptLookup
 from megatron_hybrid.errors import ConfigurationError, WeightsError
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.parallel import initialize
 from tests.mtp_models import MTP_FAMILIES, MTPOracle, make_mtp_model
 from tests.tiny_models import make_tiny_model
@@ -98,8 +98,8 @@ def test_the_pattern_of_a_head_may_be_written_in_letters(
 ) -> None:
     oracle = oracles["nemotron_h"]
     values = {"mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*E"}
-    read = read_config(changed(oracle, tmp_path, **values))
-    assert read == read_config(oracle.folder)
+    read = ModelFolder.open(changed(oracle, tmp_path, **values)).config
+    assert read == ModelFolder.open(oracle.folder).config
     assert read.mtp is not None and read.mtp.pattern == "*E"
 
 
@@ -153,10 +153,10 @@ def test_ranks_that_have_no_drafts_from_heads(
     else:
         parallel = replace(parallel, experts=replace(parallel.experts, replicas=two))
     config = EngineConfig(load=str(folder), **OPTIONS)
-    described = read_config(folder)
-    assert not drafts_from_head(config, folder, described, parallel)
+    described = ModelFolder.open(folder)
+    assert not drafts_from_head(config, described, parallel)
     with pytest.raises(ConfigurationError, match=message):
-        drafts_from_head(config.replace(drafter="heads"), folder, described, parallel)
+        drafts_from_head(config.replace(drafter="heads"), described, parallel)
 
 
 def test_engines_on_shared_weights_may_do_without_the_head(oracles: dict[str, MTPOracle]) -> None:

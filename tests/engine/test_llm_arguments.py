@@ -29,8 +29,7 @@ def engine() -> CheckedEngine:
 @pytest.fixture
 def llm(engine: CheckedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     monkeypatch.setattr("megatron_hybrid.llm.build_engine", lambda config: engine)
-    monkeypatch.setattr("megatron_hybrid.llm.tokenizer_folder", lambda config: folder)
-    return LLM()
+    return LLM(tokenizer_model=str(folder))
 
 
 def assert_refused(engine: CheckedEngine, field: str, call: Any) -> None:

@@ -27,13 +27,12 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     tokenizer = Tokenizer.load(folder)
     engine = FakeEngine(tokenizer.vocab_size, tokenizer.eos_token_ids)
     monkeypatch.setattr("megatron_hybrid.llm.build_engine", lambda config: engine)
-    monkeypatch.setattr("megatron_hybrid.llm.tokenizer_folder", lambda config: folder)
     return engine
 
 
 @pytest.fixture
-def llm(engine: FakeEngine) -> LLM:
-    return LLM()
+def llm(engine: FakeEngine, folder: Path) -> LLM:
+    return LLM(tokenizer_model=str(folder))
 
 
 def greedy(**options) -> Params:

@@ -217,10 +217,9 @@ def test_an_answer_whose_text_raises_ends_with_an_error(folder, monkeypatch, at)
 
     engine = make_engine()
     monkeypatch.setattr("megatron_hybrid.llm.build_engine", lambda config: engine)
-    monkeypatch.setattr("megatron_hybrid.llm.tokenizer_folder", lambda config: folder)
     monkeypatch.setattr("megatron_hybrid.llm.AnswerText", Picky)
     prompts = [T[50 * i : 50 * i + 20] for i in range(3)]
-    outputs = LLM().generate(prompts, PARAMS, progress=False)
+    outputs = LLM(tokenizer_model=str(folder)).generate(prompts, PARAMS, progress=False)
     for i, output in enumerate(outputs):
         expected = expected_answer(prompts[i], at - 1 if i == 1 else 9)
         assert output.token_ids == expected

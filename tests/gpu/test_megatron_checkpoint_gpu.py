@@ -13,7 +13,7 @@ import torch
 
 from convert.conversion import to_hugging_face, to_megatron
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from tests.gpu.megatron_hybrid_model import PATTERN, TOKENS
 
 pytestmark = [
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_arguments_say_what_the_model_is(folder: Path) -> None:
-    config = read_config(folder / "saved")
+    config = ModelFolder.open(folder / "saved").config
     assert (config.model_type, config.pattern) == ("nemotron_h", PATTERN)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.recurrent_kinds import RecurrentKind, recurrent_kinds
 from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet, select
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from tests.kernels.conv_cases import on
 from tests.kernels.runs_cases import Play
 
@@ -24,7 +24,7 @@ CALLS = 6
 
 
 def kind_on(model: str, kernels: KernelSet, device: str, dtype: torch.dtype) -> RecurrentKind:
-    config = read_config(CONFIGS / model)
+    config = ModelFolder.open(CONFIGS / model).config
     return next(recurrent_kinds(config, kernels, torch.device(device), dtype))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import megatron_hybrid.parallel.megatron as megatron  # hides an unusable transformer-engine
 from convert.conversion import to_hugging_face, to_megatron
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
@@ -368,7 +368,7 @@ def load_all(folder: Path, converted: list[Path]) -> dict[str, bool]:
     ):
         parallel = initialize(sizes)
         for hugging_face, saved in twins.items():
-            config = read_config(hugging_face)
+            config = ModelFolder.open(hugging_face).config
             if sizes.expert > 1 and config.moe is None:
                 continue
             theirs, ours = (_load(path, parallel) for path in (hugging_face, saved))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import resolve_dtype
 from megatron_hybrid.parallel import ParallelContext
@@ -42,17 +42,17 @@ LLAMA: dict[str, Any] = {
 
 
 def test_patterns_and_sizes(tiny: Tiny) -> None:
-    nemotron = read_config(tiny("nemotron_h").folder)
+    nemotron = ModelFolder.open(tiny("nemotron_h").folder).config
     assert nemotron.pattern == "M-*M-"
     assert nemotron.mamba is not None and nemotron.mamba.kernel_chunk == 16
-    granite = read_config(tiny("granite_moe_hybrid").folder)
+    granite = ModelFolder.open(tiny("granite_moe_hybrid").folder).config
     assert granite.pattern == "MEME*EME" and granite.rope is None
     assert granite.embedding_multiplier == 3.0 and granite.logits_divisor == 2.0
     assert granite.tie_word_embeddings
-    bamba = read_config(tiny("bamba").folder)
+    bamba = ModelFolder.open(tiny("bamba").folder).config
     assert bamba.pattern == "M-M-*-M-"
     assert bamba.rope is not None and bamba.rope.rotary_dim == 8  # half of a head
-    llama = read_config(tiny("llama").folder)
+    llama = ModelFolder.open(tiny("llama").folder).config
     assert llama.pattern == "*-*-*-" and llama.mamba is None
 
 
@@ -75,8 +75,8 @@ def test_old_nemotron_configurations(tiny: Tiny, tmp_path: Path) -> None:
         "torch_dtype": "bfloat16",
         "num_hidden_layers": 5,
     }
-    old = read_config(write(tmp_path, values))
-    new = read_config(tiny("nemotron_h").folder)
+    old = ModelFolder.open(write(tmp_path, values)).config
+    new = ModelFolder.open(tiny("nemotron_h").folder).config
     assert old.dtype == torch.bfloat16
     assert (old.pattern, old.attention, old.mamba) == (new.pattern, new.attention, new.mamba)
 
@@ -84,13 +84,13 @@ def test_old_nemotron_configurations(tiny: Tiny, tmp_path: Path) -> None:
 def test_old_granite_and_bamba_configurations(tiny: Tiny, tmp_path: Path) -> None:
     for family in ("granite_moe_hybrid", "bamba"):
         values = values_of(tiny(family))
-        new = read_config(tiny(family).folder)
+        new = ModelFolder.open(tiny(family).folder).config
         for name in ("layer_types", "layers_block_type", "rope_parameters", "time_step_limit"):
             values.pop(name, None)
         values["rope_theta"] = 10000.0
         if family == "granite_moe_hybrid":
             values["layer_types"] = ["mamba", "mamba", "attention", "mamba"]
-        assert read_config(write(tmp_path, values)) == new
+        assert ModelFolder.open(write(tmp_path, values)).config == new
 
 
 def test_old_rope_scaling_equals_rope_parameters(tmp_path: Path) -> None:
@@ -102,15 +102,15 @@ def test_old_rope_scaling_equals_rope_parameters(tmp_path: Path) -> None:
     }
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}}
     new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
-    first = read_config(write(tmp_path, old))
-    assert first == read_config(write(tmp_path, new))
+    first = ModelFolder.open(write(tmp_path, old)).config
+    assert first == ModelFolder.open(write(tmp_path, new)).config
     assert first.rope is not None and first.rope.kind == "llama3" and first.rope.theta == 5e5
 
 
 def test_end_tokens_of_both_files(tmp_path: Path) -> None:
     write(tmp_path, LLAMA | {"eos_token_id": 7})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert read_config(tmp_path).eos_token_ids == (7, 9)
+    assert ModelFolder.open(tmp_path).config.eos_token_ids == (7, 9)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_nemotron_options_that_are_refused(
     values = values_of(tiny("nemotron_h"))
     values.pop("layer_types", None)
     with pytest.raises(ConfigurationError, match=message):
-        read_config(write(tmp_path, values | change))
+        _ = ModelFolder.open(write(tmp_path, values | change)).config
 
 
 @pytest.mark.parametrize(
@@ -173,24 +173,24 @@ def test_options_of_other_families_that_are_refused(
 ) -> None:
     values = values_of(tiny(family)) | change
     with pytest.raises(ConfigurationError, match=message):
-        read_config(write(tmp_path, values))
+        _ = ModelFolder.open(write(tmp_path, values)).config
 
 
 def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: Path) -> None:
     lfm2 = values_of(tiny("lfm2")) | {"layer_types": None, "full_attn_idxs": [1]}
     lfm2 |= {"block_ff_dim": lfm2.pop("intermediate_size")}
     qwen = values_of(tiny("qwen3_next")) | {"layer_types": None, "full_attention_interval": 2}
-    read = [read_config(write(tmp_path, values)) for values in (lfm2, qwen)]
-    assert read[0] == read_config(tiny("lfm2").folder)
+    read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
+    assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no config.json"):
-        read_config(tmp_path)
+        _ = ModelFolder.open(tmp_path).config
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="not valid JSON"):
-        read_config(tmp_path)
+        _ = ModelFolder.open(tmp_path).config
 
 
 def test_dtypes_by_name() -> None:

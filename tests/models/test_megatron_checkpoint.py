@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convert.conversion import to_hugging_face, to_megatron
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_logits_are_ours(name: str, folder: Path, parallel: ParallelContext) -> None:
     """Read by one process, from the folder with the iterations, and by two tensor-parallel ranks,
     whatever wrote it."""
-    config = read_config(folder / name)
+    config = ModelFolder.open(folder / name).config
     assert (config.model_type, config.pattern) == (MODELS[name]["family"], MODELS[name]["pattern"])
     expected = torch.load(folder / f"{name}.logits")
     scale = max(1.0, float(expected.std()))

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from convert.conversion import to_hugging_face, to_megatron
 from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid import LLM, ConfigurationError, SamplingParams, WeightsError, reference_model
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
-from megatron_hybrid.models.checkpoints.megatron_folder import is_megatron_folder
-from megatron_hybrid.models.checkpoints.read_config import read_config
 from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
@@ -76,7 +75,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 def rewrite(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
     """The checkpoint once more, with other tensors."""
-    checkpoint = MegatronCheckpoint(folder)
+    checkpoint = MegatronCheckpoint(folder / "release")
     tensors = {
         name: checkpoint.read(name, tuple(slice(0, n) for n in shape))
         for name, shape in checkpoint.shapes.items()
@@ -160,7 +159,7 @@ def test_norms_around_one_are_kept_to_the_last_bit_where_megatron_has_them_aroun
         halves = {name: tensor.to(dtype) for name, tensor in names.items()}
         save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
         to_megatron(source, megatron, progress=False)
-        checkpoint = MegatronCheckpoint(megatron)
+        checkpoint = MegatronCheckpoint(megatron / "release")
         norm = "decoder.layers.0.self_attention.out_norm.weight"
         assert checkpoint.dtypes[norm] == wider
         stored = checkpoint.read(norm, (slice(0, 16),))
@@ -287,7 +286,7 @@ def test_any_rectangle_is_put_together_from_what_is_stored(tmp_path: Path) -> No
     write_checkpoint(
         tmp_path / "ckpt", [StoredTensor("w", (7, 10, 6), values.dtype, pieces)], {}, progress=False
     )
-    checkpoint = MegatronCheckpoint(tmp_path / "ckpt")
+    checkpoint = MegatronCheckpoint(tmp_path / "ckpt" / "release")
     for index in (
         (slice(0, 7), slice(0, 10), slice(0, 6)),
         (slice(1, 6), slice(2, 9), slice(3, 5)),
@@ -401,7 +400,7 @@ def test_nothing_in_a_checkpoint_is_run(
 def test_folders_that_are_not_what_they_should_be(
     llama: tuple[Path, Path], tmp_path: Path, parallel: ParallelContext
 ) -> None:
-    assert is_megatron_folder(llama[1]) and not is_megatron_folder(llama[0])
+    assert [ModelFolder.open(folder).is_megatron for folder in llama] == [False, True]
     shutil.copytree(llama[1], tmp_path / "megatron")
     release = tmp_path / "megatron" / "release"
     tracker = tmp_path / "megatron" / "latest_checkpointed_iteration.txt"
@@ -422,7 +421,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is_asks_for_a_config(
     shutil.copytree(llama[1] / "release", tmp_path / "release")
     torch.save({"iteration": 3}, tmp_path / "release" / "common.pt")
     with pytest.raises(ConfigurationError, match="holds no arguments.*config.json"):
-        read_config(tmp_path / "release")
+        _ = ModelFolder.open(tmp_path / "release").config
 
 
 EXPERTS = {"num_experts": 8, "moe_layer_freq": 1, "moe_ffn_hidden_size": 32, "moe_router_topk": 4}
@@ -438,7 +437,7 @@ def test_experts_are_weighed_as_megatrons_arguments_say(
     from megatron_hybrid.layers.moe import SigmoidRouter, SoftmaxRouter
     from megatron_hybrid.models.checkpoints.megatron_arguments import MegatronArguments
 
-    arguments = dict(MegatronCheckpoint(llama[1]).arguments or {}) | EXPERTS
+    arguments = dict(MegatronCheckpoint(llama[1] / "release").arguments or {}) | EXPERTS
     arguments |= {"moe_router_score_function": score, "moe_router_topk_scaling_factor": 2.5}
     arguments["moe_router_num_groups"] = 4  # without --moe-router-group-topk it means nothing
     moe = MegatronArguments(arguments, "here").config().moe
@@ -475,7 +474,7 @@ def test_arguments_of_models_that_we_have_not_are_refused_by_their_flags(
     changes: dict[str, Any], words: str, llama: tuple[Path, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(llama[1] / "release", tmp_path / "release")
-    arguments = dict(MegatronCheckpoint(llama[1]).arguments or {}) | changes
+    arguments = dict(MegatronCheckpoint(llama[1] / "release").arguments or {}) | changes
     torch.save({"args": Namespace(**arguments)}, tmp_path / "release" / "common.pt")
     with pytest.raises(ConfigurationError, match=words):
-        read_config(tmp_path / "release")
+        _ = ModelFolder.open(tmp_path / "release").config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hybrid import LLM, ConfigurationError, EngineConfig, WeightsError, reference_model
-from megatron_hybrid.models.checkpoints.model_files import check_model_files, find_model_folder
+from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.server import cli
@@ -47,19 +47,19 @@ def test_a_name_of_the_hub_is_told_how_to_get_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = "no such folder here.* `hf download Org/Some-1.5B --local-dir Some-1.5B` fetches it"
-    refuses(lambda: find_model_folder(EngineConfig(load="Org/Some-1.5B")), words)
+    refuses(lambda: ModelFolder.of(EngineConfig(load="Org/Some-1.5B")), words)
     refuses(lambda: LLM("Org/Some-1.5B"), words)
     for path in ("Some-1.5B", "../Org/Name", "/Org/Name", "a/b/c"):
-        refuses(lambda path=path: find_model_folder(EngineConfig(load=path)), "no such folder.$")
+        refuses(lambda path=path: ModelFolder.of(EngineConfig(load=path)), "no such folder.$")
     Path("Org/Some-1.5B").mkdir(parents=True)
-    refuses(lambda: find_model_folder(EngineConfig(load="Org/Some-1.5B")), "which is empty")
+    refuses(lambda: ModelFolder.of(EngineConfig(load="Org/Some-1.5B")), "which is empty")
     assert cli.main(["--load", "Org/Some-1.5B"]) == 2
     assert capsys.readouterr().err == "--load names Org/Some-1.5B, which is empty.\n"
 
 
 def test_a_file_is_no_folder() -> None:
     file = str(reference_model.path() / WEIGHTS)
-    refuses(lambda: find_model_folder(EngineConfig(load=file)), "which is a file; name the folder")
+    refuses(lambda: ModelFolder.of(EngineConfig(load=file)), "which is a file; name the folder")
 
 
 def test_random_weights_need_none(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_pointer_to_weights_is_told_from_weights(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
 
     def read() -> None:
-        with open_folder(tmp_path, family_of("llama")):
+        with open_folder(ModelFolder.open(tmp_path), family_of("llama")):
             pass
 
     refuses(read, "is Git LFS's pointer to the weights: `git lfs pull`")
@@ -90,7 +90,7 @@ def test_a_pointer_to_weights_is_told_from_weights(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from megatron_hybrid.models.checkpoints.model_files import check_model_files; "
+        "import sys; from megatron_hybrid.models.checkpoints.folder import check_model_files; "
         "from megatron_hybrid import EngineConfig; check_model_files(EngineConfig()); "
         "assert 'torch' not in sys.modules"
     )

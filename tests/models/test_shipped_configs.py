@@ -11,7 +11,7 @@ import torch
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.sizing import derive_geometry
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.families.registry import FAMILIES
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -50,7 +50,7 @@ PARAMETERS = {
 def shape_of(folder: Path, parallel: ParallelContext, ranks: int = 1) -> HybridModel:
     """The model without memory, as the first of `ranks` ranks has it."""
     several = first_of(parallel, ranks)
-    config = read_config(folder)
+    config = ModelFolder.open(folder).config
     with torch.device("meta"):
         return HybridModel(config, several, torch.bfloat16, torch.bfloat16, torch.float32)
 

@@ -14,7 +14,7 @@ import torch
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
 from tests.parallel.launches import (
@@ -144,7 +144,7 @@ def test_a_files_weights_fit_gpus_of_80_gb(path: Path) -> None:
     )
     with torch.device("meta"):
         model = HybridModel(
-            read_config(Path(config.load)),
+            ModelFolder.open(Path(config.load)).config,
             parallel, torch.bfloat16, torch.bfloat16, torch.float32,
         )  # fmt: skip
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

@@ -26,7 +26,7 @@ from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from megatron_hybrid.models import stages
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.stages import split_evenly
@@ -76,7 +76,7 @@ def places(alone: ParallelContext, stages: int) -> list[ParallelContext]:
 
 
 def shapes(folder: Path, place: ParallelContext) -> HybridModel:
-    config = read_config(folder)
+    config = ModelFolder.open(folder).config
     with torch.device("meta"):
         return HybridModel(config, place, torch.float32, torch.float32, torch.float32)
 

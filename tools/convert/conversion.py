@@ -15,15 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from convert.arguments import arguments_of
+from convert.config_json import with_model_type
 from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid.errors import ConfigurationError, WeightsError
-from megatron_hybrid.models.checkpoints.megatron_arguments import MODEL_TYPE, arguments_of
-from megatron_hybrid.models.checkpoints.megatron_folder import described_in, is_megatron_folder
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
 from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
 from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
-from megatron_hybrid.models.checkpoints.megatron_to_hugging_face import with_model_type
-from megatron_hybrid.models.checkpoints.read_config import read_config
 from megatron_hybrid.models.checkpoints.weight_checks import (
     check_all_used,
     check_rotary_tables,
@@ -54,12 +53,13 @@ def to_megatron(source: Path, target: Path, *, progress: bool = True) -> None:
     Raises ConfigurationError for a model that Megatron cannot express or a `target` that exists,
     WeightsError for a folder whose weights are not its configuration's.
     """
-    config = read_config(source)
+    folder = ModelFolder.open(source)
+    config = folder.config
     check_expressible(config)
     arguments = arguments_of(config) | {"tokenizer_model": str(target.resolve())}
     family = family_of(config.model_type)
     _make(target)
-    with open_folder(source, family) as weights:
+    with open_folder(folder, family) as weights:
         reader = _HuggingFaceRoles(weights, family, config)
         reader.check()
         write_checkpoint(target, _stored_tensors(reader, config), arguments, progress=progress)
@@ -68,7 +68,7 @@ def to_megatron(source: Path, target: Path, *, progress: bool = True) -> None:
             own: str(weights.dtype(name)) for name, own in weights.names.items() if name in used
         }
     (target / NAMES_FILE).write_text(json.dumps(names, indent=1))
-    copy_description(source, target)
+    copy_description(folder, target)
 
 
 class _HuggingFaceRoles:
@@ -205,25 +205,26 @@ def to_hugging_face(
     neither a config.json beside the checkpoint nor its arguments say which family it is,
     WeightsError for a checkpoint whose weights are not its configuration's.
     """
-    config = read_config(source)
+    folder = ModelFolder.open(source)
+    config = folder.config
     values: dict[str, Any] | None = None
-    if described_in(source) is None:
+    if folder.described is None:
         config, values = with_model_type(config)
-        if config.model_type == MODEL_TYPE:
+        if values is None:
             raise ConfigurationError(
                 f"No Hugging Face family has the model in {source} (layers {config.pattern!r}); "
                 "it can be served as it is, but not converted."
             )
     family = family_of(config.model_type)
-    weights = MegatronSource.open(source, config)
+    weights = MegatronSource.open(folder.checkpoint, config)
     check_all_used(weights, weights, config, ())
     if config.tie_word_embeddings and HEAD in weights.names:
         places = Location(weights.embedding), Location(HEAD)
         check_same(weights, weights, config, *places, partial(_whole, weights))
     _make(target)
-    tensors = _HuggingFaceTensors(weights, family, config, _recorded_names(source))
+    tensors = _HuggingFaceTensors(weights, family, config, _recorded_names(folder))
     _write_safetensors(target, tensors, max_shard_bytes, progress)
-    copy_description(source, target)
+    copy_description(folder, target)
     if values is not None:
         (target / "config.json").write_text(json.dumps(values, indent=2))
 
@@ -232,10 +233,9 @@ def _whole(source: MegatronSource, place: Location) -> Tensor:
     return source.read(place.name, tuple(slice(0, n) for n in source.shape(place.name)))
 
 
-def _recorded_names(source: Path) -> dict[str, torch.dtype]:
+def _recorded_names(folder: ModelFolder) -> dict[str, torch.dtype]:
     """Names and types that the tensors of a converted checkpoint had; empty for Megatron's own."""
-    described = described_in(source)
-    path = (described or source) / NAMES_FILE
+    path = (folder.described or folder.path) / NAMES_FILE
     if not path.is_file():
         return {}
     return {
@@ -341,10 +341,9 @@ def _make(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
 
 
-def copy_description(source: Path, target: Path) -> None:
+def copy_description(source: ModelFolder, target: Path) -> None:
     """Copy what describes a model, and its tokenizer, from one folder to another."""
-    folder = (described_in(source) if is_megatron_folder(source) else None) or source
-    _copy(folder, target, ("config.json", *_TOKENIZER, "*.py", "LICENSE*"))
+    _copy(source.described or source.path, target, ("config.json", *_TOKENIZER, "*.py", "LICENSE*"))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

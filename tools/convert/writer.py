@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from tqdm import tqdm
 
-from megatron_hybrid.models.checkpoints.megatron_folder import TRACKER
+from megatron_hybrid.models.checkpoints.folder import TRACKER
 
 CHECKPOINT_VERSION = 3.0  # what Megatron calls its present order of rows in linear_qkv
 

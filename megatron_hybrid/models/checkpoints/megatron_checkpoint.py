@@ -20,22 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-)
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.models.checkpoints.megatron_folder import checkpoint_folder
 from megatron_hybrid.models.checkpoints.megatron_pickle import read_pickle, read_torch
 
 Index = tuple[slice | int, ...]
@@ -48,11 +40,8 @@ class MegatronCheckpoint:
     """`shapes` and `dtypes` say what is stored, by Megatron's names."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of one iteration, or the one with all of them, whose latest is taken.
-
-        Raises ConfigurationError or WeightsError for a folder that is no such checkpoint.
-        """
-        self.folder = checkpoint_folder(folder)
+        """`folder`: of one iteration. Raises WeightsError for one that is no such checkpoint."""
+        self.folder = folder
         _check_format(self.folder)
         metadata = read_pickle(self.folder / ".metadata")
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -71,12 +60,7 @@ class MegatronCheckpoint:
         self.dtypes: Mapping[str, torch.dtype] = {
             name: stored.properties.dtype for name, stored in self._stored.items()
         }
-        self._common = next(
-            (index for index in metadata.storage_data if index.fqn.startswith("common_state/")),
-            None,
-        )
-        self._reader = FileSystemReader(self.folder)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._records = metadata.storage_data
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._kept: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
 
@@ -84,15 +68,12 @@ class MegatronCheckpoint:
     def common(self) -> Mapping[str, Any]:
         """What is not split: iteration, checkpoint_version, args, ..."""
         path = self.folder / "common.pt"
+        index = next((one for one in self._records if one.fqn.startswith("common_state/")), None)
         found: Any = {}
         if path.is_file():
             found = read_torch(path, str(path))
-        elif self._common is not None:
-            zeros = torch.Size([])
-            item = ReadItem(LoadItemType.BYTE_IO, self._common, zeros, self._common, zeros, zeros)
-            into = _Into()
-            self._reader.read_data(LoadPlan([item]), into).wait()
-            (found,) = read_torch(into.bytes, f"{self._common.fqn} in {self.folder}")
+        elif index is not None:
+            (found,) = read_torch(self._record(index), f"{index.fqn} in {self.folder}")
         return found if isinstance(found, Mapping) else {}
 
     @property
@@ -140,11 +121,9 @@ class MegatronCheckpoint:
         index = MetadataIndex(name, chunk.offsets)
         values = self._kept.get(index)
         if values is None:
-            values = torch.empty(chunk.sizes, dtype=self._stored[name].properties.dtype)
-            zeros = torch.Size([0] * len(chunk.sizes))
-            item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, chunk.sizes)
             try:
-                self._reader.read_data(LoadPlan([item]), _Into(values)).wait()
+                values = torch.load(self._record(index), map_location="cpu", weights_only=True)
+                values = values.view(chunk.sizes)
             except Exception as error:  # torch raises many kinds for a file that is cut off
                 raise WeightsError(
                     f"Weight {name!r} cannot be read from {self.folder}: "
@@ -156,36 +135,17 @@ class MegatronCheckpoint:
         self._kept.move_to_end(index)
         return values
 
-
-class _Into(LoadPlanner):
-    """Reads into one tensor, or into `bytes`, what torch's reader was asked for."""
-
-    def __init__(self, values: Tensor | None = None) -> None:
-        self._values = values
-        self.bytes = io.BytesIO()
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert self._values is not None
-        return self._values
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.bytes = value
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-    # The rest is for plans of several ranks.
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
+    def _record(self, index: MetadataIndex) -> io.BytesIO:
+        """What torch.save wrote of one object, among others' in a file."""
+        stored = self._records[index]
+        if getattr(stored, "transform_descriptors", None):
+            raise WeightsError(
+                f"{index.fqn!r} in {self.folder} is stored by way of "
+                f"{', '.join(stored.transform_descriptors)}, which is not supported."
+            )
+        with (self.folder / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            return io.BytesIO(file.read(stored.length))
 
 
 def _ranges(starts: np.ndarray, ends: np.ndarray) -> tuple[slice, ...]:

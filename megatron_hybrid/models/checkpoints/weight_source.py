@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.models.checkpoints.model_files import INDEX, SINGLE, check_weights
+from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import Family, Location
 
@@ -133,11 +133,11 @@ class TensorSource:
 
 
 @contextmanager
-def open_folder(folder: Path, family: Family) -> Iterator[FolderSource]:
-    """Raises WeightsError for a folder without weights, or with files that are no safetensors."""
-    if not folder.is_dir():
-        raise WeightsError(f"{folder} is no folder.")
-    check_weights(folder)
+def open_folder(model: ModelFolder, family: Family) -> Iterator[FolderSource]:
+    """The safetensors of a Hugging Face folder, open within the block. Raises WeightsError for one
+    without weights, or with files that are no safetensors."""
+    model.check_weights()
+    folder = model.path
     index, single = folder / INDEX, folder / SINGLE
     with ExitStack() as stack:
         files: dict[str, Any] = {}

@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
 from megatron_hybrid.layers.parts import WeightPart
-from megatron_hybrid.models.checkpoints.megatron_folder import described_in, is_megatron_folder
-from megatron_hybrid.models.checkpoints.read_config import read_config
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weight_checks import (
     check_all_used,
     check_rotary_tables,
@@ -41,7 +40,7 @@ from megatron_hybrid.parallel import ParallelContext, RankGroup
 
 
 def load_model(
-    folder: str | Path,
+    folder: ModelFolder | str | Path,
     *,
     device: torch.device,
     dtype: torch.dtype | str | None,
@@ -64,8 +63,9 @@ def load_model(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigurationError(f"--load-format is {load_format!r}; it can be auto or dummy.")
-    folder = Path(folder)
-    config = read_config(folder)
+    if not isinstance(folder, ModelFolder):
+        folder = ModelFolder.open(folder)
+    config = folder.config
     dtype = resolve_dtype(dtype, config.dtype)
     with torch.device(device):
         model = HybridModel(
@@ -83,11 +83,12 @@ def load_model(
     return model
 
 
-def has_mtp_weights(folder: Path, config: HybridModelConfig) -> bool:
+def has_mtp_weights(folder: ModelFolder) -> bool:
     """Whether a folder holds the head that the configuration describes: some hold a model without
     it. Raises WeightsError for one without weights."""
-    if is_megatron_folder(folder):
+    if folder.is_megatron:
         return False  # which are not read
+    config = folder.config
     family = family_of(config.model_type)
     (fc,) = family.locate(config, len(config.pattern), "mtp.fc.weight")
     with open_folder(folder, family) as source:
@@ -111,7 +112,7 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
         placed: list[_Placed] = []
         try:
             if isinstance(source, str | Path):
-                folder = Path(source)
+                folder = ModelFolder.open(source)
                 opened, names = stack.enter_context(_open(folder, model.config))
                 _check_same_model(model.config, folder)
             else:
@@ -154,13 +155,15 @@ def _refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
 
 
 @contextmanager
-def _open(folder: Path, config: HybridModelConfig) -> Iterator[tuple[WeightSource, WeightNames]]:
+def _open(
+    folder: ModelFolder, config: HybridModelConfig
+) -> Iterator[tuple[WeightSource, WeightNames]]:
     """The weights in a folder of either kind, and what says where in it they are."""
-    if is_megatron_folder(folder):
+    if folder.is_megatron:
         # torch.distributed.checkpoint takes a while to import.
         from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
 
-        megatron = MegatronSource.open(folder, config)
+        megatron = MegatronSource.open(folder.checkpoint, config)
         yield megatron, megatron
         return
     family = family_of(config.model_type)
@@ -237,16 +240,15 @@ def _slices(part: WeightPart, place: Location) -> tuple[slice | int, ...]:
 _NOT_THE_MODEL = ("dtype", "eos_token_ids", "bos_token_id", "max_position_embeddings", "mtp")
 
 
-def _check_same_model(ours: HybridModelConfig, folder: Path) -> None:
-    described = described_in(folder)
-    if described is None:
+def _check_same_model(ours: HybridModelConfig, folder: ModelFolder) -> None:
+    if folder.described is None:
         return  # weights alone: their names and shapes are checked
-    theirs = read_config(described)
+    theirs = folder.config
     for field in fields(ours):
         old, new = getattr(ours, field.name), getattr(theirs, field.name)
         if old != new and field.name not in _NOT_THE_MODEL:
             raise WeightsError(
-                f"The config.json in {folder} describes another model than the one that runs: "
+                f"The config.json in {folder.path} describes another model than the one that runs: "
                 f"{field.name} is {new}, here {old}."
             )
 

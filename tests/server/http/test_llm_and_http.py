@@ -41,10 +41,10 @@ def test_an_answer_is_the_same(
 
     engine = FakeEngine(tokenizer.vocab_size, tokenizer.eos_token_ids)
     monkeypatch.setattr("megatron_hybrid.llm.build_engine", lambda config: engine)
-    monkeypatch.setattr("megatron_hybrid.llm.tokenizer_folder", lambda config: tokenizer_folder)
     for name in ("stop", "stop_token_ids"):
         options[name] = tuple(options.get(name, ()))
-    (output,) = LLM().generate(ids, SamplingParams(logprobs=0, **options), progress=False)
+    llm = LLM(tokenizer_model=str(tokenizer_folder))
+    (output,) = llm.generate(ids, SamplingParams(logprobs=0, **options), progress=False)
     assert [
         (one.text, one.token_ids, one.finish_reason.value, len(one.logprobs or []))
         for one in output.choices
