@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_hybrid.layers.attention import AttentionConfig
-from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.models.config import SIDE_BY_SIDE, HybridModelConfig
 from megatron_hybrid.models.families.bamba import mamba_config
 from megatron_hybrid.models.families.family import Location, TwoBlockFamily
@@ -14,6 +12,8 @@ from megatron_hybrid.models.families.raw_config import RawConfig
 
 
 class FalconH1(TwoBlockFamily):
+    """Its attention and Mamba2 are named in the layer itself."""
+
     model_types = ("falcon_h1",)
     final_norm = "model.final_layernorm.weight"
     second_norm = "pre_ff_layernorm"
@@ -21,46 +21,36 @@ class FalconH1(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        heads, kv_heads, head_dim = raw.heads()
-        bias = bool(raw.get("attention_bias", default=False))
         gate, down = raw.get("mlp_multipliers", default=[1.0, 1.0])
-        mamba = mamba_config(raw)
-        inner = raw.get("mamba_d_ssm", default=mamba.inner_size)
-        norm_first = bool(raw.get("mamba_norm_before_gate", default=True))
-        normed = bool(raw.get("mamba_rms_norm", default=False))
+        attention, mamba = raw.attention(), mamba_config(raw)
+        norm_first = raw.flag("mamba_norm_before_gate", default=True)
+        normed = raw.flag("mamba_rms_norm")
 
         def multiplier(name: str) -> float:
-            return float(raw.get(f"{name}_multiplier", default=1.0))
+            return raw.number(f"{name}_multiplier", default=1.0)
 
         return HybridModelConfig(
             **raw.common(max_positions=8192),
-            pattern="H-" * int(raw.require("num_hidden_layers")),
-            norm_eps=float(raw.get("rms_norm_eps", default=1e-5)),
-            attention=AttentionConfig(
-                heads,
-                kv_heads,
-                head_dim,
-                scale=head_dim**-0.5 * multiplier("key"),  # keys need not be scaled themselves
-                qkv_bias=bias,
-                output_bias=bias,
+            pattern="H-" * raw.whole("num_hidden_layers"),
+            norm_eps=raw.number("rms_norm_eps", default=1e-5),
+            attention=replace(
+                attention,
+                scale=attention.scale * multiplier("key"),  # keys need not be scaled themselves
                 input_multiplier=multiplier("attention_in"),
                 out_multiplier=multiplier("attention_out"),
             ),
-            rope=raw.rope(head_dim),
+            rope=raw.rope(attention.head_dim),
             mamba=replace(
                 mamba,
-                head_dim=int(inner) // mamba.num_heads,
-                out_bias=bool(raw.get("projectors_bias", default=False)),
+                head_dim=raw.whole("mamba_d_ssm", default=mamba.inner_size) // mamba.num_heads,
+                out_bias=raw.flag("projectors_bias"),
                 norm=("norm_first" if norm_first else "gate_first") if normed else "none",
                 in_multipliers=tuple(raw.get("ssm_multipliers", default=[1.0] * 5)),
                 input_multiplier=multiplier("ssm_in"),
                 out_multiplier=multiplier("ssm_out"),
             ),
-            mlp=MLPConfig(
-                int(raw.require("intermediate_size")),
-                gated=True,
-                activation="silu",
-                bias=bool(raw.get("mlp_bias", default=False)),
+            mlp=replace(
+                raw.gated_mlp(bias=raw.flag("mlp_bias")),
                 gate_multiplier=float(gate),
                 out_multiplier=float(down),
             ),

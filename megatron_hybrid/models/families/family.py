@@ -41,20 +41,28 @@ class Family(ABC):
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
     lm_head: ClassVar[str] = "lm_head.weight"
+    layers: ClassVar[str] = "model.layers"
 
     @abstractmethod
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        """Raises ConfigurationError for an option that is not supported."""
+        """The model that config.json describes. Raises ConfigurationError for an option that is not
+        supported."""
 
-    @abstractmethod
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first; where it is in several of them, it
-        has to be the same. `role` is "norm.weight" for the
-        norm before the mixer, else "mixer." and the layer's own name for it. Past the model's last
-        block come those of its MTPHead; what is in none of them has a role that begins with
-        "mtp.", and the number of the head's first or last block."""
+        has to be the same. `role` is "norm.weight" for the norm before the mixer, else "mixer."
+        and the layer's own name for it. Past the model's last block come those of its MTPHead;
+        what is in none of them has a role that begins with "mtp.", and the number of the head's
+        first or last block."""
+        return [Location(self.name_in(f"{self.layers}.{block}", role))]
+
+    def name_in(self, layer: str, role: str) -> str:
+        """The usual name of a role in a layer of one block."""
+        inner = "norm.weight" if role == "norm.weight" else f"mixer.{self.name_of(role)}"
+        return f"{layer}.{inner}"
 
     def canonical(self, name: str) -> str:
+        """A tensor's name in the spelling that `locate` gives."""
         return _renamed(name, self.renames)
 
     def name_of(self, role: str) -> str:
@@ -62,6 +70,7 @@ class Family(ABC):
         return _renamed(role.removeprefix("mixer."), self.roles)
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
+        """Whether a tensor that no part of the model is from may be there all the same."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 

@@ -4,9 +4,8 @@ constant multipliers on embeddings, residuals, attention and logits."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from megatron_hybrid.layers.attention import AttentionConfig
-from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.bamba import mamba_config
@@ -15,6 +14,8 @@ from megatron_hybrid.models.families.raw_config import RawConfig
 
 
 class GraniteMoeHybrid(TwoBlockFamily):
+    """Its experts are always stacked, gates and up projections one tensor."""
+
     model_types = ("granitemoehybrid",)
     renames = (
         (r"block_sparse_moe\.experts\.gate_up_proj$", "block_sparse_moe.input_linear.weight"),
@@ -25,53 +26,33 @@ class GraniteMoeHybrid(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("position_embedding_type", "rope", "nope")
-        letters = raw.layer_letters() or "M" * int(raw.require("num_hidden_layers"))
-        heads, kv_heads, head_dim = raw.heads()
-        bias = bool(raw.get("attention_bias", default=False))
-        shared = MLPConfig(
-            intermediate_size=int(raw.require("shared_intermediate_size")),
-            gated=True,
-            activation="silu",
-        )
-        experts = int(raw.get("num_local_experts", default=0))
+        letters = raw.layer_letters() or "M" * raw.whole("num_hidden_layers")
+        attention = raw.attention()
+        attention = replace(attention, scale=raw.number("attention_multiplier", default=1.0))
+        shared, moe = raw.gated_mlp("shared_intermediate_size"), None
+        if experts := raw.whole("num_local_experts", default=0):
+            chosen = raw.whole("num_experts_per_tok")
+            moe = MoEConfig(experts, chosen, expert=raw.gated_mlp(), shared=shared)
         rotated = raw.get("position_embedding_type") == "rope"
         return HybridModelConfig(
             **raw.common(),
             pattern="".join(letter + ("E" if experts else "-") for letter in letters),
-            norm_eps=float(raw.get("rms_norm_eps", default=1e-6)),
-            attention=AttentionConfig(
-                heads,
-                kv_heads,
-                head_dim,
-                scale=float(raw.get("attention_multiplier", default=1.0)),
-                qkv_bias=bias,
-                output_bias=bias,
-            )
-            if "*" in letters
-            else None,
-            rope=raw.rope(head_dim) if rotated else None,
+            norm_eps=raw.number("rms_norm_eps", default=1e-6),
+            attention=attention if "*" in letters else None,
+            rope=raw.rope(attention.head_dim) if rotated else None,
             mamba=mamba_config(raw) if "M" in letters else None,
             mlp=None if experts else shared,
-            moe=MoEConfig(
-                num_experts=experts,
-                experts_per_token=int(raw.require("num_experts_per_tok")),
-                expert=MLPConfig(int(raw.require("intermediate_size")), True, "silu"),
-                shared=shared,
-            )
-            if experts
-            else None,
-            embedding_multiplier=float(raw.get("embedding_multiplier", default=1.0)),
-            residual_multiplier=float(raw.get("residual_multiplier", default=1.0)),
-            logits_divisor=float(raw.get("logits_scaling", default=1.0)),
+            moe=moe,
+            embedding_multiplier=raw.number("embedding_multiplier", default=1.0),
+            residual_multiplier=raw.number("residual_multiplier", default=1.0),
+            logits_divisor=raw.number("logits_scaling", default=1.0),
         )
 
     def locate_mlp(self, config: HybridModelConfig, layer: str, role: str) -> list[Location]:
         if role == "router.weight":
             return [Location(f"{layer}.block_sparse_moe.router.layer.weight")]
         expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", role)
-        projection = role.removeprefix("shared.").removesuffix(".weight")
-        if expert and config.moe is not None:
-            projection = expert[2]
+        projection = expert[2] if expert else role.removeprefix("shared.").removesuffix(".weight")
         tensor = "output_linear" if projection == "down_proj" else "input_linear"
         part, parts = GATED[projection]
         if expert and config.moe is not None:

@@ -1,33 +1,40 @@
-"""Llama (Meta) and what has its shape: attention with RoPE, gated MLPs, no recurrent layers."""
+"""Llama (Meta) and what has its shape: attention with RoPE, gated MLPs, no recurrent layers; Qwen3
+(Alibaba), dense, also has a norm on each head of q and k."""
 
 from __future__ import annotations
 
-from megatron_hybrid.layers.attention import AttentionConfig
-from megatron_hybrid.layers.mlp import MLPConfig
+from typing import ClassVar
+
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import TwoBlockFamily
 from megatron_hybrid.models.families.raw_config import RawConfig
 
 
 class Llama(TwoBlockFamily):
-    model_types = ("llama",)
+    """The usual names: the shortest example of a family."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    qk_norm: ClassVar[bool] = False
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        heads, kv_heads, head_dim = raw.heads()
-        bias = bool(raw.get("attention_bias", default=False))
+        attention = raw.attention(qk_norm=self.qk_norm)
         return HybridModelConfig(
             **raw.common(),
-            pattern="*-" * int(raw.require("num_hidden_layers")),
-            norm_eps=float(raw.get("rms_norm_eps", default=1e-6)),
-            attention=AttentionConfig(
-                heads, kv_heads, head_dim, scale=head_dim**-0.5, qkv_bias=bias, output_bias=bias
-            ),
-            rope=raw.rope(head_dim),
-            mlp=MLPConfig(
-                intermediate_size=int(raw.require("intermediate_size")),
-                gated=True,
-                activation="silu",
-                bias=bool(raw.get("mlp_bias", default=False)),
-            ),
+            pattern="*-" * raw.whole("num_hidden_layers"),
+            norm_eps=raw.number("rms_norm_eps", default=1e-6),
+            attention=attention,
+            rope=raw.rope(attention.head_dim),
+            mlp=raw.gated_mlp(bias=raw.flag("mlp_bias")),
         )
+
+
+class Qwen3(Llama):
+    """Without sliding windows."""
+
+    model_types = ("qwen3",)
+    qk_norm = True
+
+    def config(self, raw: RawConfig) -> HybridModelConfig:
+        raw.refuse_unless("use_sliding_window", False)
+        return super().config(raw)

@@ -1,14 +1,15 @@
-"""Mamba (Gu, Dao) and Falcon-Mamba (TII): Mamba1 layers alone. Falcon-Mamba normalises the step
-sizes, B and C, without weights."""
+"""Mamba layers alone: Mamba (Gu, Dao), Falcon-Mamba (TII), and Mamba2 (Dao, Gu), also
+Mamba-Codestral."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_hybrid.layers.mamba1 import Mamba1Config
+from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.families.family import Family, Location
+from megatron_hybrid.models.families.family import Family
 from megatron_hybrid.models.families.raw_config import RawConfig
 
 # Nothing in a purely recurrent model depends on how long a sequence is.
@@ -16,36 +17,61 @@ MAX_POSITIONS = 1 << 20
 
 
 class Mamba(Family):
+    """Mamba1. Falcon-Mamba normalises the step sizes, B and C, without weights."""
+
     model_types: ClassVar[tuple[str, ...]] = ("mamba", "falcon_mamba")
     renames = ((r"^backbone\.embedding\.", "backbone.embeddings."),)
-    roles = ((r"^(dt|b|c)_norm\.", r"\1_layernorm."),)
     embedding = "backbone.embeddings.weight"
     final_norm = "backbone.norm_f.weight"
+    layers = "backbone.layers"
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        raw.refuse_unless("hidden_act", "silu")
-        hidden, is_falcon = int(raw.require("hidden_size")), raw.model_type == "falcon_mamba"
+        hidden, is_falcon = raw.whole("hidden_size"), raw.model_type == "falcon_mamba"
         rank = raw.get("time_step_rank", default="auto")
         inner = int(raw.get("expand", default=2) * hidden)
         return HybridModelConfig(
-            **raw.common(max_positions=MAX_POSITIONS, tied=True),
-            pattern="S" * int(raw.require("num_hidden_layers")),
-            norm_eps=float(raw.get("layer_norm_epsilon", default=1e-5)),
-            residual_in_fp32=bool(raw.get("residual_in_fp32", default=True)),
+            **self._common(raw, "S", tied=True),
             mamba1=Mamba1Config(
-                inner_size=int(raw.get("intermediate_size", default=inner)),
-                state_size=int(raw.get("state_size", default=16)),
+                inner_size=raw.whole("intermediate_size", default=inner),
+                state_size=raw.whole("state_size", default=16),
                 dt_rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
-                conv_width=int(raw.get("conv_kernel", default=4)),
-                conv_bias=bool(raw.get("use_conv_bias", default=True)),
-                proj_bias=bool(raw.get("use_bias", default=False)),
+                conv_width=raw.whole("conv_kernel", default=4),
+                conv_bias=raw.flag("use_conv_bias", default=True),
+                proj_bias=raw.flag("use_bias"),
                 norms="plain" if is_falcon else "none",
-                norms_eps=float(raw.get("mixer_rms_eps", default=1e-6)),
+                norms_eps=raw.number("mixer_rms_eps", default=1e-6),
             ),
         )
 
-    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
-        layer = f"backbone.layers.{block}"
-        if role == "norm.weight":
-            return [Location(f"{layer}.norm.weight")]
-        return [Location(f"{layer}.mixer.{self.name_of(role)}")]
+    def _common(self, raw: RawConfig, letter: str, *, tied: bool) -> dict[str, Any]:
+        raw.refuse_unless("hidden_act", "silu")
+        return {
+            **raw.common(max_positions=MAX_POSITIONS, tied=tied),
+            "pattern": letter * raw.whole("num_hidden_layers"),
+            "norm_eps": raw.number("layer_norm_epsilon", default=1e-5),
+            "residual_in_fp32": raw.flag("residual_in_fp32", default=True),
+        }
+
+
+class Mamba2(Mamba):
+    """The same with Mamba2 layers."""
+
+    model_types = ("mamba2",)
+
+    def config(self, raw: RawConfig) -> HybridModelConfig:
+        bias = raw.flag("use_bias")
+        return HybridModelConfig(
+            **self._common(raw, "M", tied=False),
+            mamba=Mamba2Config(
+                num_heads=raw.whole("num_heads", default=128),
+                head_dim=raw.whole("head_dim", default=64),
+                state_size=raw.whole("state_size", default=128),
+                num_groups=raw.whole("n_groups", default=8),
+                conv_width=raw.whole("conv_kernel", default=4),
+                kernel_chunk=raw.whole("chunk_size", default=256),
+                conv_bias=raw.flag("use_conv_bias", default=True),
+                proj_bias=bias,
+                out_bias=bias,
+                dt_limit=raw.time_step_limit(),
+            ),
+        )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import resolve_dtype
 
@@ -71,6 +73,18 @@ class RawConfig:
             raise ConfigurationError(f"{self.where} has no {names[0]!r}.")
         return value
 
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """A whole number; without a default one that has to be there."""
+        return int(self.require(*names) if default is None else self.get(*names, default=default))
+
+    def number(self, *names: str, default: float) -> float:
+        """A number, the default where it is not there."""
+        return float(self.get(*names, default=default))
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """True or false, the default where it is not there."""
+        return bool(self.get(*names, default=default))
+
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """Raise unless the value is one of those; a value that is missing or null is fine."""
         value = self.values.get(name)
@@ -93,12 +107,29 @@ class RawConfig:
             found += [] if value is None else value if isinstance(value, list) else [value]
         return tuple(dict.fromkeys(found))
 
-    def heads(self) -> tuple[int, int, int]:
-        """(attention heads, KV heads, head_dim)."""
-        heads = int(self.require("num_attention_heads"))
-        kv_heads = int(self.get("num_key_value_heads", default=heads))
-        head_dim = int(self.get("head_dim", default=self.require("hidden_size") // heads))
-        return heads, kv_heads, head_dim
+    def attention(
+        self, head_dim: int | None = None, *, bias: bool | None = None, qk_norm: bool = False
+    ) -> AttentionConfig:
+        """Attention by the usual names, with logits divided by sqrt(head_dim). `head_dim`, `bias`:
+        None: as config.json says."""
+        heads = self.whole("num_attention_heads")
+        if head_dim is None:
+            head_dim = self.whole("head_dim", default=self.whole("hidden_size") // heads)
+        if bias is None:
+            bias = self.flag("attention_bias")
+        return AttentionConfig(
+            heads,
+            self.whole("num_key_value_heads", default=heads),
+            head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=qk_norm,
+        )
+
+    def gated_mlp(self, size: str = "intermediate_size", *, bias: bool = False) -> MLPConfig:
+        """An MLP of silu with a gate; `size`: the name of its size."""
+        return MLPConfig(self.whole(size), gated=True, activation="silu", bias=bias)
 
     def layer_letters(
         self,
@@ -151,13 +182,11 @@ class RawConfig:
         are the family's defaults."""
         return {
             "model_type": self.model_type,
-            "vocab_size": int(self.require("vocab_size")),
-            "hidden_size": int(self.require("hidden_size")),
-            "max_position_embeddings": int(
-                self.get("max_position_embeddings", default=max_positions)
-            ),
+            "vocab_size": self.whole("vocab_size"),
+            "hidden_size": self.whole("hidden_size"),
+            "max_position_embeddings": self.whole("max_position_embeddings", default=max_positions),
             "dtype": self.dtype,
-            "tie_word_embeddings": bool(self.get("tie_word_embeddings", default=tied)),
+            "tie_word_embeddings": self.flag("tie_word_embeddings", default=tied),
             "eos_token_ids": self.eos_token_ids,
             "bos_token_id": self.get("bos_token_id"),
         }

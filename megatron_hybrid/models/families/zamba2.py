@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
@@ -13,6 +14,8 @@ from megatron_hybrid.models.families.raw_config import MAMBA2_LAYERS, RawConfig
 
 
 class Zamba2(Family):
+    """Blocks that share a transformer have adapters of their own in it."""
+
     model_types = ("zamba2",)
     roles = (
         (r"^transformer\.input_norm\.", "input_layernorm."),
@@ -33,43 +36,43 @@ class Zamba2(Family):
         letters = raw.layer_letters({**MAMBA2_LAYERS, "hybrid": "Z"})
         if letters is None:
             raise ConfigurationError(f"{raw.where} has no layers_block_type.")
-        hidden = int(raw.require("hidden_size"))
-        heads, kv_heads, _ = raw.heads()
-        head_dim = int(raw.get("attention_head_dim", default=2 * hidden // heads))
-        adapters = bool(raw.get("use_shared_attention_adapter", default=False))
-        if adapters and heads != kv_heads:
+        hidden, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads")
+        head_dim = raw.whole("attention_head_dim", default=2 * hidden // heads)
+        attention = raw.attention(head_dim, bias=False)
+        adapters = raw.flag("use_shared_attention_adapter")
+        if adapters and heads != attention.num_kv_heads:
             raise ConfigurationError(
-                f"use_shared_attention_adapter with {kv_heads} KV heads for {heads} heads in "
+                f"use_shared_attention_adapter with {attention.num_kv_heads} KV heads for {heads} "
+                "heads in "
                 f"{raw.where} is not supported: their numbers must be equal."
             )
-        mamba_heads = int(raw.get("n_mamba_heads", default=8))
+        mamba_heads = raw.whole("n_mamba_heads", default=8)
+        size = raw.whole("intermediate_size", default=4 * hidden)
+        activation = raw.get("hidden_act", default="gelu")
+        # As transformers does: time_step_min bounds the step sizes.
+        least = raw.number("time_step_min", default=0.001)
         return HybridModelConfig(
             **raw.common(tied=True),
             pattern=letters,
-            norm_eps=float(raw.get("rms_norm_eps", default=1e-5)),
+            norm_eps=raw.number("rms_norm_eps", default=1e-5),
             mamba=Mamba2Config(
                 num_heads=mamba_heads,
                 head_dim=int(raw.get("mamba_expand", default=2) * hidden) // mamba_heads,
-                state_size=int(raw.get("mamba_d_state", default=64)),
-                num_groups=int(raw.get("mamba_ngroups", default=1)),
-                conv_width=int(raw.get("mamba_d_conv", default=4)),
-                kernel_chunk=int(raw.get("chunk_size", default=256)),
-                # As transformers does: time_step_min bounds the step sizes.
-                dt_limit=(float(raw.get("time_step_min", default=0.001)), float("inf")),
+                state_size=raw.whole("mamba_d_state", default=64),
+                num_groups=raw.whole("mamba_ngroups", default=1),
+                conv_width=raw.whole("mamba_d_conv", default=4),
+                kernel_chunk=raw.whole("chunk_size", default=256),
+                dt_limit=(least, float("inf")),
                 norm_eps=1e-5,
             ),
             shared_transformer=SharedTransformerConfig(
-                attention=AttentionConfig(heads, kv_heads, head_dim, scale=(head_dim / 2) ** -0.5),
-                mlp=MLPConfig(
-                    int(raw.get("intermediate_size", default=4 * hidden)),
-                    gated=True,
-                    activation=raw.get("hidden_act", default="gelu"),
-                ),
-                num_blocks=int(raw.get("num_mem_blocks", default=1)),
-                adapter_rank=int(raw.get("adapter_rank", default=128)),
+                attention=replace(attention, scale=(head_dim / 2) ** -0.5),
+                mlp=MLPConfig(size, gated=True, activation=activation),
+                num_blocks=raw.whole("num_mem_blocks", default=1),
+                adapter_rank=raw.whole("adapter_rank", default=128),
                 attention_adapters=adapters,
             ),
-            rope=raw.rope(head_dim) if raw.get("use_mem_rope", default=False) else None,
+            rope=raw.rope(head_dim) if raw.flag("use_mem_rope") else None,
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
