@@ -17,6 +17,8 @@ from megatron_hybrid.errors import InvalidRequestError
 # Which of them bounds prompt and answer together: see DynamicInferenceContext.
 CONTEXT_FLAG = "--inference-max-seq-length"
 BUFFER_FLAG = "--inference-dynamic-batching-buffer-size-gb"
+MAX_TOKENS = 2**31 - 1  # of an answer; no token id is larger either
+MAX_TEMPERATURE = 100.0
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128  # of one prompt
@@ -50,11 +52,9 @@ class Grammar:
         """Raise InvalidRequestError unless its kind is known and its text has a size that can be
         read; `megatron_hybrid.text.grammar.check` reads it."""
         if self.kind not in GRAMMAR_KINDS:
-            raise InvalidRequestError(
-                "response_format",
-                f"response_format has a grammar of kind {show(self.kind)}; known are "
-                f"{', '.join(GRAMMAR_KINDS)}.",
-            )
+            known = ", ".join(GRAMMAR_KINDS)
+            words = f"has a grammar of kind {show(self.kind)}; known are {known}"
+            raise _wrong("response_format", words)
         validate_text("response_format", self.text, MAX_GRAMMAR_LENGTH)
 
 
@@ -109,7 +109,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Tuples and plain numbers, where the values can be turned into them."""
-        for name in _NUMBERS:
+        for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos"):
             value = getattr(self, name)
             if type(value) not in _PLAIN_TYPES:
                 object.__setattr__(self, name, _plain(value))
@@ -119,69 +119,48 @@ class SamplingParams:
                 object.__setattr__(self, name, as_tuple(value))
 
     def validate(self) -> None:
-        """Raise InvalidRequestError naming the first field that is out of range."""
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, MIN_TOP_P, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _integer("n", self.n, 1, MAX_CHOICES)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
+        """Raise InvalidRequestError naming a field that is out of range."""
+        for name, (low, high) in _NUMBERS.items():
+            _number(name, getattr(self, name), low, high)
+        for name, (least, most) in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, 0, MAX_LOGPROBS)
+            if value is not None or name not in _MAY_BE_NONE:
+                _integer(name, value, least, most)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(
-                "ignore_eos", f"ignore_eos is {show(self.ignore_eos)}; it must be true or false."
-            )
+            raise _wrong("ignore_eos", f"is {show(self.ignore_eos)}; it must be true or false")
         _is_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
             validate_text("stop", text)
             if not text:
-                raise InvalidRequestError("stop", "stop must hold non-empty strings.")
-        _is_tuple("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                "stop_token_ids",
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; "
-                f"the limit is {MAX_STOP_TOKEN_IDS}.",
-            )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
-        _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
-        self._validate_logit_bias()
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+                raise _wrong("stop", "must hold non-empty strings")
+        ids = self.stop_token_ids
+        _is_tuple("stop_token_ids", ids, "a sequence of token ids", MAX_STOP_TOKEN_IDS)
+        for token in ids:
+            _integer("stop_token_ids", token, 0, MAX_TOKENS)
+        wanted = "a mapping, or pairs, of token ids and numbers"
+        _is_tuple("logit_bias", self.logit_bias, wanted, MAX_LOGIT_BIASES)
+        for entry in self.logit_bias:
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                words = f"holds {show(entry)}; it must hold pairs of a token id and a number"
+                raise _wrong("logit_bias", words)
+            _integer("logit_bias", entry[0], 0, MAX_TOKENS)
+            _number("logit_bias", entry[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise _wrong("logit_bias", "names a token id twice")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                "min_tokens",
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is "
-                f"{self.max_tokens}.",
-            )
+            words = f"is {self.min_tokens}; it must be at most max_tokens, which is "
+            raise _wrong("min_tokens", words + str(self.max_tokens))
         if self.grammar is not None:
             if not isinstance(self.grammar, Grammar):
-                raise InvalidRequestError(
-                    "grammar", f"grammar is {show(self.grammar)}; it must be a Grammar."
-                )
+                raise _wrong("grammar", f"is {show(self.grammar)}; it must be a Grammar")
             self.grammar.validate()
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if `logit_bias` names an id that the model does not have."""
         for token, _ in self.logit_bias:
             if token >= vocab_size:
-                raise InvalidRequestError(
-                    "logit_bias",
-                    f"logit_bias names token id {token}; the model knows 0 to {vocab_size - 1}.",
-                )
+                words = f"names token id {token}; the model knows 0 to {vocab_size - 1}"
+                raise _wrong("logit_bias", words)
 
     def longest_answer(self, prompt_tokens: int, max_seq_length: int, flag: str) -> int:
         """The most tokens of an answer to such a prompt. `max_seq_length`: of both together, as
@@ -192,32 +171,12 @@ class SamplingParams:
             wanted = room if wanted is None else min(room, int(wanted))
         for name, tokens in (("max_tokens", wanted), ("min_tokens", self.min_tokens)):
             if tokens > room:
-                raise InvalidRequestError(
+                raise _wrong(
                     name,
-                    f"{name} is {tokens} and the prompt has {prompt_tokens} tokens; together they "
-                    f"may be at most {max_seq_length} ({flag}).",
+                    f"is {tokens} and the prompt has {prompt_tokens} tokens; together they may be "
+                    f"at most {max_seq_length} ({flag})",
                 )
         return wanted
-
-    def _validate_logit_bias(self) -> None:
-        _is_tuple("logit_bias", self.logit_bias, "a mapping, or pairs, of token ids and numbers")
-        if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise InvalidRequestError(
-                "logit_bias",
-                f"logit_bias has {len(self.logit_bias)} ids; the limit is {MAX_LOGIT_BIASES}.",
-            )
-        for entry in self.logit_bias:
-            if not isinstance(entry, tuple) or len(entry) != 2:
-                raise InvalidRequestError(
-                    "logit_bias",
-                    f"logit_bias holds {show(entry)}; it must hold pairs of a token id and a "
-                    "number.",
-                )
-            token, bias = entry
-            _integer("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InvalidRequestError("logit_bias", "logit_bias names a token id twice.")
 
     @property
     def is_penalised(self) -> bool:
@@ -237,26 +196,28 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is chosen."""
         return self.temperature == 0.0
 
 
-_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_tokens",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-)
-
+_NUMBERS = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (MIN_TOP_P, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+}
+_WHOLE_NUMBERS = {
+    "top_k": (-1, MAX_TOKENS),
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (1, MAX_TOKENS),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "min_tokens": (0, MAX_TOKENS),
+}
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _PLAIN_TYPES = (float, int, type(None), bool, _Unasked)
 
 
@@ -288,6 +249,8 @@ _SEQUENCES = {"stop": _texts, "stop_token_ids": _tuple, "logit_bias": _pairs}
 
 
 class RequestStatus(enum.Enum):
+    """Where a request is in the engine."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -375,18 +338,14 @@ def validate_arrival(arrived: object) -> None:
 def validate_text(name: str, value: object, max_length: int | None = None) -> None:
     """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
     if not isinstance(value, str):
-        raise InvalidRequestError(name, f"{name} is {show(value)}; it must be text.")
+        raise _wrong(name, f"is {show(value)}; it must be text")
     if max_length is not None and len(value) > max_length:
-        raise InvalidRequestError(
-            name, f"{name} has {len(value)} characters; the limit is {max_length}."
-        )
+        raise _wrong(name, f"has {len(value)} characters; the limit is {max_length}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            name,
-            f"{name} is not valid Unicode: character {error.start} is half of a surrogate pair.",
-        ) from error
+        words = f"is not valid Unicode: character {error.start} is half of a surrogate pair"
+        raise _wrong(name, words) from error
 
 
 def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any]) -> None:
@@ -395,30 +354,23 @@ def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any
         if values.dtype.kind in "iu":
             return
     elif not isinstance(values, Sequence):
-        raise InvalidRequestError(
-            name, f"{name} is {show(values)}; it must be a sequence of whole numbers."
-        )
+        raise _wrong(name, f"is {show(values)}; it must be a sequence of whole numbers")
     # by type, of which there are few: there may be 100,000 values
     kinds = set(map(type, values))
     wrong = {kind for kind in kinds if kind is bool or not issubclass(kind, Integral)}
     if wrong:
         bad = next(value for value in values if type(value) in wrong)
-        raise InvalidRequestError(
-            name, f"{name} holds {show(bad)}; it must hold whole numbers alone."
-        )
+        raise _wrong(name, f"holds {show(bad)}; it must hold whole numbers alone")
 
 
 def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) -> None:
     """Raise InvalidRequestError unless these are positions in a prompt of that many tokens."""
-    validate_whole_numbers("cache_checkpoints", positions)
-    if len(positions) > MAX_CACHE_CHECKPOINTS:
-        raise InvalidRequestError(
-            "cache_checkpoints",
-            f"cache_checkpoints has {len(positions)} positions; the limit is "
-            f"{MAX_CACHE_CHECKPOINTS}.",
-        )
+    name, limit = "cache_checkpoints", MAX_CACHE_CHECKPOINTS
+    validate_whole_numbers(name, positions)
+    if len(positions) > limit:
+        raise _wrong(name, f"has {len(positions)} positions; the limit is {limit}")
     for position in positions:
-        _integer("cache_checkpoints", position, 1, prompt_tokens)
+        _integer(name, position, 1, prompt_tokens)
 
 
 def validate_prompt(
@@ -432,44 +384,43 @@ def validate_prompt(
     """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
     validate_whole_numbers(field_name, token_ids)
     if len(token_ids) == 0:
-        raise InvalidRequestError(field_name, f"{field_name} is empty; it needs a token at least.")
+        raise _wrong(field_name, "is empty; it needs a token at least")
     if len(token_ids) >= max_seq_length:
-        raise InvalidRequestError(
+        raise _wrong(
             field_name,
-            f"{field_name} has {len(token_ids)} tokens and leaves no room for an answer: the limit "
-            f"for prompt and answer together is {max_seq_length} ({flag}).",
+            f"has {len(token_ids)} tokens and leaves no room for an answer: the limit for prompt "
+            f"and answer together is {max_seq_length} ({flag})",
             status=413,
         )
     ids = np.asarray(token_ids)
     low, high = ids.min(), ids.max()
     if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequestError(
-            field_name,
-            f"{field_name} holds token id {show(int(bad))}; the model knows 0 to {vocab_size - 1}.",
-        )
+        bad = show(int(low if low < 0 else high))
+        raise _wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
+
+
+def _wrong(name: str, words: str, status: int = 400) -> InvalidRequestError:
+    return InvalidRequestError(name, f"{name} {words}.", status)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     # NaN is in no range
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok:
-        raise InvalidRequestError(
-            name, f"{name} is {show(value)}; it must be a number from {low} to {high}."
-        )
+        raise _wrong(name, f"is {show(value)}; it must be a number from {low} to {high}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     whole = isinstance(value, (int, Integral))
     if not whole or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
-        raise InvalidRequestError(
-            name, f"{name} is {show(value)}; it must be a whole number from {low} to {high}."
-        )
+        raise _wrong(name, f"is {show(value)}; it must be a whole number from {low} to {high}")
 
 
-def _is_tuple(name: str, value: object, wanted: str) -> None:
+def _is_tuple(name: str, value: object, wanted: str, limit: int | None = None) -> None:
     if not isinstance(value, tuple):
-        raise InvalidRequestError(name, f"{name} is {show(value)}; it must be {wanted}.")
+        raise _wrong(name, f"is {show(value)}; it must be {wanted}")
+    if limit is not None and len(value) > limit:
+        raise _wrong(name, f"has {len(value)} ids; the limit is {limit}")
 
 
 def show(value: object) -> str:
