@@ -9,16 +9,31 @@ class ConfigurationError(ValueError):
     """The configuration contradicts itself, the model or the machine. Command lines exit with 2."""
 
 
-class InvalidRequestError(ValueError):
+class RequestError(Exception):
+    """What ends one request, and only that one. For its client: the HTTP status, and of OpenAI's
+    error object the type (`kind`), the code and the field (`param`)."""
+
+    status: int = 500
+    kind: str = "server_error"
+    code: str | None = None
+    field: str | None = None
+
+
+class InvalidRequestError(RequestError, ValueError):
     """A request that cannot be served as it stands.
 
-    `field` names the request field that is wrong, `status` the HTTP status that says so.
+    `field` names the request field that is wrong, `status` the HTTP status that says so: 413 if
+    prompt and answer are too long for the model.
     """
+
+    kind = "invalid_request_error"
+    field: str
 
     def __init__(self, field: str, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.field = field
         self.status = status
+        self.code = "context_length_exceeded" if status == 413 else "invalid_value"
 
     def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
         return type(self), (self.field, str(self), self.status)

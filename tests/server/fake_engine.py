@@ -23,7 +23,7 @@ from megatron_hybrid.request import (
     validate_priority,
     validate_prompt,
 )
-from megatron_hybrid.server.http.openapi_figures import COUNTERS, COUNTERS_BY_NAME
+from megatron_hybrid.server.http.protocol.answers import COUNTERS, COUNTERS_BY_NAME
 
 BLOCK_SIZE = 4
 QUEUE_SECONDS = 0.0625  # that each request says it has waited

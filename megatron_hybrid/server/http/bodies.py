@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from flask import request
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from megatron_hybrid.server.http.fields import Fields, parse_body
+from megatron_hybrid.server.http.protocol.parsing import parse_body, read
 
 MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
 _PIECE = 2**16
+T = TypeVar("T")
 
 
 def read_body() -> list[bytes]:
@@ -22,8 +25,8 @@ def read_body() -> list[bytes]:
     return pieces
 
 
-def small_body() -> Fields:
-    """The fields of a body that has few of them; none if there is no body."""
+def small_body(kind: type[T]) -> T:
+    """A body that has few fields; without a body, none of them is given. Raises FieldError."""
     request.max_content_length = MAX_SMALL_BODY_BYTES
     data = b"".join(read_body())
-    return Fields(parse_body(data) if data else {})
+    return read(kind, parse_body(data) if data else {})

@@ -12,18 +12,23 @@ from typing import Any, Protocol
 
 from gunicorn.http.errors import ParseException
 
+from megatron_hybrid.errors import RequestError
 from megatron_hybrid.server.http.turns import let_others_run
 
 MOST_BYTES_OF_CHUNKS = 1024  # at once: there may be one in each chunk, which Python takes apart
 PAUSE_BYTES = 2**16
 
 
-class BodyStalled(Exception):
+class BodyStalled(RequestError):
     """Nothing more of a body came for too long, or all of it came too slowly."""
 
+    status, kind, code, field = 408, "timeout_error", "request_timeout", "body"
 
-class BodyBroken(Exception):
+
+class BodyBroken(RequestError):
     """A body ended early, or its chunks are not as HTTP wants them."""
+
+    status, kind, code, field = 400, "invalid_request_error", "broken_body", "body"
 
 
 class Pace:

@@ -6,20 +6,25 @@ can reach has them only with --enable-control-routes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from flask import Flask, Response, request
 from werkzeug.exceptions import Forbidden
 
-from megatron_hybrid.engine.pause import PAUSE_MODES
+from megatron_hybrid.engine.pause import PauseMode
 from megatron_hybrid.server.http.bodies import small_body
-from megatron_hybrid.server.http.fields import FieldError, Fields
 from megatron_hybrid.server.http.http_errors import json_response
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.requests import (
+    PauseRequest,
+    ResumeRequest,
+    UpdateWeightsRequest,
+)
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
 
-MAX_PATH_LENGTH = 4096
+T = TypeVar("T")
 
 
 def install(app: Flask, serving: Serving) -> None:
@@ -28,51 +33,33 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.post("/pause")
     def pause() -> Response:
-        fields = body()
-        mode = _mode(fields, "finish")
-        fields.finish()
-        return answer(wire.Pause, mode)
+        mode = body(PauseRequest).mode or PauseMode.FINISH
+        return answer(wire.Pause, mode.value)
 
     @app.post("/resume")
     def resume() -> Response:
-        body().finish()
+        body(ResumeRequest)
         return answer(wire.Resume)
 
     @app.post("/update_weights")
     def update_weights() -> Response:
-        fields = body()
-        if not fields.given("path"):
-            raise fields.missing("path")
-        path = fields.text("path", MAX_PATH_LENGTH)
-        # Left out: as the pause that holds, else "finish".
-        mode = _mode(fields, "")
-        fields.finish()
+        wanted = body(UpdateWeightsRequest)
+        mode = "" if wanted.mode is None else wanted.mode.value
         try:
-            return answer(wire.UpdateWeights, path, mode)
+            return answer(wire.UpdateWeights, wanted.path, mode)
         except QueryFailed as error:
             if error.status != 400:
                 raise
             raise FieldError("path", str(error)) from error
 
-    def body() -> Fields:
+    def body(kind: type[T]) -> T:
         if not serving.options.serves_control:
             raise Forbidden(
                 f"{request.path} is off: this server listens on {serving.options.host}, where "
                 "others can reach it. --enable-control-routes switches it on."
             )
-        return small_body()
+        return small_body(kind)
 
     def answer(kind: type[wire.AnyQuery], *arguments: Any) -> Response:
         values = serving.client.ask(kind, *arguments, timeout=None)
         return json_response({"status": "ok", **values})
-
-
-def _mode(fields: Fields, default: str) -> str:
-    """The mode that is asked for; the default where none is."""
-    if not fields.given("mode"):
-        fields.any("mode")  # null
-        return default
-    mode = fields.text("mode", 64)
-    if mode not in PAUSE_MODES:
-        raise fields.wrong_value("mode", mode, f"it can be {', '.join(PAUSE_MODES)}")
-    return mode

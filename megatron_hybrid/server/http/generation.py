@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server.http.answer_record import AnswerRecord
-from megatron_hybrid.server.http.openai_protocol import GenerationRequest
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.placement import Placement, Wanted
@@ -27,16 +27,22 @@ DISCONNECT_POLL_SECONDS = 0.5
 TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
 
 
-class GenerationFailed(RuntimeError):
+class GenerationFailed(RequestError):
     """The engine ended a request with an error, through no fault of the client."""
 
+    code = "engine_error"
 
-class TimedOut(RuntimeError):
+
+class TimedOut(RequestError):
     """A request's time is over; it is aborted."""
 
+    status, kind, code = 504, "timeout_error", "timeout"
 
-class ClientGone(Exception):
+
+class ClientGone(RequestError):
     """Nobody reads the answer any more."""
+
+    status, kind = 499, "client_closed"  # nginx's number
 
 
 @dataclass(slots=True)
@@ -228,7 +234,7 @@ class Generation:
         while self._subscription.open_choices:
             events = self._next_events()
             if self._disconnected():
-                raise ClientGone
+                raise ClientGone("The client has gone.")
             deltas = [
                 delta for event in events for delta in self._advance(self._subscription, event)
             ]

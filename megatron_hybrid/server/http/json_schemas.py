@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.server.http.field_types import JsonSchema
-from megatron_hybrid.server.http.fields import FieldError
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.parsing import JsonSchema
 from megatron_hybrid.server.http.schema_references import depth_through_references, find
 from megatron_hybrid.server.options import ParseOptions
 

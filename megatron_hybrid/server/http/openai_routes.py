@@ -14,8 +14,8 @@ from megatron_hybrid.server.http.completions import answer_completion
 from megatron_hybrid.server.http.connection import client_gone
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.openai_protocol import GenerationRequest
 from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.serving import Serving
 
 

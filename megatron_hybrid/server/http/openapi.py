@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from inspect import cleandoc
+from typing import Any, NamedTuple
 
 from flask import Flask, Response
+from msgspec.json import schema_components
 
 from megatron_hybrid.server.http.access_log import REQUEST_ID
-from megatron_hybrid.server.http.field_types import JsonSchema
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.openapi_answers import (
-    INTEGER,
-    STRING,
-    answer_schemas,
-    array,
-    fixed_object,
-    reference,
-)
-from megatron_hybrid.server.http.openapi_figures import figures_schemas
-from megatron_hybrid.server.http.openapi_requests import request_schemas
+from megatron_hybrid.server.http.protocol import answers, requests
+from megatron_hybrid.server.http.protocol.complaints import shown_pattern
+from megatron_hybrid.server.http.protocol.parsing import Body, JsonSchema, Own, field_descriptions
 from megatron_hybrid.server.http.serving import Serving
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
 OPEN_ROUTES = ("/health", "/metrics", "/openapi.json", "/")
 _JSON = "application/json"
-_NAME = {"$ref": "#/components/headers/RequestId"}
-_EVENTS = "text/event-stream"
 _SENTENCES = {
     400: "A field is wrong or unknown; `param` names it.",
     401: "The API key is missing or wrong.",
@@ -47,134 +38,73 @@ _GENERATES = (404, 504, *_ASKS_ENGINE)
 _CONTROLS = (409, *_ASKS_ENGINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One operation. `contents`: what a 200 holds, by content type, None for a stream of
-    events, which OpenAPI 3.1 has no schema for; `errors`: other statuses,
-    besides those that every route with a body or a key has."""
+class Route(NamedTuple):
+    """One operation. `answer`: what a 200 holds, of the content type `kind`; `events`: what a
+    stream holds; `errors`: other statuses, besides those that every route with a body or a key has.
+    """
 
-    method: str
     path: str
     summary: str
-    contents: dict[str, JsonSchema | None]
-    body: JsonSchema | None = None
+    answer: Any
+    bodies: tuple[type, ...] = ()  # what it takes one of
     errors: tuple[int, ...] = ()
-    path_parameter: str | None = None
+    method: str = "post"
+    kind: str = _JSON
+    events: Any = None
     body_required: bool = True
 
 
-def routes() -> list[Route]:
-    """All operations, in the order of the description."""
-    return [
-        Route(
-            "post",
-            "/v1/chat/completions",
-            "Answer a chat." + _events("ChatCompletionChunk"),
-            {_JSON: reference("ChatCompletion"), _EVENTS: None},
-            reference("ChatRequest"),
-            _GENERATES,
-        ),
-        Route(
-            "post",
-            "/v1/completions",
-            "Continue texts." + _events("CompletionChunk"),
-            {_JSON: reference("Completion"), _EVENTS: None},
-            reference("CompletionRequest"),
-            _GENERATES,
-        ),
-        Route("get", "/v1/models", "The model that is served.", {_JSON: reference("ModelList")}),
-        Route(
-            "get",
-            "/v1/models/{name}",
-            "One model.",
-            {_JSON: reference("Model")},
-            errors=(404,),
-            path_parameter="name",
-        ),
-        Route(
-            "get",
-            "/health",
-            "Whether requests are taken.",
-            {_JSON: reference("Health")},
-            errors=(503,),
-        ),
-        Route("get", "/metrics", "Figures for Prometheus.", {"text/plain": STRING}),
-        Route("get", "/stats", "Figures as JSON.", {_JSON: reference("Stats")}, errors=(503,)),
-        Route(
-            "get",
-            "/server_info",
-            "What a router wants to know: the model's name.",
-            {_JSON: fixed_object({"served_model_name": STRING})},
-        ),
-        Route(
-            "get",
-            "/openapi.json",
-            "This description.",
-            {_JSON: {"type": "object", "required": ["openapi", "paths"]}},
-        ),
-        Route("get", "/", "A page with a chat and the cache.", {"text/html": STRING}),
-        Route(
-            "post",
-            "/tokenize",
-            "Text or a chat as token ids.",
-            {
-                _JSON: fixed_object(
-                    {"tokens": array(INTEGER), "count": INTEGER, "max_model_len": INTEGER}
-                )
-            },
-            {"anyOf": [reference("TokenizeTextRequest"), reference("TokenizeChatRequest")]},
-            _ASKS_ENGINE,
-        ),
-        Route(
-            "post",
-            "/detokenize",
-            "Token ids as text.",
-            {_JSON: fixed_object({"prompt": STRING})},
-            reference("DetokenizeRequest"),
-            _ASKS_ENGINE,
-        ),
-        Route(
-            "post",
-            "/abort",
-            "End an answer early.",
-            {_JSON: fixed_object({"aborted": INTEGER})},
-            reference("AbortRequest"),
-            _ASKS_ENGINE,
-        ),
-        Route(
-            "post",
-            "/reset_prefix_cache",
-            "Forget every cached prefix.",
-            {_JSON: _OK},
-            errors=_ASKS_ENGINE,
-        ),
-        Route(
-            "post",
-            "/pause",
-            "Start no more requests; answered when none runs.",
-            {_JSON: _CONTROLLED},
-            reference("PauseRequest"),
-            _CONTROLS,
-            body_required=False,
-        ),
-        Route(
-            "post",
-            "/resume",
-            "Go on after a pause.",
-            {_JSON: _CONTROLLED},
-            reference("ResumeRequest"),
-            _CONTROLS,
-            body_required=False,
-        ),
-        Route(
-            "post",
-            "/update_weights",
-            "Read the model's weights from a folder of the server's machine.",
-            {_JSON: _CONTROLLED},
-            reference("UpdateWeightsRequest"),
-            _CONTROLS,
-        ),
-    ]
+def _get(path: str, summary: str, answer: Any, *errors: int, kind: str = _JSON) -> Route:
+    return Route(path, summary, answer, errors=errors, method="get", kind=kind)
+
+
+_WHAT_ROUTERS_ASK = "What a router wants to know: the model's name."
+_UPDATE = "Read the model's weights from a folder of the server's machine."
+_TOKENIZE = (requests.TokenizeTextRequest, requests.TokenizeChatRequest)
+ROUTES = [
+    Route(
+        *("/v1/chat/completions", "Answer a chat.", answers.ChatCompletion),
+        *((requests.ChatRequest,), _GENERATES),
+        events=answers.ChatCompletionChunk,
+    ),
+    Route(
+        *("/v1/completions", "Continue texts.", answers.Completion),
+        *((requests.CompletionRequest,), _GENERATES),
+        events=answers.CompletionChunk,
+    ),
+    _get("/v1/models", "The model that is served.", answers.ModelList),
+    _get("/v1/models/{name}", "One model.", answers.Model, 404),
+    _get("/health", "Whether requests are taken.", answers.Health, 503),
+    _get("/metrics", "Figures for Prometheus.", str, kind="text/plain"),
+    _get("/stats", "Figures as JSON.", answers.Stats, 503),
+    _get("/server_info", _WHAT_ROUTERS_ASK, answers.ServerInfo),
+    _get("/openapi.json", "This description.", answers.Description),
+    _get("/", "A page with a chat and the cache.", str, kind="text/html"),
+    Route("/tokenize", "Text or a chat as token ids.", answers.Tokens, _TOKENIZE, _ASKS_ENGINE),
+    Route(
+        *("/detokenize", "Token ids as text.", answers.Text),
+        *((requests.DetokenizeRequest,), _ASKS_ENGINE),
+    ),
+    Route(
+        *("/abort", "End an answer early.", answers.Aborted),
+        *((requests.AbortRequest,), _ASKS_ENGINE),
+    ),
+    Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS_ENGINE),
+    Route(
+        *("/pause", "Start no more requests; answered when none runs.", answers.Controlled),
+        *((requests.PauseRequest,), _CONTROLS),
+        body_required=False,
+    ),
+    Route(
+        *("/resume", "Go on after a pause.", answers.Controlled),
+        *((requests.ResumeRequest,), _CONTROLS),
+        body_required=False,
+    ),
+    Route(
+        *("/update_weights", _UPDATE, answers.Controlled),
+        *((requests.UpdateWeightsRequest,), _CONTROLS),
+    ),
+]
 
 
 def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
@@ -190,16 +120,12 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
         },
         "paths": {},
         "components": {
-            "schemas": {
-                **request_schemas(ready.vocab_size if ready is not None else None),
-                **answer_schemas(),
-                **figures_schemas(),
-            },
+            "schemas": _components(requests.MAX_TOKENS if ready is None else ready.vocab_size - 1),
             "headers": {
                 "RequestId": {
                     "description": "The request's name in the server's log: the client's own "
                     f"{REQUEST_ID}, if that is at most 128 printable ASCII characters.",
-                    "schema": STRING,
+                    "schema": _reference(str),
                 }
             },
         },
@@ -208,7 +134,7 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
         scheme = {"type": "http", "scheme": "bearer"}
         document["components"]["securitySchemes"] = {"bearer": scheme}
         document["security"] = [{"bearer": []}]
-    for route in routes():
+    for route in ROUTES:
         if route.path in paths:
             operations = document["paths"].setdefault(route.path, {})
             operations[route.method] = _operation(route, with_key)
@@ -216,10 +142,77 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def install(app: Flask, serving: Serving) -> None:
+    """GET /openapi.json, of the routes that are there by then."""
+
     @app.get("/openapi.json")
     def openapi() -> Response:
         rules = [rule.rule.replace("<path:name>", "{name}") for rule in app.url_map.iter_rules()]
         return json_response(describe(serving, rules))
+
+
+def _schemas(*kinds: Any) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
+    """A schema of each type, and by name those that they refer to."""
+    place = "#/components/schemas/{name}"
+    return schema_components(kinds, ref_template=place, schema_hook=_own_schema)
+
+
+def _own_schema(kind: type[Own]) -> JsonSchema:
+    return kind.schema()
+
+
+def _reference(*kinds: Any) -> JsonSchema:
+    schemas = _schemas(*kinds)[0]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _components(largest_id: int) -> dict[str, JsonSchema]:
+    """What is under components/schemas, for a model with these token ids."""
+    kinds = [kind for one in ROUTES for kind in (one.answer, *one.bodies, one.events) if kind]
+    _, components = _schemas(*kinds, answers.Error)
+    for kind in _all_kinds(Body):
+        if (schema := components.get(kind.__name__)) is not None:
+            schema["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+            for name, text in field_descriptions(kind).items():
+                schema["properties"][name]["description"] = text
+    # Their fields are the same, but described once.
+    chat, tokenized = (
+        components[name]["properties"] for name in ("ChatRequest", "TokenizeChatRequest")
+    )
+    tokenized.update({name: chat[name] for name in tokenized})
+    prompt = components["CompletionRequest"]["properties"]["prompt"]
+    text, lists = prompt["anyOf"]
+    prompt["anyOf"] = [text, *({**lists, "items": one} for one in lists["items"]["anyOf"])]
+    return {name: _tidied(schema, largest_id) for name, schema in components.items()}
+
+
+def _all_kinds(kind: type) -> Iterator[type]:
+    inner: type
+    for inner in kind.__subclasses__():
+        yield inner
+        yield from _all_kinds(inner)
+
+
+def _tidied(schema: Any, largest_id: int) -> Any:
+    """As short as it can be said: null beside the type, and no default where that is null."""
+    if isinstance(schema, list):
+        return [_tidied(one, largest_id) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {name: _tidied(value, largest_id) for name, value in schema.items()}
+    if schema.get("title") == requests.TOKEN_ID:
+        schema["maximum"] = largest_id
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = shown_pattern(pattern)
+    if "default" in schema and schema["default"] is None:
+        del schema["default"]
+    match schema.pop("anyOf", None):
+        case [{"type": kind, **one}, {"type": "null"}]:
+            schema = {"type": [kind, "null"], **one, **schema}
+        case [{"enum": values, **one}, {"type": "null"}]:
+            schema = {"enum": [*(one for one in values if one is not None), None], **one, **schema}
+        case list(kinds):
+            schema["anyOf"] = kinds
+    return schema
 
 
 def _operation(route: Route, with_key: bool) -> dict[str, Any]:
@@ -227,14 +220,21 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         "summary": route.summary,
         "operationId": f"{route.method}_{route.path.strip('/') or 'page'}".replace("/", "_"),
     }
+    contents = {route.kind: {"schema": _reference(route.answer)}}
+    if route.events is not None:
+        operation["summary"] += (
+            f" With `stream`, the answer is events: each has a {route.events.__name__} as its "
+            "data, or an Error, after which no other chunk comes; the last one's data is [DONE]."
+        )
+        contents["text/event-stream"] = {}  # OpenAPI 3.1 has no schema for events
     errors = {429, *route.errors}
-    if route.path_parameter is not None:
-        parameter = {"name": route.path_parameter, "in": "path", "required": True, "schema": STRING}
+    if "{name}" in route.path:
+        parameter = {"name": "name", "in": "path", "required": True, "schema": _reference(str)}
         operation["parameters"] = [parameter]
-    if route.body is not None:
+    if route.bodies:
         operation["requestBody"] = {
             "required": route.body_required,
-            "content": {_JSON: {"schema": route.body}},
+            "content": {_JSON: {"schema": _reference(*route.bodies)}},
         }
         errors |= {400, 408, 413}
     if route.method == "post":
@@ -244,41 +244,20 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
     elif with_key:
         errors.add(401)
     operation["responses"] = {
-        "200": {
-            "description": "Done.",
-            "headers": {REQUEST_ID: _NAME},
-            "content": {
-                kind: {} if schema is None else {"schema": schema}
-                for kind, schema in route.contents.items()
-            },
-        },
+        "200": _response("Done.", contents),
         **{str(status): _error_response(status) for status in sorted(errors)},
     }
     return operation
 
 
+def _response(description: str, contents: dict[str, Any]) -> dict[str, Any]:
+    headers: dict[str, Any] = {REQUEST_ID: {"$ref": "#/components/headers/RequestId"}}
+    return {"description": description, "headers": headers, "content": contents}
+
+
 def _error_response(status: int) -> dict[str, Any]:
-    response: dict[str, Any] = {
-        "description": _SENTENCES[status],
-        "headers": {REQUEST_ID: _NAME},
-        "content": {_JSON: {"schema": reference("Error")}},
-    }
+    response = _response(_SENTENCES[status], {_JSON: {"schema": _reference(answers.Error)}})
     if status in (429, 503):
         retry = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
         response["headers"]["Retry-After"] = retry
     return response
-
-
-def _events(chunk: str) -> str:
-    return (
-        f" With `stream`, the answer is events: each has a {chunk} as its data, or an Error, after "
-        "which no other chunk comes; the last one's data is [DONE]."
-    )
-
-
-_OK = fixed_object({"status": {"const": "ok"}})
-_CONTROLLED: JsonSchema = {
-    "type": "object",
-    "properties": {"status": {"const": "ok"}, "epoch": INTEGER},
-    "required": ["status"],
-}

@@ -8,44 +8,49 @@ stream of a worker, for as long as it takes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import json
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import validate_prompt
-from megatron_hybrid.server.http.chat_messages import (
-    MAX_NAME_LENGTH,
-    parse_messages,
-    parse_template_arguments,
-)
-from megatron_hybrid.server.http.fields import Body, FieldError, Fields, parse_body
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
-from megatron_hybrid.server.http.openai_protocol import (
-    ChatRequest,
-    CompletionRequest,
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.generation_request import (
+    Chat,
+    ChatPrompt,
+    Completion,
     GenerationRequest,
+    chat_prompt,
     parse_chat,
     parse_completion,
 )
+from megatron_hybrid.server.http.protocol.parsing import Bytes, parse_body, read
+from megatron_hybrid.server.http.protocol.requests import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
-from megatron_hybrid.server.http.tool_calls.fields import Tools, parse_tools
 from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Message, Tokenizer
 
-MAX_TEXT_LENGTH = 64 * 2**20
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
 LEAST_LONGEST_TEXT = 2**20  # characters
 
 
-class UnknownModel(LookupError):
+class UnknownModel(RequestError):
     """The client asks for a model that is not served here."""
+
+    status, kind, code = 404, "invalid_request_error", "model_not_found"
+    field = "model"
 
 
 class Limits(NamedTuple):
@@ -105,22 +110,22 @@ class Preparation:
 
     # Each takes a body, and raises InvalidRequestError or UnknownModel. caller: whose it is.
 
-    def chat(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
+    def chat(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/chat/completions."""
         request = parse_chat(parse_body(body), self.options.parsing)
         self._check_model(request.generation)
         wanted = _salted(self._with_tool_grammar(request), caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
-        prompt, message_ends = self._encode_chat(
-            request.messages, request.template_arguments, request.tools, keys, limits
-        )
+        prompt, message_ends = self._encode_chat(request, keys, limits)
         token_ids = self._checked("messages", prompt, wanted, limits)
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
         return PreparedChat(wanted, token_ids, message_ends, tools, keys)
 
-    def completion(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> PreparedCompletion:
+    def completion(
+        self, body: Bytes, limits: Limits, caller: Caller = NOBODY
+    ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options.parsing)
         wanted = _salted(request.generation, caller)
@@ -133,38 +138,27 @@ class Preparation:
             _check_cache_checkpoints(name, prompt, wanted)
         return PreparedCompletion(wanted, prompts, self._echoed(request, prompts))
 
-    def tokenize(self, body: Body, limits: Limits, caller: Caller = NOBODY) -> bytes:
+    def tokenize(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
-        options = self.options.parsing
-        fields = Fields(parse_body(body), ignore_unknown=options.ignore_unknown_fields)
-        if fields.given("messages"):
-            messages = parse_messages(fields)
-            arguments = parse_template_arguments(fields)
-            tools = parse_tools(fields, options)
-            salt = caller.salt_for(fields.text("cache_salt", MAX_NAME_LENGTH))
-            keys = ChatKeys(salt, messages)
-            fields.finish()
-            tokens = self._encode_chat(messages, arguments, tools, keys, limits).token_ids
+        values, options = parse_body(body), self.options.parsing
+        if values.get("messages") is not None:
+            chat = read(TokenizeChatRequest, values, options)
+            prompt = chat_prompt(chat, options)
+            keys = ChatKeys(caller.salt_for(chat.cache_salt or ""), prompt.messages)
+            tokens = self._encode_chat(prompt, keys, limits).token_ids
         else:
-            if not fields.given("prompt"):
-                raise fields.missing("prompt")
-            prompt = fields.text("prompt", MAX_TEXT_LENGTH)
-            special = fields.boolean("add_special_tokens", True)
-            fields.finish()
-            tokens = self._encode("prompt", prompt, limits, add_special_tokens=special)
+            text = read(TokenizeTextRequest, values, options)
+            special = text.add_special_tokens is not False
+            tokens = self._encode("prompt", text.prompt, limits, add_special_tokens=special)
         limit = limits.max_seq_length
         return json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
-    def detokenize(self, body: Body, limits: Limits) -> bytes:
+    def detokenize(self, body: Bytes, limits: Limits) -> bytes:
         """Of /detokenize; the answer's body."""
-        fields = Fields(parse_body(body))
-        if not fields.given("tokens"):
-            raise fields.missing("tokens")
+        tokens = read(DetokenizeRequest, parse_body(body)).tokens
         most = max(MAX_DETOKENIZED, limits.max_seq_length)
-        tokens = fields.list("tokens", most)
-        fields.finish()
-        for token in tokens:
-            fields.check_integer("tokens", token, 0, 2**31 - 1)
+        if len(tokens) > most:
+            raise FieldError("tokens", f"tokens has {len(tokens)} entries; the limit is {most}.")
         if tokens:
             validate_prompt(tokens, limits.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
@@ -178,32 +172,25 @@ class Preparation:
                 f"{self.options.model_name!r}."
             )
 
-    def _with_tool_grammar(self, request: ChatRequest) -> GenerationRequest:
+    def _with_tool_grammar(self, request: Chat) -> GenerationRequest:
         """With the grammar that forced or strict calls need; refuses tools that the model cannot
         have."""
         wanted = request.generation
         params = self.tool_calling.params(request.tools, wanted.params)
         return wanted if params is wanted.params else replace(wanted, params=params)
 
-    def _encode_chat(
-        self,
-        messages: Sequence[Message],
-        template_arguments: Mapping[str, Any],
-        tools: Tools,
-        keys: ChatKeys,
-        limits: Limits,
-    ) -> EncodedPrompt:
+    def _encode_chat(self, chat: ChatPrompt, keys: ChatKeys, limits: Limits) -> EncodedPrompt:
         """The prompt of a chat, in which answers that are remembered are the tokens that they
         were."""
-        self.tool_calling.check(tools)
+        self.tool_calling.check(chat.tools)
 
         def same_calls(text: str, message: Message) -> bool:
-            return self.tool_calling.says_the_same(tools.schemas, text, message)
+            return self.tool_calling.says_the_same(chat.tools.schemas, text, message)
 
         return self.tokenizer.encode_chat_with_ends(
-            messages,
-            template_arguments,
-            tools.descriptions,
+            chat.messages,
+            chat.template_arguments,
+            chat.tools.descriptions,
             answers=self._remembered(keys),
             same_calls=same_calls,
             check=lambda text: self._check_length("messages", text, limits),
@@ -256,9 +243,7 @@ class Preparation:
                 )
         return array("i", prompt)
 
-    def _echoed(
-        self, request: CompletionRequest, prompts: Sequence[array[int]]
-    ) -> list[EchoedPrompt]:
+    def _echoed(self, request: Completion, prompts: Sequence[array[int]]) -> list[EchoedPrompt]:
         if not request.echo:
             return []
         return [

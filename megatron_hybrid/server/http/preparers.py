@@ -24,9 +24,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.server.http.fields import Body, FieldError
-from megatron_hybrid.server.http.preparation import Limits, Preparation, UnknownModel
+from megatron_hybrid.errors import RequestError
+from megatron_hybrid.server.http.preparation import Limits, Preparation
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.parsing import Bytes
 from megatron_hybrid.server.http.turns import let_others_run
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ def most_preparers(workers: int) -> int:
     return max(2, min(8, (os.cpu_count() or 1) // workers))
 
 
-class PreparationLost(RuntimeError):
+class PreparationLost(RequestError):
     """The process that prepared a request ended before it was done."""
+
+    status, code, field = 503, "preparation_lost", "body"
 
 
 class Preparers:
@@ -205,11 +208,13 @@ def serve(connection: socket.socket, preparation: Preparation) -> None:
             _send(connection, [pickle.dumps(answer)])
 
 
-def _prepared(preparation: Preparation, name: str, body: Body, *arguments: Any) -> tuple[bool, Any]:
+def _prepared(
+    preparation: Preparation, name: str, body: Bytes, *arguments: Any
+) -> tuple[bool, Any]:
     """Whether it could be done, and what came of it or why not."""
     try:
         return True, getattr(preparation, name)(body, *arguments)
-    except (InvalidRequestError, UnknownModel) as error:
+    except RequestError as error:
         return False, error
     except MemoryError:
         return False, FieldError("body", "The body takes too much memory to read.")
@@ -225,7 +230,7 @@ def _send(connection: socket.socket, pieces: Sequence[bytes]) -> None:
         let_others_run()
 
 
-def _receive(connection: socket.socket) -> Body:
+def _receive(connection: socket.socket) -> Bytes:
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     return _read(connection, length)
 

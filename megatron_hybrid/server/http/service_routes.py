@@ -8,6 +8,7 @@ from flask import Flask, Response, g
 
 from megatron_hybrid.server.http.bodies import read_body, small_body
 from megatron_hybrid.server.http.http_errors import json_response
+from megatron_hybrid.server.http.protocol.requests import AbortRequest, ResumeRequest
 from megatron_hybrid.server.http.serving import Serving
 
 
@@ -48,16 +49,12 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.post("/abort")
     def abort() -> Response:
-        fields = small_body()
-        if not fields.given("request_id"):
-            raise fields.missing("request_id")
-        request_id = fields.text("request_id", 1024)
-        fields.finish()
+        request_id = small_body(AbortRequest).request_id
         return json_response({"aborted": serving.client.abort(request_id)})
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache() -> Response:
-        small_body().finish()
+        small_body(ResumeRequest)
         serving.client.reset_prefix_cache()
         return json_response({"status": "ok"})
 

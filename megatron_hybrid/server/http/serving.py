@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.metrics import ServerMetrics
-from megatron_hybrid.server.http.openai_protocol import GenerationRequest
 from megatron_hybrid.server.http.preparation import Limits, Preparation
 from megatron_hybrid.server.http.preparers import Preparers
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions

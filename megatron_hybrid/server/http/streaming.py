@@ -11,8 +11,8 @@ from msgspec import json
 
 from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.http.generation import ClientGone, Delta, Generation
-from megatron_hybrid.server.http.http_errors import CLIENT_CLOSED_REQUEST, describe
-from megatron_hybrid.server.http.openai_protocol import GenerationRequest
+from megatron_hybrid.server.http.http_errors import describe
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 
 Chunk = dict[str, Any]
@@ -155,7 +155,7 @@ def _events(
         if include_usage:
             yield frame.usage(generation.usage())
     except (ClientGone, GeneratorExit):
-        generation.failure = CLIENT_CLOSED_REQUEST
+        generation.failure = ClientGone.status
         return
     except Exception as error:  # the status line is out: the error goes into the stream
         generation.failure, body = describe(error)

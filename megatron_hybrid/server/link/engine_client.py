@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_link import EngineLink
@@ -27,12 +27,15 @@ QUERY_SECONDS = 60.0  # a step may take that long
 STATS_SECONDS = 2.0
 
 
-class QueryFailed(RuntimeError):
+class QueryFailed(RequestError):
     """The engine refused a query; `status` is the HTTP status that fits."""
+
+    code = "refused_by_engine"
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+        self.kind = "invalid_request_error" if status < 500 else "server_error"
 
 
 @dataclass(slots=True)

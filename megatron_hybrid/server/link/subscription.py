@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent
 from megatron_hybrid.server.link import messages as wire
 
@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from megatron_hybrid.server.link.engine_client import EngineClient
 
 
-class EngineUnavailable(RuntimeError):
+class EngineUnavailable(RequestError):
     """The engine is loading, hung or gone; the message says which."""
 
+    status, code = 503, "engine_unavailable"
 
-class Overloaded(RuntimeError):
+
+class Overloaded(RequestError):
     """Too many requests are waiting or open; the client may try again."""
+
+    status, kind, code = 429, "rate_limit_error", "queue_full"
 
 
 Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable

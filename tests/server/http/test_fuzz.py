@@ -9,7 +9,7 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.server.http import request_fields
+from megatron_hybrid.server.http.protocol.requests import ChatRequest, CompletionRequest
 
 FIELDS = [
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n seed",
@@ -17,14 +17,7 @@ FIELDS = [
     "priority cache_checkpoints chat_template_kwargs tools tool_choice response_format other",
 ]
 names = st.sampled_from(" ".join(FIELDS).split()) | st.sampled_from(
-    sorted(
-        request_fields.SAMPLING
-        | request_fields.COMMON
-        | request_fields.CHAT
-        | request_fields.COMPLETION
-        | request_fields.UNSUPPORTED_CHAT
-        | request_fields.UNSUPPORTED_COMPLETION
-    )
+    sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__})
 )
 scalars = (
     st.none()

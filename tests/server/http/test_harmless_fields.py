@@ -16,7 +16,7 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.cli import _server_options
 from megatron_hybrid.server.http.app import create_app
-from megatron_hybrid.server.http.openai_protocol import parse_chat, parse_completion
+from megatron_hybrid.server.http.protocol.generation_request import parse_chat, parse_completion
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import (
     ParseOptions,

@@ -16,9 +16,9 @@ from worst_bodies import WORST_BODIES, WorstBody
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.app import create_app
-from megatron_hybrid.server.http.fields import FieldError
 from megatron_hybrid.server.http.preparation import Limits, Preparation
 from megatron_hybrid.server.http.preparers import Preparers, serve
+from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.serving import MOST_BYTES_HERE, Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient

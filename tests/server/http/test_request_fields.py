@@ -10,7 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.request import SamplingParams
-from megatron_hybrid.server.http import request_fields
+from megatron_hybrid.server.http.protocol.requests import Sampling
 from tests.server.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
@@ -46,7 +46,7 @@ def sampled_with(http: FlaskClient, engine: FakeEngine, path: str, **fields: Any
 
 
 def test_every_sampling_field_has_a_case() -> None:
-    assert set(SENT) == set(request_fields.SAMPLING)
+    assert set(SENT) == set(Sampling.__struct_fields__)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

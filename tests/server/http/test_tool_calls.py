@@ -11,9 +11,9 @@ from flask.testing import FlaskClient
 from megatron_hybrid import reference_model
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
-from megatron_hybrid.server.http.fields import Fields
+from megatron_hybrid.server.http.protocol.generation_request import parse_chat
+from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
-from megatron_hybrid.server.http.tool_calls.fields import Tools, parse_tools
 from megatron_hybrid.server.http.tool_calls.formats import (
     FORMATS,
     NAMES,
@@ -349,10 +349,7 @@ def test_a_mark_that_is_a_special_token_is_that_token(reference: Tokenizer) -> N
 
 
 def parsed(**fields: Any) -> Tools:
-    body = Fields(fields)
-    tools = parse_tools(body)
-    body.finish()
-    return tools
+    return parse_chat({"messages": [QUESTION], **fields}).tools
 
 
 def test_without_tools_nothing_is_read_or_forced() -> None:
@@ -376,7 +373,7 @@ F = {"type": "function", "function": {"name": "f"}}
         ("tools[0].type", {"tools": [{"function": {"name": "f"}}]}),
         ("tools[0].type", {"tools": [{**F, "type": "custom"}]}),
         ("tools[0].function", {"tools": [{"type": "function"}]}),
-        ("tools[0].function.name", {"tools": [{"type": "function", "function": {"x": 1}}]}),
+        ("tools[0].function.name", {"tools": [{"type": "function", "function": {"strict": True}}]}),
         ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
         ("tools[1].function.name", {"tools": [F, F]}),
         ("tools[0].extra", {"tools": [{**F, "extra": 1}]}),

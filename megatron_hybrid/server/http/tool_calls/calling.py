@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
-from megatron_hybrid.server.http.fields import FieldError
-from megatron_hybrid.server.http.tool_calls.fields import Tools
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.formats import (
     NAMES,
     Schemas,

@@ -1,0 +1,231 @@
+"""What the server answers, one shape a statement, named as in OpenAI's API; the figures' meanings
+are in docs/server_metrics.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType, defstruct
+
+
+def shape(name: str, /, *, more: bool = False, **fields: Any) -> Any:
+    """An object with exactly these fields, by their types; more: and perhaps others."""
+    parts = [
+        (field, *(kind if isinstance(kind, tuple) else (kind,))) for field, kind in fields.items()
+    ]
+    return defstruct(name, parts, kw_only=True, forbid_unknown_fields=not more)
+
+
+def optional(kind: Any) -> tuple[Any, Any]:
+    """Of a field that may be missing."""
+    return kind | UnsetType, UNSET
+
+
+def says(kind: Any, description: str) -> Any:
+    """The type with what /openapi.json says of it."""
+    return Annotated[kind, Meta(description=description)]
+
+
+def array(kind: Any) -> Any:
+    """A list of them."""
+    return list[kind]
+
+
+def by_name(kind: Any) -> Any:
+    """An object that holds them."""
+    return dict[str, kind]
+
+
+Count = Annotated[int, Meta(ge=0)]
+_TOKEN_IDS = optional(says(list[Count], "Only if return_token_ids was true."))
+_REASON = Literal["stop", "length", "tool_calls", "abort"]
+
+Error = shape(
+    "Error",
+    error=shape(
+        "ErrorObject",
+        message=str,
+        type=str,
+        param=says(str | None, "The field that is wrong."),
+        code=str | None,
+    ),
+)
+Usage = shape(
+    "Usage",
+    prompt_tokens=Count,
+    completion_tokens=Count,
+    total_tokens=Count,
+    # Missing with --no-report-cached-tokens.
+    prompt_tokens_details=optional(
+        shape("PromptDetails", cached_tokens=says(Count, "Prompt tokens that were not computed."))
+    ),
+)
+Model = shape(
+    "Model",
+    id=str,
+    object=Literal["model"],
+    created=Count,
+    owned_by=str,
+    max_model_len=int | None,
+)
+ModelList = shape("ModelList", object=Literal["list"], data=array(Model))
+ToolCall = shape(
+    "ToolCall",
+    index=optional(Count),
+    id=optional(str),
+    type=optional(Literal["function"]),
+    function=shape("CalledWith", name=optional(str), arguments=optional(str)),
+)
+_TOKEN: dict[str, Any] = {
+    "token": str,
+    "bytes": list[Annotated[int, Meta(ge=0, le=255)]],
+    "logprob": float,
+}
+ChatLogprobs = shape(
+    "ChatLogprobs",
+    content=array(shape("Token", **_TOKEN, top_logprobs=array(shape("LikelyToken", **_TOKEN)))),
+    refusal=None,
+)
+CompletionLogprobs = shape(
+    "CompletionLogprobs",
+    tokens=list[str],
+    token_logprobs=list[float | None],
+    top_logprobs=list[dict[str, float] | None],
+    text_offset=list[Count],
+)
+_CHAT_CHOICE: dict[str, Any] = {
+    "index": Count,
+    "logprobs": ChatLogprobs | None,
+    "token_ids": _TOKEN_IDS,
+}
+ChatChoice = shape(
+    "ChatChoice",
+    **_CHAT_CHOICE,
+    message=shape(
+        "ChatMessage",
+        role=Literal["assistant"],
+        content=str | None,
+        refusal=None,
+        tool_calls=optional(array(ToolCall)),
+    ),
+    finish_reason=_REASON,
+)
+ChatChunkChoice = shape(
+    "ChatChunkChoice",
+    **_CHAT_CHOICE,
+    delta=shape(
+        "ChatDelta",
+        role=optional(Literal["assistant"]),
+        content=optional(str | None),
+        tool_calls=optional(array(ToolCall)),
+    ),
+    finish_reason=_REASON | None,
+)
+_TEXT_CHOICE: dict[str, Any] = {
+    "index": Count,
+    "text": str,
+    "logprobs": CompletionLogprobs | None,
+    "token_ids": _TOKEN_IDS,
+    "prompt_token_ids": _TOKEN_IDS,
+}
+TextChoice = shape("TextChoice", **_TEXT_CHOICE, finish_reason=_REASON)
+TextChunkChoice = shape("TextChunkChoice", **_TEXT_CHOICE, finish_reason=_REASON | None)
+_HEAD: dict[str, Any] = {"id": str, "created": Count, "model": str}
+_CHUNK: dict[str, Any] = {**_HEAD, "usage": optional(Usage | None)}
+_TEXT = Literal["text_completion"]
+ChatCompletion = shape(
+    "ChatCompletion",
+    **_HEAD,
+    object=Literal["chat.completion"],
+    choices=array(ChatChoice),
+    usage=Usage,
+    prompt_token_ids=_TOKEN_IDS,
+)
+ChatCompletionChunk = shape(
+    "ChatCompletionChunk",
+    **_CHUNK,
+    object=Literal["chat.completion.chunk"],
+    choices=array(ChatChunkChoice),
+    prompt_token_ids=_TOKEN_IDS,
+)
+Completion = shape("Completion", **_HEAD, object=_TEXT, choices=array(TextChoice), usage=Usage)
+CompletionChunk = shape("CompletionChunk", **_CHUNK, object=_TEXT, choices=array(TextChunkChoice))
+
+Tokens = shape("Tokens", tokens=list[Count], count=Count, max_model_len=Count)
+Text = shape("Text", prompt=str)
+Aborted = shape("Aborted", aborted=Count)
+Done = shape("Done", status=Literal["ok"])
+Controlled = shape("Controlled", more=True, status=Literal["ok"], epoch=optional(Count))
+ServerInfo = shape("ServerInfo", served_model_name=str)
+# OpenAPI says what else there is.
+Description = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["openapi", "paths"]})]
+
+_REPLICA = shape(
+    "ReplicaHealth",
+    status=Literal["ok", "paused", "loading", "draining", "down"],
+    pid=optional(Count),
+)
+Health = shape(
+    "Health",
+    status=Literal["ok", "paused"],
+    engine_pid=says(Count, "The process id of the engine, or of the first one that lives."),
+    engines=optional(
+        says(by_name(_REPLICA), "With several replicas: each of them, by its number.")
+    ),
+)
+
+# Counters since the start: plain numbers, and numbers by reason, cause or kind.
+COUNTERS = """
+    steps requests_admitted prompt_tokens computed_tokens skipped_tokens recomputed_tokens
+    reskipped_tokens matched_tokens decode_tokens generated_tokens preemptions twins_waited
+    twin_deferrals twin_tokens_saved drafts draft_tokens accepted_tokens checkpoints_skipped
+    kv_evictions state_evictions
+""".split()
+COUNTERS_BY_NAME = """
+    requests_finished lost_tokens checkpoints_published checkpoints_read accepted_by_position
+""".split()
+_GAUGES = """
+    requests_running requests_waiting epoch
+    kv_blocks kv_free kv_used kv_cached kv_evictable
+    state_slots state_free state_live state_used state_cached state_evictable
+""".split()
+_LATENCIES = """
+    time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+    request_queue_time_seconds request_prefill_time_seconds
+""".split()
+_COUNTERS: dict[str, Any] = {
+    **dict.fromkeys(COUNTERS, Count),
+    **dict.fromkeys(COUNTERS_BY_NAME, dict[str, int]),
+}
+_QUANTILE = says(float | None, "null without observations.")
+Histogram = shape(
+    "Histogram",
+    count=Count,
+    sum=float,
+    p50=_QUANTILE,
+    p95=_QUANTILE,
+    buckets=says(list[tuple[float, int]], "Upper bounds, and how many do not exceed them."),
+)
+Figures = shape(
+    "Figures",
+    more=True,
+    **dict.fromkeys(_GAUGES, Count),
+    paused=bool,
+    started=says(float, "By the machine's monotonic clock."),
+    **_COUNTERS,
+    kv_cached_by_age=list[tuple[str, int]],
+    state_cached_by_age=list[tuple[str, int]],
+    latency=shape("Latency", **dict.fromkeys(_LATENCIES, Histogram)),
+    iteration_tokens=Histogram,
+    last_step=says(shape("LastStep", step=Count, **_COUNTERS), "What the last step added."),
+    engines=optional(
+        says(dict[str, Any], "With several replicas: the figures of each of them, by its number.")
+    ),
+)
+Stats = shape(
+    "Stats",
+    engine=Figures,
+    time=says(float, "Seconds since 1970."),
+    model=str,
+    uptime=says(float, "Seconds since the engine was built."),
+)

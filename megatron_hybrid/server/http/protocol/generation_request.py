@@ -1,0 +1,224 @@
+"""What the bodies of requests for answers ask for, once their fields are checked together.
+
+A field is supported or refused; ignored are only those that change no token, and unknown ones where
+the operator says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.request import Grammar, SamplingParams
+from megatron_hybrid.server.http.json_schemas import served_schema
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.messages import for_template
+from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, read
+from megatron_hybrid.server.http.protocol.requests import (
+    COMPLETION_MAX_TOKENS,
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    JsonObject,
+    JsonSchemaFormat,
+    PlainText,
+    Sampling,
+    TokenizeChatRequest,
+)
+from megatron_hybrid.server.http.protocol.tools import Tools, make_tools
+from megatron_hybrid.server.options import ParseOptions
+from megatron_hybrid.text.grammar import check
+
+MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
+_ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What both endpoints share."""
+
+    model: str | None
+    params: SamplingParams
+    max_tokens_field: str | None  # the name under which the client gave max_tokens, if it did
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool  # in every chunk of a stream; only with include_usage
+    cache_salt: str
+    priority: int
+    cache_checkpoints: tuple[int, ...]
+    timeout: float | None = None  # seconds
+    # Nothing but the prompt: the engine makes one token, which nobody sees.
+    prompt_only: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def asked_tokens(self) -> dict[str, int]:
+        """By field, the lengths of an answer that the client asks for."""
+        name, most = self.max_tokens_field, self.params.max_tokens
+        asked = {} if name is None or most is None else {name: most}
+        return {**asked, "min_tokens": self.params.min_tokens}
+
+    def params_that_fit(self, room: int) -> SamplingParams:
+        """room: tokens that fit after the prompt; a default of ours never asks for more."""
+        max_tokens = self.params.max_tokens
+        if max_tokens is None or max_tokens <= room:
+            return self.params
+        return dataclasses.replace(self.params, max_tokens=room)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What a chat's prompt is made of: by the template, from messages, variables and tools."""
+
+    messages: list[dict[str, Any]]
+    template_arguments: dict[str, Any]
+    tools: Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Chat(ChatPrompt):
+    """A request of /v1/chat/completions."""
+
+    generation: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request of /v1/completions. `echo`: the prompt's text comes before the answer's."""
+
+    prompts: list[str | list[int]]
+    generation: GenerationRequest
+    echo: bool = False
+
+
+def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Chat:
+    """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
+    body = read(ChatRequest, values, options)
+    prompt = chat_prompt(body, options)
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise FieldError(
+            "max_tokens",
+            f"max_tokens is {old} and max_completion_tokens is {new}; give only one of them.",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true.")
+    generation = _generation(
+        body,
+        options,
+        max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
+        max_tokens=old if new is None else new,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return Chat(prompt.messages, prompt.template_arguments, prompt.tools, generation)
+
+
+def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) -> ChatPrompt:
+    """The chat in a body. Raises FieldError for what its fields only say together."""
+    arguments: dict[str, Any] = body.chat_template_kwargs or {}
+    if body.reasoning_effort:
+        arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
+    several = body.parallel_tool_calls is not False
+    tools = make_tools(body.tools or (), body.tool_choice, several=several, options=options)
+    return ChatPrompt(for_template(body.messages), arguments, tools)
+
+
+def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Completion:
+    """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
+    body = read(CompletionRequest, values, options)
+    prompts = _prompts(body.prompt)
+    given = values.get("max_tokens") is not None
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo = bool(body.echo)
+    if max_tokens == 0 and not echo:
+        raise FieldError("max_tokens", "max_tokens is 0, which needs echo to be true.")
+    generation = _generation(
+        body,
+        options,
+        max_tokens_field="max_tokens" if given else None,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        echo=echo,
+    )
+    n = generation.params.n
+    if len(prompts) * n > MAX_ANSWERS:
+        raise FieldError(
+            "prompt",
+            f"prompt has {len(prompts)} entries and n is {n}; "
+            f"the limit for both together is {MAX_ANSWERS} answers.",
+        )
+    return Completion(prompts, generation, echo)
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if int in kinds:
+        raise FieldError(
+            "prompt", "prompt holds token ids beside texts or lists; it must be all of one kind."
+        )
+    return list(prompt)
+
+
+def _generation(
+    body: AnswerRequest,
+    options: ParseOptions,
+    *,
+    max_tokens_field: str | None,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo: bool = False,
+) -> GenerationRequest:
+    prompt_only = max_tokens == 0
+    sampling = {name: getattr(body, name) for name in Sampling.__struct_fields__}
+    params = SamplingParams(
+        max_tokens=1 if prompt_only else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        grammar=_grammar(body.response_format, options),
+        **{name: value for name, value in sampling.items() if value is not None},
+    )
+    params.validate()
+    if body.stream_options is not None and not body.stream:
+        raise FieldError("stream_options", "stream_options needs stream to be true.")
+    wanted = body.stream_options
+    include_usage = wanted is not None and bool(wanted.include_usage)
+    return GenerationRequest(
+        model=body.model or None,
+        params=params,
+        max_tokens_field=max_tokens_field,
+        stream=bool(body.stream),
+        include_usage=include_usage,
+        # As vLLM has it: without the one, the other changes nothing.
+        continuous_usage=include_usage and bool(wanted and wanted.continuous_usage_stats),
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        cache_checkpoints=tuple(body.cache_checkpoints or ()),
+        timeout=body.timeout,
+        prompt_only=prompt_only,
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _grammar(
+    wanted: PlainText | JsonObject | JsonSchemaFormat | None, options: ParseOptions
+) -> Grammar | None:
+    """What an answer of this form has to follow; None: it is plain text.
+
+    Raises InvalidRequestError; a JSON schema that cannot be followed is named with the reason.
+    """
+    if wanted is None or isinstance(wanted, PlainText):
+        return None
+    # `strict` changes nothing: the answer follows the schema in any case.
+    schema = wanted.json_schema.schema if isinstance(wanted, JsonSchemaFormat) else None
+    if schema is None:
+        return Grammar("json_schema", _ANY_OBJECT)
+    path = "response_format.json_schema.schema"
+    grammar = Grammar("json_schema", json.dumps(served_schema(schema, path, options)))
+    check(grammar)
+    return grammar

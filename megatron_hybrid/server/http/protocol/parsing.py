@@ -1,0 +1,179 @@
+"""From the bytes of a body to one of the structures of this package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from inspect import cleandoc
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from megatron_hybrid.server.http.protocol.complaints import (
+    FieldError,
+    explain,
+    show,
+    types_inside,
+    types_of,
+)
+from megatron_hybrid.server.options import ParseOptions
+
+Bytes = bytes | bytearray
+JsonSchema = dict[str, Any]
+T = TypeVar("T")
+
+BY_DEFAULT = ParseOptions()
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # paired or not
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON object of a client's. null counts as left out, as in OpenAI's API, so what may be left
+    out may be None. The docstrings of its kinds describe fields, each on a line, for
+    /openapi.json."""
+
+
+class Own:
+    """A type of fields whose values msgspec can't check by itself."""
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """The value as an instance. Raises ValueError with what is to follow the field's name, and
+        the error's code unless that is "invalid_value"."""
+        raise NotImplementedError
+
+    @classmethod
+    def schema(cls) -> JsonSchema:
+        """What is accepted, as JSON Schema."""
+        raise NotImplementedError
+
+
+class Unsupported(Own):
+    """A field of OpenAI's API that is refused, but for null and `harmless` values, which change
+    nothing."""
+
+    harmless: ClassVar[tuple[Any, ...]] = ()
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """See Own."""
+        # True == 1 in Python, not in JSON.
+        if any(
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in cls.harmless
+        ):
+            return cls()
+        raise ValueError("is not supported yet; leave it out.", "unsupported_parameter")
+
+    @classmethod
+    def schema(cls) -> JsonSchema:
+        """See Own."""
+        description = "Not supported: only values that change nothing are accepted."
+        return {"enum": [*cls.harmless, None], "description": description}
+
+
+def field_descriptions(kind: type) -> dict[str, str]:
+    """By name, what the docstrings of a Body say of its fields."""
+    kinds = [base for base in reversed(kind.__mro__) if issubclass(base, Body)]
+    docs = [cleandoc(base.__doc__ or "") for base in kinds]
+    return {
+        name: " ".join(text.split())
+        for doc in docs
+        for name, text in re.findall(r"^(\w+): (.*(?:\n +.*)*)", doc, re.MULTILINE)
+    }
+
+
+def parse_body(body: Bytes) -> dict[str, Any]:
+    """The JSON object of a request body, with every string valid Unicode."""
+    # Wrong bytes become lone surrogates here, so that the field that holds them can be named.
+    text = body.decode("utf-8", "surrogateescape")
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise FieldError("body", "The body is nested too deeply.") from error
+    except ValueError as error:
+        reason = str(error).encode("utf-8", "replace").decode()
+        message = f"The body is not valid JSON: {reason}."
+        raise FieldError("body", message, "invalid_json") from error
+    if not isinstance(value, dict):
+        raise FieldError("body", f"The body is {show(value)}; it must be a JSON object.")
+    if _SURROGATE.search(body) or not _is_utf8(body):
+        _refuse_surrogates(value)
+    return value
+
+
+def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> T:
+    """The values as that structure.
+
+    Raises FieldError naming the first that is wrong, or unknown unless the options drop those.
+    """
+    if options.ignore_unknown_fields:
+        values = _known(values, types_of(kind))
+    try:
+        return msgspec.convert(values, kind, dec_hook=_read_own, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise explain(error, kind, values) from error
+
+
+def _read_own(kind: type[Own], value: Any) -> Any:
+    return kind.read(value)
+
+
+def _known(value: Any, types: Sequence[inspect.Type]) -> Any:
+    """The value without fields that its types don't have."""
+    if isinstance(value, list):
+        inner = types_inside(types, value, 0)
+        return [_known(one, inner) for one in value] if _have_fields(inner) else value
+    structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
+    if not isinstance(value, dict) or not structs:
+        return value
+    found = {name: (one, types_inside(types, value, name)) for name, one in value.items()}
+    return {name: _known(one, inner) for name, (one, inner) in found.items() if inner}
+
+
+def _have_fields(types: Sequence[inspect.Type]) -> bool:
+    """Whether objects with fields may stand in lists of these types."""
+    return any(
+        isinstance(kind, inspect.StructType) or _have_fields(types_inside([kind], [], 0))
+        for kind in types
+    )
+
+
+def _is_utf8(body: Bytes) -> bool:
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _refuse_surrogates(value: dict[str, Any]) -> None:
+    """Name the first text that is no valid Unicode."""
+    try:
+        msgspec.json.encode(value)  # much faster than to look at each text here
+        return
+    except (ValueError, RecursionError):
+        pass
+    pending: list[tuple[str, Any]] = [("", value)]
+    while pending:
+        path, item = pending.pop()
+        if isinstance(item, str):
+            _check_text(path, item)
+        elif isinstance(item, list):
+            pending.extend((f"{path}[{index}]", entry) for index, entry in enumerate(item))
+        elif isinstance(item, dict):
+            for key, entry in item.items():
+                _check_text(path or "body", key)
+                pending.append((f"{path}.{key}" if path else key, entry))
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise FieldError(
+            path,
+            f"{path} is not valid Unicode: character {error.start} is half of a surrogate pair "
+            "or a byte that is not UTF-8.",
+        ) from error

@@ -1,0 +1,352 @@
+"""The bodies of requests, field by field: what is read, and what /openapi.json shows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from megatron_hybrid.engine.pause import PauseMode
+from megatron_hybrid.request import (
+    MAX_CACHE_CHECKPOINTS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+    MIN_REPETITION_PENALTY,
+    MIN_TOP_P,
+    SamplingParams,
+)
+from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
+from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported
+from megatron_hybrid.server.http.protocol.tools import (
+    AnyObject,
+    Choice,
+    Description,
+    Name,
+    ToolList,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_WORD_LENGTH = 64  # of what OpenAI has a few fixed words for
+MAX_METADATA = 64
+MAX_TIMEOUT = 86_400.0
+MAX_PATH_LENGTH = 4096
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+TOKEN_ID = "Token id"  # by which /openapi.json finds them, to say which the model knows
+_PLAIN = SamplingParams()
+
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, title=TOKEN_ID)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Factor = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+Word = Annotated[str, Meta(max_length=MAX_WORD_LENGTH)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Filled = Annotated[str, Meta(min_length=1)]
+FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class _OnlyTrue(Unsupported):
+    harmless = (True,)
+
+
+class _OnlyFalse(Unsupported):
+    harmless = (False,)
+
+
+class _OnlyOne(Unsupported):
+    harmless = (1,)
+
+
+class _OnlyEmptyText(Unsupported):
+    harmless = ("",)
+
+
+class _OnlyNoneOrAuto(Unsupported):
+    harmless = ("none", "auto")
+
+
+class _OnlyTextModality(Unsupported):
+    harmless = (["text"],)
+
+
+class Sampling(Body):
+    """How tokens are chosen, by the names of SamplingParams.
+
+    temperature: 0 takes the most likely token.
+    top_p: Only the likeliest tokens that together have this probability.
+    top_k: Only this many of the likeliest tokens; 0 or -1: all.
+    min_p: Only tokens this likely in relation to the likeliest one.
+    seed: The same seed gives the same tokens, whatever else runs beside it.
+    n: Answers to each prompt.
+    stop: Strings that end the answer; not part of it.
+    stop_token_ids: Token ids that end the answer.
+    ignore_eos: Go on after the model's own end of the answer.
+    min_tokens: The answer does not end by itself before these.
+    presence_penalty: Subtracted from the logits of tokens that the answer holds.
+    frequency_penalty: Subtracted from a token's logit as often as the answer holds it.
+    repetition_penalty: Makes tokens of prompt and answer less likely if above 1.
+    logit_bias: By token id, what is added to its logit.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=MAX_TEMPERATURE)] | None = _PLAIN.temperature
+    top_p: Annotated[float, Meta(ge=MIN_TOP_P, le=1.0)] | None = _PLAIN.top_p
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = _PLAIN.top_k
+    min_p: Share | None = _PLAIN.min_p
+    # SamplingParams checks it: msgspec's own limits are below 2**63.
+    seed: (
+        Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})] | None
+    ) = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = _PLAIN.n
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = _PLAIN.ignore_eos
+    min_tokens: Count | None = _PLAIN.min_tokens
+    presence_penalty: Penalty | None = _PLAIN.presence_penalty
+    frequency_penalty: Penalty | None = _PLAIN.frequency_penalty
+    repetition_penalty: Factor | None = _PLAIN.repetition_penalty
+    logit_bias: (
+        Annotated[
+            dict[Count, Bias],
+            Meta(
+                max_length=MAX_LOGIT_BIASES,
+                extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+            ),
+        ]
+        | None
+    ) = None
+
+
+class PlainText(Body, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObject(Body, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(Body):
+    """OpenAI's frame for a JSON Schema.
+
+    schema: The answer's JSON Schema; left out: any JSON object. An object has no properties but
+        those that its schema names, unless it says otherwise. A schema with a feature that cannot
+        be followed is refused.
+    strict: Changes nothing: the answer always follows the schema.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+    description: Description | None = None
+    schema: AnyObject | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    json_schema: NamedSchema
+
+
+class StreamOptions(Body):
+    """What a stream holds besides the answer.
+
+    include_usage: Send a last chunk with the usage of the whole request.
+    continuous_usage_stats: With include_usage: give every chunk the usage of its own choice so far.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: _OnlyFalse | None = None
+
+
+class AnswerRequest(Sampling):
+    """What both endpoints understand.
+
+    model: The model's name; left out: the one that is served.
+    stream: Send the answer as server-sent events while it is generated.
+    stream_options: Needs `stream` to be true.
+    response_format: The answer's form, unless max_tokens cuts it short.
+    return_token_ids: Give the token ids of the prompt and, as token_ids of every choice, of the
+        answer.
+    cache_salt: Requests share cached prefixes only if their salts are equal.
+    priority: A smaller number runs first.
+    cache_checkpoints: Positions in the prompt to keep a state at.
+    timeout: Seconds after which the request is given up with status 504; the server's own limit
+        holds too.
+    user: Whose request it is, for the client's own records.
+    safety_identifier: The newer name of user.
+    metadata: For the client's own records; nothing keeps it here.
+    store: Changes nothing: no answer is stored for a later request to ask for.
+    service_tier: Changes nothing; priority says who runs first.
+    prompt_cache_key: Changes nothing: equal beginnings of prompts are found by themselves.
+    prompt_cache_retention: Changes nothing: what is cached stays while there is room.
+    prompt_cache_options: Changes nothing: the cache chooses by itself.
+    """
+
+    model: Name | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: PlainText | JsonObject | JsonSchemaFormat | None = None
+    return_token_ids: bool | None = False
+    cache_salt: Name | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = 0
+    cache_checkpoints: Annotated[list[Length], Meta(max_length=MAX_CACHE_CHECKPOINTS)] | None = None
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    metadata: (
+        Annotated[dict[Name, Name | int | float | bool | None], Meta(max_length=MAX_METADATA)]
+        | None
+    ) = None
+    store: bool | None = False
+    service_tier: Word | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Word | None = None
+    prompt_cache_options: AnyObject | None = None
+
+    # OpenAI's, and of vLLM's and SGLang's those that clients and routers send without being asked.
+    skip_special_tokens: _OnlyTrue | None = None
+    spaces_between_special_tokens: _OnlyTrue | None = None
+    include_stop_str_in_output: _OnlyFalse | None = None
+    use_beam_search: _OnlyFalse | None = None
+    length_penalty: _OnlyOne | None = None
+    best_of: _OnlyOne | None = None
+    truncate_prompt_tokens: Unsupported | None = None
+    prompt_logprobs: Unsupported | None = None
+    guided_json: Unsupported | None = None
+    guided_regex: Unsupported | None = None
+    guided_choice: Unsupported | None = None
+    guided_grammar: Unsupported | None = None
+    structured_outputs: Unsupported | None = None
+    no_stop_trim: _OnlyFalse | None = None
+    return_hidden_states: _OnlyFalse | None = None
+
+
+class ChatRequest(AnswerRequest, kw_only=True):
+    """Of /v1/chat/completions.
+
+    chat_template_kwargs: Variables of the model's chat template.
+    reasoning_effort: The template's variable of this name, unless chat_template_kwargs has it.
+    tools: Functions that the answer may call; their names differ.
+    tool_choice: Whether, or which of the tools, the answer calls.
+    parallel_tool_calls: Whether an answer may hold more than one call.
+    max_tokens: The older name of max_completion_tokens.
+    max_completion_tokens: The answer's longest length; left out: as long as fits.
+    logprobs: Give the log-probability of every token of the answer.
+    top_logprobs: And of this many likeliest tokens at its place; needs logprobs.
+    verbosity: Changes nothing: ask for short answers in a message.
+    """
+
+    messages: Messages
+    chat_template_kwargs: AnyObject | None = None
+    reasoning_effort: Word | None = None
+    tools: ToolList | None = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = True
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = False
+    top_logprobs: Logprobs | None = None
+    verbosity: Word | None = None
+
+    functions: OnlyEmptyList | None = None
+    function_call: _OnlyNoneOrAuto | None = None
+    modalities: _OnlyTextModality | None = None
+    audio: Unsupported | None = None
+    prediction: Unsupported | None = None
+    moderation: Unsupported | None = None
+    web_search_options: Unsupported | None = None
+    echo: _OnlyFalse | None = None
+    add_generation_prompt: _OnlyTrue | None = None
+    continue_final_message: _OnlyFalse | None = None
+    add_special_tokens: _OnlyFalse | None = None
+    chat_template: Unsupported | None = None
+    documents: Unsupported | None = None
+    separate_reasoning: _OnlyTrue | None = None
+    stream_reasoning: _OnlyTrue | None = None
+
+
+class CompletionRequest(AnswerRequest, kw_only=True):
+    """Of /v1/completions.
+
+    prompt: Text, texts, token ids, or lists of token ids.
+    max_tokens: The answer's longest length; 0 needs echo, and gives only the prompt.
+    logprobs: Give the log-probability of every token and of this many likeliest ones.
+    echo: Give the prompt's text before the answer's, and its log-probabilities.
+    """
+
+    prompt: Filled | Annotated[list[Filled | TokenId | FilledIds], Meta(min_length=1)]
+    max_tokens: Count | None = COMPLETION_MAX_TOKENS
+    logprobs: Logprobs | None = None
+    echo: bool | None = False
+
+    suffix: _OnlyEmptyText | None = None
+    add_special_tokens: _OnlyTrue | None = None
+
+
+class TokenizeTextRequest(Body):
+    """Of /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool | None = True
+
+
+class TokenizeChatRequest(Body):
+    """Of /tokenize: the fields of a ChatRequest that its prompt is made of."""
+
+    messages: Messages
+    chat_template_kwargs: AnyObject | None = None
+    reasoning_effort: Word | None = None
+    tools: ToolList | None = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = True
+    cache_salt: Name | None = None
+
+
+class DetokenizeRequest(Body):
+    """Of /detokenize."""
+
+    tokens: list[TokenId]
+
+
+class AbortRequest(Body):
+    """Of /abort.
+
+    request_id: The `id` of an answer.
+    """
+
+    request_id: Name
+
+
+class PauseRequest(Body):
+    """Of /pause.
+
+    mode: What becomes of requests that run.
+    """
+
+    mode: PauseMode | None = None
+
+
+class ResumeRequest(Body):
+    """Of /resume; and of /reset_prefix_cache, whose body has no fields either."""
+
+
+class UpdateWeightsRequest(Body):
+    """Of /update_weights.
+
+    path: A folder of the server's machine.
+    mode: What becomes of requests that run; left out: as the pause that holds, else they finish.
+    """
+
+    path: Annotated[str, Meta(max_length=MAX_PATH_LENGTH)]
+    mode: PauseMode | None = None
