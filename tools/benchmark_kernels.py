@@ -44,6 +44,7 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
     chunk_bounds,
 )
+from megatron_hybrid.kernels.protocols import ConvConstants, ExpertWeights, Filters
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -257,7 +258,7 @@ class Bench:
         def make() -> Calls:
             inputs, state = kind.inputs(batch), self.states(kind, batch, dtype).ssm
             return {
-                "ours": lambda: kind.kernel.decode(*inputs, *kind.constants, state, plan),
+                "ours": lambda: kind.kernel.decode(inputs, kind.constants, state, plan),
                 **kind.update_libraries(inputs, state, slots),
             }
 
@@ -316,13 +317,11 @@ class Bench:
         def make() -> Calls:
             inputs, single = kind.inputs(batch * length), kind.inputs(batch)
             state = self.states(kind, batch, torch.float32).ssm
-            ring = tuple(
-                self.normal(batch, ring_length, *inputs[number].shape[1:]) for number in kind.ring
-            )
-            constants = (*kind.constants, state)
+            ring = tuple(self.normal(batch, ring_length, *v.shape[1:]) for v in inputs.kept)
+            layer = (kind.constants, state)
             return {
-                "ours": lambda: kind.kernel.decode_runs(*inputs, *constants, ring, plan),
-                "one token": lambda: kind.kernel.decode(*single, *constants, plain),
+                "ours": lambda: kind.kernel.decode_runs(inputs, *layer, ring, plan),
+                "one token": lambda: kind.kernel.decode(single, *layer, plain),
             }
 
         return make
@@ -337,7 +336,7 @@ class Bench:
             inputs = kind.inputs(tokens)
             state = self.states(kind, stored, torch.float32).ssm
             calls: Calls = {
-                "ours": lambda: kind.kernel.prefill(*inputs, *kind.constants, state, plan)
+                "ours": lambda: kind.kernel.prefill(inputs, kind.constants, state, plan)
             }
             if not checkpoints and len(set(lengths)) == 1:
                 calls |= kind.prefill_libraries(inputs, count)
@@ -376,21 +375,22 @@ class Bench:
         shape = f"{kind.letter}, {tokens} tokens, {checkpoints} checkpoints"
         return Case("layer prefill", shape, weights * self.item, make, flops, rounds=9)
 
-    def conv_weights(self, kind: RecurrentKind) -> tuple[Tensor, Tensor]:
-        return self.normal(kind.channels, kind.width), self.normal(kind.channels)
+    def conv_constants(self, kind: RecurrentKind) -> ConvConstants:
+        weight, bias = self.normal(kind.channels, kind.width), self.normal(kind.channels)
+        return ConvConstants(weight, bias, kind.silu)
 
     def conv_decode(self, kind: RecurrentKind, batch: int) -> Case:
-        conv, slots, silu = self.kernels.conv, self.slots(batch), kind.silu
+        conv, slots = self.kernels.conv, self.slots(batch)
         plan = self.kernels.plan_decode(slots)
-        weight, bias = self.conv_weights(kind)
+        constants = self.conv_constants(kind)
 
         def make() -> Calls:
             x, state = self.projected(kind, batch), self.states(kind, batch, self.dtype).conv
-            calls: Calls = {"ours": lambda: conv.decode(x, weight, bias, state, plan, silu=silu)}
+            calls: Calls = {"ours": lambda: conv.decode(x, constants, state, plan)}
             if fast := library("causal_conv1d"):
-                activation = "silu" if silu else None
+                activation = "silu" if kind.silu else None
                 calls["causal_conv1d"] = lambda: fast.causal_conv1d_update(
-                    x, state, weight, bias, activation, conv_state_indices=slots.read_slot
+                    x, state, *constants[:2], activation, conv_state_indices=slots.read_slot
                 )
             return calls
 
@@ -398,19 +398,18 @@ class Bench:
         return Case("conv decode", f"B={batch}", moved, make)
 
     def conv_prefill(self, kind: RecurrentKind, tokens: int, checkpoints: int) -> Case:
-        conv, silu = self.kernels.conv, kind.silu
-        weight, bias = self.conv_weights(kind)
+        conv, constants = self.kernels.conv, self.conv_constants(kind)
         segments = self.segments([tokens], checkpoints, kind.kernel_chunk)
         plan = conv.plan(segments, kind.width)
         stored = 1 + len(segments.checkpoint_slot)
 
         def make() -> Calls:
             x, state = self.projected(kind, tokens), self.states(kind, stored, self.dtype).conv
-            calls: Calls = {"ours": lambda: conv.prefill(x, weight, bias, state, plan, silu=silu)}
+            calls: Calls = {"ours": lambda: conv.prefill(x, constants, state, plan)}
             if (fast := library("causal_conv1d")) and not checkpoints:
-                activation = "silu" if silu else None
+                activation = "silu" if kind.silu else None
                 calls["causal_conv1d"] = lambda: fast.causal_conv1d_fn(
-                    x.t()[None], weight, bias, activation=activation
+                    x.t()[None], *constants[:2], activation=activation
                 )
             return calls
 
@@ -548,12 +547,8 @@ class Bench:
             weights = torch.rand(chosen.shape, device=self.device)
             up = self.normal(number, rows, width).mul_(width**-0.5)
             down = self.normal(number, width, inner).mul_(inner**-0.5)
-            expert = config.expert
-            return {
-                "ours": lambda: self.kernels.experts.mix(
-                    x, chosen, weights, up, down, expert.activation, expert.gated
-                )
-            }
+            layer = ExpertWeights(up, down, config.expert.activation, config.expert.gated)
+            return {"ours": lambda: self.kernels.experts.mix(x, chosen, weights, layer)}
 
         used = len(chosen.unique())  # experts whose weights are read
         moved = (used * width * (rows + inner) + 2 * tokens * width) * self.item
@@ -570,12 +565,9 @@ class Bench:
             logits = self.normal(rows, vocabulary)
             point = torch.rand(rows, dtype=torch.float64, device=self.device)
             k, p = (50, 0.9) if filtered else (0, 1.0)
-            filters = (full(0.7), full(k, torch.int32), full(p), full(0.0), point)
-            return {
-                "ours": lambda: sampling.draw(
-                    logits, *filters, uses_top_k=filtered, uses_top_p=filtered, uses_min_p=False
-                )
-            }
+            values = full(0.7), full(k, torch.int32), full(p), full(0.0)
+            filters = Filters(*values, uses_top_k=filtered, uses_top_p=filtered, uses_min_p=False)
+            return {"ours": lambda: sampling.draw(logits, filters, point)}
 
         shape = f"{rows} x {vocabulary}{' top-k 50, top-p 0.9' if filtered else ''}"
         return Case("draw", shape, rows * vocabulary * self.item, make)

@@ -7,7 +7,6 @@ known on the host: so they are counted on the device, in the order of the steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.transfer import upload
+from megatron_hybrid.kernels.protocols import Sampling
 
 _MOST = 32767  # of an int16
 
@@ -24,7 +24,7 @@ _MOST = 32767  # of an int16
 class LogitAdjustments:
     """Of the rows that ask for them; the others cost nothing."""
 
-    def __init__(self, rows: RowTable, kernels: Any) -> None:
+    def __init__(self, rows: RowTable, kernels: Sampling) -> None:
         """`kernels`: KernelSet.sampling."""
         self._rows = rows
         self._kernels = kernels

@@ -8,7 +8,6 @@ the result is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,9 @@ from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps, verify
 from megatron_hybrid.execution.transfer import download, upload
+from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
@@ -33,7 +34,7 @@ class Sampler:
     def __init__(
         self,
         rows: RowTable,
-        kernels: Any,
+        kernels: kinds.Sampling,
         parallel: ParallelContext,
         vocab_size: int = 0,
         last_steps: LastSteps | None = None,
@@ -224,17 +225,11 @@ class Sampler:
         figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, here])
         at, temperature, k, p, least, where = upload(figures, logits.device)
         index, where = at.long(), where if point is None else point
-        chosen = self._kernels.draw(
-            logits.index_select(0, index),
-            temperature.float(),
-            k.int(),
-            p.float(),
-            least.float(),
-            where,
-            uses_top_k=bool((top_k > 0).any()),
-            uses_top_p=bool((top_p < 1).any()),
-            uses_min_p=bool((min_p > 0).any()),
-        )
+        filters = Filters(
+            temperature.float(), k.int(), p.float(), least.float(),
+            bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any()),
+        )  # fmt: skip
+        chosen = self._kernels.draw(logits.index_select(0, index), filters, where)
         tokens.index_copy_(0, index, chosen)
 
 

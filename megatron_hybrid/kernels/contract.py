@@ -78,6 +78,14 @@ class DecodeRuns:
     # Where no sequence has more than one token: the most unfolded ones of one. None: not so.
     most_unfolded: int | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In this order, for a kernel's launch."""
+        return (
+            self.cu_seqlens, self.position, self.unfolded, self.read_slot, self.write_slot,
+            self.ring, self.checkpoint_position, self.checkpoint_slot,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegments:
@@ -110,6 +118,14 @@ class PrefillSegments:
     # positions, the last one where it ends; the first one completes a chunk that was cut. Padding
     # chunks, at the end, are empty.
     cu_chunk_seqlens: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def of_sequences(self) -> tuple[Tensor, ...]:
+        """What a program of one sequence reads, in the order of the kernels' arguments."""
+        return (
+            self.cu_seqlens, self.start_position, self.read_slot, self.write_slot,
+            self.cu_checkpoints, self.checkpoint_position, self.checkpoint_slot,
+        )  # fmt: skip
 
     def checkpoints(self) -> list[tuple[int, int, int]]:
         """(sequence, position, slot) of the checkpoints that are to be written, on the host."""

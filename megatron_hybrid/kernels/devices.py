@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.protocols import ScanTokens
 
 
 @functools.cache
@@ -24,11 +28,24 @@ def aligned(rows: Tensor) -> Tensor:
     return rows
 
 
-def checked_output(like: Tensor, out: Tensor | None, **inputs: Tensor) -> Tensor:
-    """`out`, or a new tensor `like` one of the inputs. Kernels take only the stride of the rows:
+class ChunkedSegments(NamedTuple):
+    """The plan of a scan whose kernels find their tiles themselves, on the device."""
+
+    segments: PrefillSegments
+    kernel_chunk: int
+
+
+def row_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """The strides of their first dimensions, in elements."""
+    return tuple(tensor.stride(0) for tensor in tensors)
+
+
+def checked_output(tokens: ScanTokens, state: Tensor, out: Tensor | None) -> Tensor:
+    """`out`, or a new tensor like the tokens' output. Kernels take only the stride of the rows:
     raises ValueError for a tensor that has others."""
+    like = tokens.like
     y = torch.empty(like.shape, dtype=like.dtype, device=like.device) if out is None else out
-    for name, tensor in (*inputs.items(), ("out", y)):
+    for name, tensor in zip((*tokens._fields, "state", "out"), (*tokens, state, y), strict=True):
         # A single row tells nothing about its strides; then only the inner ones are looked at.
         if not tensor[:1].is_contiguous():
             raise ValueError(

@@ -9,42 +9,63 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.paged_attention import reference as attention
+from megatron_hybrid.kernels.protocols import (
+    Activation,
+    Attention,
+    Constants,
+    Convolution,
+    DeltaRuleConstants,
+    DeltaRuleTokens,
+    Experts,
+    Mamba1Constants,
+    Mamba1Tokens,
+    Mamba2Constants,
+    Mamba2Tokens,
+    Norm,
+    Plan,
+    Recurrence,
+    Rings,
+    Rope,
+    Sampling,
+    Tokens,
+)
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.slots import plan_decode
 
+Scan = Recurrence[Tokens, Constants, Rings]
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """One implementation of each operation: a module, or an object that keeps workspaces. All
-    implementations of an operation have the calls of its reference.py."""
+    """One implementation of each kind of kernel: a module, or an object that keeps workspaces."""
 
     name: str
-    attention: Any
-    plan_decode: Callable[..., Any]  # DecodeSlots -> the plan of all recurrent kernels' decode
-    plan_runs: Callable[..., Any]  # DecodeRuns, ring length -> the same for their runs
-    conv: Any
-    mamba1_scan: Any
-    mamba2_scan: Any
-    gated_delta_rule: Any
-    norm: Any
-    activation: Any
-    experts: Any
-    rope: Any
-    sampling: Any
+    attention: Attention
+    plan_decode: Callable[[DecodeSlots], Plan]  # of all recurrent kernels' `decode`
+    plan_runs: Callable[[DecodeRuns, int], Plan]  # (runs, ring length): of scans' `decode_runs`
+    conv: Convolution
+    mamba1_scan: Scan[Mamba1Tokens, Mamba1Constants]
+    mamba2_scan: Scan[Mamba2Tokens, Mamba2Constants]
+    gated_delta_rule: Scan[DeltaRuleTokens, DeltaRuleConstants]
+    norm: Norm
+    activation: Activation
+    experts: Experts
+    rope: Rope
+    sampling: Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
 
 
@@ -83,9 +104,9 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
 
-    attention: Any
-    rotary: Any
-    drawing: Any
+    attention: Attention
+    rotary: Rope
+    drawing: Sampling
     if importlib.util.find_spec("flashinfer") is not None:
         from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
         from megatron_hybrid.kernels.rope import flashinfer as fast_rope

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns
-from megatron_hybrid.kernels.slots import SlotReads, SlotWrites
+from megatron_hybrid.kernels.protocols import AScansTokens, Rings
+from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
+
+Constants = TypeVar("Constants")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,41 +135,74 @@ class HostRuns:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def compute_runs(
-    state: Tensor,
-    ring: tuple[Tensor, ...],
-    inputs: tuple[Tensor, ...],
-    plan: RunsPlan,
-    out: Tensor,
-    advance: Callable[..., None],
-    read_out: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """The outputs, in `out` [T, ...].
+@dataclass(frozen=True, slots=True)
+class TokenByToken(Generic[AScansTokens, Constants]):
+    """The decodes of a scan, from what it does with one token of each sequence."""
 
-    state [slots, ...]; inputs: what the recurrence takes in, [T, ...] each; ring: the same of
-    earlier tokens, [rows, R, ...] each. `advance(states, *inputs)` takes one token each into states
-    [n, ...] of float32, in place; `read_out(states, tokens)` gives the outputs of those tokens.
-    """
-    states = plan.reads.gather(state).float()
+    # (states [N, ...] float32, which change in place; `kept` of one token each; constants)
+    advance: Callable[[Tensor, tuple[Tensor, ...], Constants], None]
+    # (states after their tokens, the tokens, constants) -> outputs [N, ...] float32
+    read_out: Callable[[Tensor, AScansTokens, Constants], Tensor]
 
-    def take(turn: Turn) -> None:
-        part = states.index_select(0, turn.sequences)
-        if turn.tokens is None:
-            advance(part, *(values[turn.rings, turn.places] for values in ring))
+    def decode(
+        self,
+        tokens: AScansTokens,
+        constants: Constants,
+        state: Tensor,
+        plan: DecodePlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As in Recurrence."""
+        in_place = plan.in_place if state.dtype == torch.float32 else None
+        if in_place is None:
+            states = plan.reads.gather(state).float()
         else:
-            advance(part, *(values.index_select(0, turn.tokens) for values in inputs))
-            out.index_copy_(0, turn.tokens, read_out(part, turn.tokens).to(out.dtype))
-        states.index_copy_(0, turn.sequences, part)
+            states = state.narrow(0, *in_place)
+        self.advance(states, tokens.kept, constants)
+        y = self.read_out(states, tokens, constants)
+        if in_place is None:
+            plan.writes.scatter(state, states)
+        return into(out, y, tokens.like)
 
-    out[plan.num_tokens :] = 0
-    for fold in plan.folds:
-        take(fold.turn)
-        if fold.checkpoints is not None:
-            fold.checkpoints.scatter(state, states)
-    plan.writes.scatter(state, states)
-    for turn in plan.drafts:
-        take(turn)
-    for values, kept in zip(inputs, ring, strict=True):
-        assert plan.kept.tokens is not None
-        kept[plan.kept.rings, plan.kept.places] = values.index_select(0, plan.kept.tokens)
-    return out
+    def decode_runs(
+        self,
+        tokens: AScansTokens,
+        constants: Constants,
+        state: Tensor,
+        ring: Rings,
+        plan: RunsPlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As in Recurrence."""
+        out = torch.empty_like(tokens.like) if out is None else out
+        states, inputs = plan.reads.gather(state).float(), tokens.kept
+
+        def take(turn: Turn) -> None:
+            part = states.index_select(0, turn.sequences)
+            if turn.tokens is None:
+                earlier = tuple(values[turn.rings, turn.places] for values in ring)
+                self.advance(part, earlier, constants)
+            else:
+                own = type(tokens)(*(v.index_select(0, turn.tokens) for v in tokens))
+                self.advance(part, own.kept, constants)
+                y = self.read_out(part, own, constants)
+                out.index_copy_(0, turn.tokens, y.to(out.dtype))
+            states.index_copy_(0, turn.sequences, part)
+
+        out[plan.num_tokens :] = 0
+        for fold in plan.folds:
+            take(fold.turn)
+            if fold.checkpoints is not None:
+                fold.checkpoints.scatter(state, states)
+        plan.writes.scatter(state, states)
+        for turn in plan.drafts:
+            take(turn)
+        for values, kept in zip(inputs, ring, strict=True):
+            assert plan.kept.tokens is not None
+            kept[plan.kept.rings, plan.kept.places] = values.index_select(0, plan.kept.tokens)
+        return out
+
+
+def into(out: Tensor | None, values: Tensor, like: Tensor) -> Tensor:
+    """The values in `out`, or, if that is None, in the dtype of `like`."""
+    return values.to(like.dtype) if out is None else out.copy_(values)

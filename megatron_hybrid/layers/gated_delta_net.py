@@ -4,13 +4,13 @@ each head, projection (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -96,7 +96,7 @@ class GatedDeltaNet(RecurrentMixer):
             inputs_dtype=context.dtype,
         )
 
-    def kernel(self, kernels: KernelSet) -> Any:
+    def kernel(self, kernels: KernelSet) -> Scan[DeltaRuleTokens, DeltaRuleConstants]:
         return kernels.gated_delta_rule
 
     def weight_parts(self) -> Parts:
@@ -150,7 +150,9 @@ class GatedDeltaNet(RecurrentMixer):
         q, k, v = self.convolve(qkv, plans).split(self.conv_sections, dim=1)
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
-        y = self.scan(plans, (q, k, v, a, b), (self.A, self.dt_bias), like=v)
+        tokens = DeltaRuleTokens(q, k, v, a, b)
+        constants = DeltaRuleConstants(self.A, self.dt_bias)
+        y = self.scan(plans.kernels.gated_delta_rule, tokens, constants, plans)
         y = plans.kernels.norm.gated_rms_norm(
             y.flatten(1), z, self.norm_weights, config.value_dim, self.eps, norm_first=True
         )

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from enum import Enum, auto
+from typing import NamedTuple
 
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.protocols import Plan
 from megatron_hybrid.layers.inputs import LayerCaches
 
 
 class PartKind(Enum):
-    """The values are the kernels' calls."""
+    """Which call of a Recurrence computes a part of a step."""
 
-    DECODE = "decode"  # one token a sequence
-    RUNS = "decode_runs"  # one token and drafts
-    PREFILL = "prefill"
+    DECODE = auto()  # one token a sequence
+    RUNS = auto()  # one token and drafts
+    PREFILL = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
+class StepPart(NamedTuple):
     """The decodes of a step, or its prompts, as one kind of recurrent layer computes them."""
 
     rows: slice  # of the step's tokens
     kind: PartKind
-    conv: Any  # plans of the kernels; scan is None where a layer has a convolution only
-    scan: Any
+    conv: Plan
+    scan: Plan  # None where a layer has a convolution only
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class KernelPlans:
 
     caches: LayerCaches
     kernels: KernelSet
-    attention: Any = None
-    rotation: Any = None  # of the step's positions
+    attention: Plan = None
+    rotation: Plan = None  # of the step's positions
     # By kind of layer: one part, or the decodes and then the prompts.
     recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
     embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again

@@ -4,13 +4,13 @@ selective scan with its gate, projection (Gu and Dao, "Mamba", arXiv 2312.00752)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -93,7 +93,7 @@ class Mamba1(RecurrentMixer):
             inputs_dtype=context.dtype,
         )
 
-    def kernel(self, kernels: KernelSet) -> Any:
+    def kernel(self, kernels: KernelSet) -> Scan[Mamba1Tokens, Mamba1Constants]:
         return kernels.mamba1_scan
 
     def weight_parts(self) -> Parts:
@@ -132,6 +132,6 @@ class Mamba1(RecurrentMixer):
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
             kernels = plans.kernels
             low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
-        dt = self.dt_proj(low)
-        constants = (self.A, self.D, self.dt_bias)
-        return self.out_proj(self.scan(plans, (x, z, dt, b, c), constants, like=x))
+        tokens = Mamba1Tokens(x, z, self.dt_proj(low), b, c)
+        constants = Mamba1Constants(self.A, self.D, self.dt_bias)
+        return self.out_proj(self.scan(plans.kernels.mamba1_scan, tokens, constants, plans))

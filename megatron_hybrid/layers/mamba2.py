@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -119,7 +119,7 @@ class Mamba2(RecurrentMixer):
             inputs_dtype=context.dtype,
         )
 
-    def kernel(self, kernels: KernelSet) -> Any:
+    def kernel(self, kernels: KernelSet) -> Scan[Mamba2Tokens, Mamba2Constants]:
         return kernels.mamba2_scan
 
     def weight_parts(self) -> Parts:
@@ -167,8 +167,9 @@ class Mamba2(RecurrentMixer):
         x, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
         x = x.unflatten(1, (self.heads, self.config.head_dim))
         b, c = (values.unflatten(1, (self.groups, self.config.state_size)) for values in (b, c))
-        constants = (self.A, self.D, self.dt_bias, self.config.dt_limit)
-        y = self.scan(plans, (x, b, c, dt), constants, like=x).view(-1, self.inner)
+        constants = Mamba2Constants(self.A, self.D, self.dt_bias, self.config.dt_limit)
+        scan, tokens = plans.kernels.mamba2_scan, Mamba2Tokens(x, b, c, dt)
+        y = self.scan(scan, tokens, constants, plans).view(-1, self.inner)
         if self.norm is None:
             return self.out_proj(plans.kernels.activation.gate(y, gate, "silu"))
         return self.out_proj(self.norm(y, gate, plans.kernels))

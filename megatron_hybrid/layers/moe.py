@@ -7,12 +7,14 @@ tensor parallel); expert_dispatch brings tokens and experts together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.protocols import ExpertWeights
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
@@ -166,13 +168,10 @@ class MoE(Mixer):
         inner = x if self.to_latent is None else self.to_latent(x)
         expert, elsewhere = self.config.expert, self.config.num_experts - self.dispatch.num_local
 
-        def mix(inner: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            mixed: Tensor = plans.kernels.experts.mix(
-                inner, experts, weights, self.up_proj, self.down_proj,
-                expert.activation, expert.gated, elsewhere,
-            )  # fmt: skip
-            return mixed
-
+        layer = ExpertWeights(
+            self.up_proj, self.down_proj, expert.activation, expert.gated, elsewhere
+        )
+        mix = partial(plans.kernels.experts.mix, layer=layer)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None

@@ -46,8 +46,8 @@ class RMSNorm(nn.Module):
         be overwritten."""
         if ranks.size > 1:
             fused = kernels.norm.add_rms_norm_over_ranks
-            shared = None if fused is None else ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)
-            if shared is not None:
+            shared = fused and ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)
+            if fused and shared is not None:
                 return fused(x, residual, multiplier, self.weight, self.eps, self.dtype, shared)
             x = ranks.all_reduce(x)
         return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps, self.dtype)

@@ -3,8 +3,7 @@ ways of a step's tokens through them: decodes, with drafts or without, and promp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -14,11 +13,16 @@ from megatron_hybrid.kernels.contract import (
     PrefillSegments,
     RecurrentState,
 )
-from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.layers.inputs import RecurrentRings, StateSpec
+from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Plan, Recurrence
+from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, section
+
+Tokens = TypeVar("Tokens")
+Constants = TypeVar("Constants")
+Ring = TypeVar("Ring")
 
 
 class RecurrentMixer(Mixer):
@@ -45,7 +49,7 @@ class RecurrentMixer(Mixer):
     def recurrent(self) -> RecurrentMixer:
         return self
 
-    def kernel(self, kernels: KernelSet) -> Any:
+    def kernel(self, kernels: KernelSet) -> Scan[Any, Any] | None:
         """The scan of this kind of layer; None without one."""
         return None
 
@@ -58,7 +62,8 @@ class RecurrentMixer(Mixer):
         ring_length: int = 0,
     ) -> tuple[StepPart, ...]:
         """What the kernels of this kind of layer work out on the host, once a step."""
-        parts, scan = [], self.kernel(kernels)
+        parts: list[StepPart] = []
+        scan = self.kernel(kernels)
         width, decodes = self.conv_weight.shape[1], slice(num_decode_tokens)
         if isinstance(decode, DecodeRuns):
             conv = kernels.conv.plan_runs(decode, width, ring_length)
@@ -69,65 +74,45 @@ class RecurrentMixer(Mixer):
             parts.append(StepPart(decodes, PartKind.DECODE, slots, slots))
         if prefill is not None:
             conv = kernels.conv.plan(prefill, width)
-            if scan is not None:
-                scan = scan.plan(prefill, self.spec.kernel_chunk)
-            parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, scan))
+            chunks = None if scan is None else scan.plan(prefill, self.spec.kernel_chunk)
+            parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, chunks))
         return tuple(parts)
 
     def state(self, plans: KernelPlans) -> RecurrentState:
+        """The layer's states in all slots."""
         return plans.caches.state[self.layer]
 
     def convolve(self, x: Tensor, plans: KernelPlans, *, silu: bool = True) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
-        conv, state = plans.kernels.conv, self.state(plans).conv
-        weights = (self.conv_weight, self.conv_bias)
-
-        def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
-            run = getattr(conv, part.kind.value)
-            rings = [ring.conv for ring in self._rings(part, plans)]
-            result: Tensor = run(*rows, *weights, state, *rings, part.conv, out, silu=silu)
-            return result
-
-        return self._by_part(plans, (x,), x, compute)
+        kernel, state, parts = plans.kernels.conv, self.state(plans).conv, self._parts(plans)
+        constants = ConvConstants(self.conv_weight, self.conv_bias, silu)
+        rings = plans.caches.rings.get(self.layer)
+        ring = None if rings is None else rings.conv
+        if len(parts) == 1:
+            return _run(kernel, parts[0].kind, x, constants, state, ring, parts[0].conv)
+        out = x.new_empty(x.shape)
+        for rows, kind, plan, _ in parts:
+            _run(kernel, kind, x[rows], constants, state, ring, plan, out[rows])
+        return out
 
     def scan(
-        self,
+        self, kernel: Scan[AScansTokens, Constants], tokens: AScansTokens, constants: Constants,
         plans: KernelPlans,
-        tokens: tuple[Tensor, ...],
-        constants: tuple[Any, ...],
-        like: Tensor,
-    ) -> Tensor:
-        """`tokens`: the kernel's inputs that have a row for every token; `constants`: those that
-        come after them, before the state. The result is shaped `like` one of the inputs."""
-        kernel, state = self.kernel(plans.kernels), self.state(plans).ssm
-
-        def compute(part: StepPart, rows: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
-            run = getattr(kernel, part.kind.value)
-            rings = [ring.inputs for ring in self._rings(part, plans)]
-            result: Tensor = run(*rows, *constants, state, *rings, part.scan, out)
-            return result
-
-        return self._by_part(plans, tokens, like, compute)
-
-    def _rings(self, part: StepPart, plans: KernelPlans) -> tuple[RecurrentRings, ...]:
-        """What only runs take: theirs, else none."""
-        return (plans.caches.rings[self.layer],) if part.kind is PartKind.RUNS else ()
-
-    def _by_part(
-        self,
-        plans: KernelPlans,
-        tokens: tuple[Tensor, ...],
-        like: Tensor,
-        compute: Callable[[StepPart, tuple[Tensor, ...], Tensor | None], Tensor],
-    ) -> Tensor:
-        """Each part of the step computes its own rows."""
-        parts = plans.recurrent[self.kind]
+    ) -> Tensor:  # fmt: skip
+        """[T, ...], like the tokens' `like`."""
+        state, parts = self.state(plans).ssm, self._parts(plans)
+        rings = plans.caches.rings.get(self.layer)
+        ring = None if rings is None else rings.inputs
         if len(parts) == 1:
-            return compute(parts[0], tokens, None)
-        out = like.new_empty(like.shape)
-        for part in parts:
-            compute(part, tuple(values[part.rows] for values in tokens), out[part.rows])
+            return _run(kernel, parts[0].kind, tokens, constants, state, ring, parts[0].scan)
+        out = tokens.like.new_empty(tokens.like.shape)
+        for rows, kind, _, plan in parts:
+            part = type(tokens)(*(values[rows] for values in tokens))
+            _run(kernel, kind, part, constants, state, ring, plan, out[rows])
         return out
+
+    def _parts(self, plans: KernelPlans) -> tuple[StepPart, ...]:
+        return plans.recurrent[self.kind]
 
     def conv_parts(self, name: str, starts: list[int], total: int) -> Parts:
         """The convolution's weights, `name`d so in a checkpoint that has `total` channels, where
@@ -144,3 +129,24 @@ class RecurrentMixer(Mixer):
         """What is made from the weights, again after new ones; what is in place stays there."""
         if self.conv_weight.is_cuda:  # channels side by side, as in the activations
             self.conv_weight.data = self.conv_weight.t().contiguous().t()
+
+
+def _run(
+    kernel: Recurrence[Tokens, Constants, Ring],
+    kind: PartKind,
+    tokens: Tokens,
+    constants: Constants,
+    state: Tensor,
+    ring: Ring | None,
+    plan: Plan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A part of a step."""
+    match kind:
+        case PartKind.DECODE:
+            return kernel.decode(tokens, constants, state, plan, out)
+        case PartKind.RUNS:
+            assert ring is not None
+            return kernel.decode_runs(tokens, constants, state, ring, plan, out)
+        case PartKind.PREFILL:
+            return kernel.prefill(tokens, constants, state, plan, out)

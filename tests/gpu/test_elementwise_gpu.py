@@ -63,13 +63,13 @@ def test_conv_outputs_have_the_same_bits_however_the_sequence_is_cut(
 ) -> None:
     case = Conv.random(99, 2, set(), channels=GRANITE, width=width, dtype=dtype, device="cuda")
     whole = on(prefill_segments([Segment(0, 99, 0, 0)]), "cuda")
-    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole, silu=silu)
+    expected = conv.prefill(case.x, case.constants(silu), case.state, whole)
     position = 0
     for length in lengths:
         segment = Segment(position, length, 1 if position else 0, 1)
         step = on(prefill_segments([segment]), "cuda")
         part = slice(position, position + length)
-        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step, silu=silu)
+        y = conv.prefill(case.x[part], case.constants(silu), case.state, step)
         assert torch.equal(y, expected[part])
         position += length
 
@@ -88,7 +88,7 @@ def test_conv_equals_causal_conv1d() -> None:
         1000, 2, set(), channels=NEMOTRON, device="cuda", dtype=torch.bfloat16, packed=False
     )
     step = on(prefill_segments([Segment(0, 1000, 0, 1)]), "cuda")
-    y = conv.prefill(case.x, case.weight, case.bias, case.state, step)
+    y = conv.prefill(case.x, case.constants(), case.state, step)
     theirs = library.causal_conv1d_fn(
         case.x.t()[None].contiguous(), case.weight, case.bias, activation="silu"
     )
@@ -99,11 +99,11 @@ def test_a_captured_decode_follows_its_slots() -> None:
     case = Conv.random(8, 9, set(range(1, 9)), channels=NEMOTRON, device="cuda")
     slots = on(DecodeSlots(int64([1] * 8), int64([0] * 8)), "cuda")
     decode = conv.decode
-    decode(case.x, case.weight, case.bias, case.state, slots)  # compiled before the capture
+    decode(case.x, case.constants(), case.state, slots)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        y = decode(case.x, case.weight, case.bias, case.state, slots)
+        y = decode(case.x, case.constants(), case.state, slots)
     slots.read_slot.copy_(torch.arange(1, 9))
     slots.write_slot.copy_(torch.arange(1, 9))
     expected = [case.by_hand(i, 1, i + 1) for i in range(8)]

@@ -36,7 +36,7 @@ def mix_poisoned(m: Mixture) -> Tensor:
     """mix, with every buffer that it allocates filled with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
-        return triton.mix(*m)
+        return triton.mix(*m.arguments())
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -59,7 +59,7 @@ def test_ranks_with_some_of_the_experts_add_up_to_all(shape: str, tokens: int) -
     num_experts = m.up_proj.shape[0]
     torch.use_deterministic_algorithms(True)
     try:
-        parts = [triton.mix(*part, num_experts * 3 // 4) for part in shared_out(m, 4)]
+        parts = [triton.mix(*part.arguments(num_experts * 3 // 4)) for part in shared_out(m, 4)]
     finally:
         torch.use_deterministic_algorithms(False)
     check(torch.stack(parts).float().sum(0).to(m.x.dtype), m)
@@ -91,8 +91,8 @@ def test_all_tokens_to_one_expert(tokens: int, integers: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [4, 256, 3000])
 def test_the_same_input_gives_the_same_output(tokens: int) -> None:
     m = make("granite", tokens)
-    first = triton.mix(*m)
-    assert all(torch.equal(first, triton.mix(*m)) for _ in range(5))
+    first = triton.mix(*m.arguments())
+    assert all(torch.equal(first, triton.mix(*m.arguments())) for _ in range(5))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 512])
@@ -103,7 +103,7 @@ def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
     logits = torch.randn(tokens, 64, device="cuda")
 
     def step() -> tuple[Tensor, Tensor]:
-        return triton.mix(*m), triton.route(logits, 6)[0]
+        return triton.mix(*m.arguments()), triton.route(logits, 6)[0]
 
     step()  # compiles
     torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments, chunk_bounds
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -71,6 +72,10 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, more: int = 64) -> list[
         -torch.linspace(0.01, 16, shape.heads, device=DEVICE),
         torch.linspace(1, -6, shape.heads, device=DEVICE),
     ]
+
+
+def arguments(data: list[Tensor]) -> tuple[DeltaRuleTokens, DeltaRuleConstants]:
+    return DeltaRuleTokens(*data[:5]), DeltaRuleConstants(*data[5:])
 
 
 def rows(data: list[Tensor], begin: int, end: int) -> list[Tensor]:
@@ -159,7 +164,7 @@ def check_prefill(
     before = state.clone()
     out = torch.full_like(data[2], float("nan"))
     plan = delta_rule.plan(packed(lengths, starts, read, write, checkpoints, chunk), chunk)
-    delta_rule.prefill(*data, state, plan, out=out)
+    delta_rule.prefill(*arguments(data), state, plan, out=out)
     begin = 0
     for s, (length, start) in enumerate(zip(lengths[:3], starts, strict=False)):
         initial = before[read[s]] if read[s] else torch.zeros_like(before[1])
@@ -200,7 +205,7 @@ def test_equal_keys_without_decay_equal_the_token_loop() -> None:
     data[4].fill_(6)
     data[5].zero_()
     plan = delta_rule.plan(packed([200], [0], [0], [1]), CHUNK)
-    y = delta_rule.prefill(*data, state, plan)
+    y = delta_rule.prefill(*arguments(data), state, plan)
     expected, states = token_loop(data, torch.zeros_like(state[0]), {200})
     close(y, expected, 2e-2)
     close(state[1], states[200], 2e-2)
@@ -215,7 +220,7 @@ def test_prefill_cut_in_two_equals_one_piece(cut: int, dtype: torch.dtype) -> No
 
     def run(begin: int, end: int, read: int, write: int, state: Tensor) -> Tensor:
         plan = delta_rule.plan(packed([end - begin], [begin], [read], [write]), CHUNK)
-        return delta_rule.prefill(*rows(data, begin, end), state, plan)
+        return delta_rule.prefill(*arguments(rows(data, begin, end)), state, plan)
 
     y = run(0, 1000, 0, 1, whole)
     first = run(0, cut, 0, 2, two)
@@ -227,7 +232,7 @@ def test_prefill_cut_in_two_equals_one_piece(cut: int, dtype: torch.dtype) -> No
         [1, *range(3, 3 + count)],
     )
     plan = delta_rule.plan(segments, CHUNK)
-    rest = delta_rule.prefill(*beside, *data[5:], two, plan)[: 1000 - cut]
+    rest = delta_rule.prefill(*arguments([*beside, *data[5:]]), two, plan)[: 1000 - cut]
     if cut % CHUNK == 0:
         assert torch.equal(torch.cat([first, rest]), y)
         assert torch.equal(two[1], whole[1])
@@ -258,8 +263,8 @@ def test_all_tilings_give_the_very_same_bits(tiling: delta_rule.Tiling) -> None:
     data, state = draw(RANK, 1000, torch.bfloat16), poisoned(8, RANK)
     state[1] = torch.randn(RANK.state, device=DEVICE) / 4
     other = state.clone()
-    expected = delta_rule.prefill(*data, state, plan)
-    assert torch.equal(delta_rule.prefill(*data, other, plan, tiling=tiling), expected)
+    expected = delta_rule.prefill(*arguments(data), state, plan)
+    assert torch.equal(delta_rule.prefill(*arguments(data), other, plan, tiling=tiling), expected)
     assert torch.equal(other.nan_to_num(7.0), state.nan_to_num(7.0))
 
 
@@ -278,7 +283,7 @@ def test_decode_equals_the_token_loop(
     if count > 1:
         read[2], read[-1], write[-1] = 0, 0, 0
     out = torch.full_like(data[2], float("nan"))
-    delta_rule.decode(*data, state, DecodeSlots(int32(read), int32(write)), out=out)
+    delta_rule.decode(*arguments(data), state, DecodeSlots(int32(read), int32(write)), out=out)
     for i in range(count - (count > 1)):
         initial = before[read[i]] if read[i] else torch.zeros_like(before[1])
         expected, states = token_loop(rows(data, i, i + 1), initial, {1})
@@ -309,12 +314,12 @@ def test_a_captured_prefill_follows_other_lengths() -> None:
     static = steps[0]
     slots = DecodeSlots(static.read_slot, static.write_slot)
     plan, first = delta_rule.plan(static, CHUNK), rows(data, 0, 3)
-    delta_rule.prefill(*data, state, plan)  # compiles
-    delta_rule.decode(*first, state, slots)
+    delta_rule.prefill(*arguments(data), state, plan)  # compiles
+    delta_rule.decode(*arguments(first), state, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = delta_rule.prefill(*data, state, plan)
-        z = delta_rule.decode(*first, state, slots)
+        y = delta_rule.prefill(*arguments(data), state, plan)
+        z = delta_rule.decode(*arguments(first), state, slots)
     for other in steps[1:]:
         for name in PrefillSegments.__dataclass_fields__:
             values = getattr(static, name)
@@ -326,9 +331,11 @@ def test_a_captured_prefill_follows_other_lengths() -> None:
         graph.replay()
         expected_state = initial.clone()
         used = int(other.cu_seqlens[-1])
-        expected = delta_rule.prefill(*data, expected_state, delta_rule.plan(other, CHUNK))
+        expected = delta_rule.prefill(
+            *arguments(data), expected_state, delta_rule.plan(other, CHUNK)
+        )
         own = DecodeSlots(other.read_slot, other.write_slot)
-        assert torch.equal(z, delta_rule.decode(*first, expected_state, own))
+        assert torch.equal(z, delta_rule.decode(*arguments(first), expected_state, own))
         assert torch.equal(y[:used], expected[:used])
         assert torch.equal(state.nan_to_num(7.0), expected_state.nan_to_num(7.0))
 
@@ -357,7 +364,7 @@ def test_prefill_equals_fla(shape: Shape, lengths: list[int]) -> None:
     state[1:] = torch.randn(count, *shape.state, device=DEVICE) / 4
     initial, slots = state[1:].transpose(2, 3).contiguous(), list(range(1, count + 1))
     segments = packed(lengths, [0] * count, slots, slots)
-    y = delta_rule.prefill(*data, state, delta_rule.plan(segments, CHUNK))
+    y = delta_rule.prefill(*arguments(data), state, delta_rule.plan(segments, CHUNK))
     expected, last = fla.chunk_gated_delta_rule(
         **fla_inputs(data), initial_state=initial, cu_seqlens=segments.cu_seqlens.long()
     )
@@ -371,7 +378,7 @@ def test_decode_equals_fla(shape: Shape) -> None:
     data, state = draw(shape, 16, torch.bfloat16), poisoned(17, shape)
     state[1:] = torch.randn(16, *shape.state, device=DEVICE) / 4
     initial, slots = state[1:].transpose(2, 3).contiguous(), int32(list(range(1, 17)))
-    y = delta_rule.decode(*data, state, DecodeSlots(slots, slots))
+    y = delta_rule.decode(*arguments(data), state, DecodeSlots(slots, slots))
     expected, last = fla.fused_recurrent_gated_delta_rule(
         **fla_inputs(data),
         initial_state=initial,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.devices import ChunkedSegments
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -54,6 +56,10 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, more: int = 32) -> list[
     step = torch.exp(torch.linspace(-6.9, -2.3, channels, device="cuda"))
     A = -torch.arange(1, size + 1, device="cuda", dtype=torch.float32).repeat(channels, 1)
     return [x, z, dt, B, C, A, normal(channels), step + torch.log(-torch.expm1(-step))]
+
+
+def arguments(data: list[Tensor]) -> tuple[Mamba1Tokens, Mamba1Constants]:
+    return Mamba1Tokens(*data[:5]), Mamba1Constants(*data[5:])
 
 
 def rows(data: list[Tensor], begin: int, end: int) -> list[Tensor]:
@@ -117,7 +123,7 @@ def run(
     tiling: scan.Tiling | None = None,
 ) -> Tensor:
     out = torch.full_like(data[0], float("nan"))
-    return scan.prefill(*data, state, scan.plan(segments, CHUNK), out, tiling=tiling)
+    return scan.prefill(*arguments(data), state, scan.plan(segments, CHUNK), out, tiling=tiling)
 
 
 @pytest.mark.parametrize("more", [32, 29], ids=["aligned", "unaligned"])
@@ -205,7 +211,7 @@ def test_decode_equals_the_token_loop(
     if count > 1:
         read[2], read[-1], write[-1] = 0, 0, 0
     out = torch.full_like(data[0], float("nan"))
-    scan.decode(*data, state, DecodeSlots(int32(read), int32(write)), out=out)
+    scan.decode(*arguments(data), state, DecodeSlots(int32(read), int32(write)), out=out)
     for i in range(count - (count > 1)):
         initial = before[read[i]] if read[i] else torch.zeros_like(before[1])
         expected, states = token_loop(rows(data, i, i + 1), initial, {1})
@@ -243,7 +249,7 @@ def test_decode_equals_mamba_ssm() -> None:
     state[1:] = torch.randn(16, *FALCON, device="cuda") / 4
     expected_state = state[1:].clone()
     slots = int32(list(range(1, 17)))
-    y = scan.decode(*data, state, DecodeSlots(slots, slots))
+    y = scan.decode(*arguments(data), state, DecodeSlots(slots, slots))
     x, z, dt, B, C, A, D, bias = data
     expected = library.selective_state_update(
         expected_state, x, dt, A, B, C, D, z=z, dt_bias=bias, dt_softplus=True
@@ -265,8 +271,10 @@ def test_both_can_be_captured_in_a_graph() -> None:
     def start() -> None:
         state[1:] = torch.linspace(-1, 1, 67, device="cuda")[:, None, None]
 
-    def both(plan: scan.ScanPlan) -> tuple[Tensor, Tensor]:
-        return scan.prefill(*data, state, plan), scan.decode(*data, state, decode)
+    def both(plan: ChunkedSegments) -> tuple[Tensor, Tensor]:
+        return scan.prefill(*arguments(data), state, plan), scan.decode(
+            *arguments(data), state, decode
+        )
 
     wanted = []
     for segments in (one, two):

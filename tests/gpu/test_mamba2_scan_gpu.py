@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -74,6 +75,10 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, more: int = 64) -> list[
         normal(shape.heads),
         step + torch.log(-torch.expm1(-step)),
     ]
+
+
+def arguments(data: list[Tensor]) -> tuple[Mamba2Tokens, Mamba2Constants]:
+    return Mamba2Tokens(*data[:4]), Mamba2Constants(*data[4:], NO_LIMIT)
 
 
 def rows(data: list[Tensor], begin: int, end: int) -> list[Tensor]:
@@ -147,7 +152,7 @@ def test_prefill_equals_the_token_loop(
     before = state.clone()
     out = torch.full_like(data[0], float("nan"))
     plan = scan.plan(packed(lengths, starts, read, write, checkpoints), CHUNK)
-    scan.prefill(*data, NO_LIMIT, state, plan, out=out)
+    scan.prefill(*arguments(data), state, plan, out=out)
     begin = 0
     for s, (length, start) in enumerate(zip(lengths[:3], starts, strict=False)):
         initial = before[read[s]] if read[s] else torch.zeros_like(before[1])
@@ -169,7 +174,7 @@ def test_prefill_cut_on_the_grid_gives_the_very_same_bits() -> None:
 
     def run(begin: int, end: int, read: int, write: int, state: Tensor) -> Tensor:
         plan = scan.plan(packed([end - begin], [begin], [read], [write]), CHUNK)
-        return scan.prefill(*rows(data, begin, end), NO_LIMIT, state, plan)
+        return scan.prefill(*arguments(rows(data, begin, end)), state, plan)
 
     y = run(0, 1000, 0, 1, whole)
     assert torch.equal(torch.cat([run(0, 256, 0, 2, cut), run(256, 1000, 2, 1, cut)]), y)
@@ -189,8 +194,8 @@ def test_parts_of_a_sequence_give_the_very_same_bits(
     data, whole = draw(shape, sum(lengths), dtype), poisoned(11, shape, state_dtype)
     whole[1:3] = torch.randn(2, *shape.state, device="cuda") / 4
     split = whole.clone()
-    expected = scan.prefill(*data, NO_LIMIT, whole, plan, part=0)
-    assert torch.equal(scan.prefill(*data, NO_LIMIT, split, plan, part=part), expected)
+    expected = scan.prefill(*arguments(data), whole, plan, part=0)
+    assert torch.equal(scan.prefill(*arguments(data), split, plan, part=part), expected)
     assert torch.equal(split.nan_to_num(7.0), whole.nan_to_num(7.0))
 
 
@@ -222,7 +227,7 @@ def test_decode_equals_the_token_loop(
     if count > 1:
         read[2], read[-1], write[-1] = 0, 0, 0
     out = torch.full_like(data[0], float("nan"))
-    scan.decode(*data, NO_LIMIT, state, DecodeSlots(int32(read), int32(write)), out=out)
+    scan.decode(*arguments(data), state, DecodeSlots(int32(read), int32(write)), out=out)
     for i in range(count - (count > 1)):
         initial = before[read[i]] if read[i] else torch.zeros_like(before[1])
         expected, states = token_loop(rows(data, i, i + 1), initial, {1})
@@ -241,7 +246,7 @@ def test_prefill_equals_mamba_ssm(shape: Shape, lengths: list[int]) -> None:
     data, count = draw(shape, sum(lengths), torch.bfloat16), len(lengths)
     state = poisoned(count + 1, shape, torch.float32)
     segments = packed(lengths, [0] * count, [0] * count, list(range(1, count + 1)))
-    y = scan.prefill(*data, NO_LIMIT, state, scan.plan(segments, CHUNK))
+    y = scan.prefill(*arguments(data), state, scan.plan(segments, CHUNK))
     x, B, C, dt, A, D, bias = data
     for begin, length, slot in zip(
         segments.cu_seqlens.tolist(), lengths, range(1, count + 1), strict=False
@@ -262,7 +267,7 @@ def test_decode_equals_mamba_ssm(shape: Shape) -> None:
     state[1:] = torch.randn(16, *shape.state, device="cuda") / 4
     expected_state = state[1:].clone()
     slots = int32(list(range(1, 17)))
-    y = scan.decode(*data, NO_LIMIT, state, DecodeSlots(slots, slots))
+    y = scan.decode(*arguments(data), state, DecodeSlots(slots, slots))
     x, B, C, dt, A, D, bias = data
     dim, size = shape.head_dim, shape.size
     expected = update.selective_state_update(
@@ -279,13 +284,13 @@ def test_both_can_be_captured_in_a_graph() -> None:
     state[1:] = 0
     slots = int32(list(range(1, 65)))
     decode, plan = DecodeSlots(slots, slots), scan.plan(packed([64], [0], [0], [65]), CHUNK)
-    first = scan.decode(*data, NO_LIMIT, state, decode)  # compiles
-    second = scan.prefill(*data, NO_LIMIT, state, plan)
+    first = scan.decode(*arguments(data), state, decode)  # compiles
+    second = scan.prefill(*arguments(data), state, plan)
     state[1:] = 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = scan.decode(*data, NO_LIMIT, state, decode)
-        z = scan.prefill(*data, NO_LIMIT, state, plan)
+        y = scan.decode(*arguments(data), state, decode)
+        z = scan.prefill(*arguments(data), state, plan)
     y.fill_(float("nan"))
     z.fill_(float("nan"))
     state[1:] = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bench.recurrent_kinds import RecurrentKind, recurrent_kinds
 from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet, select
+from megatron_hybrid.kernels.protocols import ConvConstants
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from tests.kernels.conv_cases import on
 from tests.kernels.runs_cases import Play
@@ -59,9 +60,9 @@ def test_recurrences(model: str, dtype: torch.dtype, most: int) -> None:
     play = Play(seed=3, ring_length=2 * most + 2, most=most)
     expected = normal(play.slots, *plain.state)
     state = expected.cuda()
-    one = plain.inputs(1)
     rings = [
-        torch.zeros(play.count, play.ring_length, *one[i].shape[1:]).to(dtype) for i in plain.ring
+        torch.zeros(play.count, play.ring_length, *values.shape[1:]).to(dtype)
+        for values in plain.inputs(1).kept
     ]
     own = tuple(ring.cuda() for ring in rings)
     for number in range(CALLS):
@@ -69,11 +70,11 @@ def test_recurrences(model: str, dtype: torch.dtype, most: int) -> None:
         inputs = plain.inputs(sum(call.lengths) + call.padding)
         runs = call.runs()
         y = plain.kernel.decode_runs(
-            *inputs, *plain.constants, expected, tuple(rings),
+            inputs, plain.constants, expected, tuple(rings),
             REFERENCE.plan_runs(runs, play.ring_length),
         )  # fmt: skip
         found = ours.kernel.decode_runs(
-            *(values.cuda() for values in inputs), *ours.constants, state, own,
+            inputs._make(values.cuda() for values in inputs), ours.constants, state, own,
             gpu.plan_runs(on(runs, "cuda"), play.ring_length),
         )  # fmt: skip
         close(found, y, dtype)
@@ -93,6 +94,8 @@ def test_convolutions(model: str, dtype: torch.dtype) -> None:
     expected = normal(play.slots, kind.width - 1, kind.channels).to(dtype).mT
     state = expected.mT.contiguous().cuda().mT
     weight = normal(kind.channels, kind.width).to(dtype)
+    side_by_side = weight.t().contiguous().t().cuda()
+    constants = ConvConstants(weight, None, kind.silu)
     ring = torch.zeros(play.count, play.ring_length, kind.channels).to(dtype)
     own = ring.cuda()
     for number in range(CALLS):
@@ -100,10 +103,10 @@ def test_convolutions(model: str, dtype: torch.dtype) -> None:
         x = torch.randn(sum(call.lengths) + call.padding, kind.channels).to(dtype)
         sizes = kind.width, play.ring_length
         plan = REFERENCE.conv.plan_runs(call.runs(), *sizes)
-        y = REFERENCE.conv.decode_runs(x, weight, None, expected, ring, plan, silu=kind.silu)
+        y = REFERENCE.conv.decode_runs(x, constants, expected, ring, plan)
         plan = gpu.conv.plan_runs(on(call.runs(), "cuda"), *sizes)
         found = gpu.conv.decode_runs(
-            x.cuda(), weight.t().contiguous().t().cuda(), None, state, own, plan, silu=kind.silu
+            x.cuda(), constants._replace(weight=side_by_side), state, own, plan
         )
         close(found, y, dtype)
         assert torch.equal(state.cpu(), expected) and torch.equal(own.cpu(), ring)

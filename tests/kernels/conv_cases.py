@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.protocols import ConvConstants
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, prefill_segments
 
@@ -42,6 +43,9 @@ class Conv:
             weight, state = weight.contiguous(), state.contiguous()
         x = draw(tokens, channels + 16)[:, 8:-8]
         return cls(x, weight, draw(channels) if bias else None, state)
+
+    def constants(self, silu: bool = True) -> ConvConstants:
+        return ConvConstants(self.weight, self.bias, silu)
 
     def by_hand(
         self, begin: int, length: int, read: int, silu: bool = True
@@ -111,7 +115,7 @@ def check_prefill(
     step = on(padded(prefill_segments(segments, padding), padding), device)
     out = torch.full_like(case.x, NAN)
     plan = conv.plan(step, width)
-    y = conv.prefill(case.x, case.weight, case.bias, case.state, plan, out, silu=silu)
+    y = conv.prefill(case.x, case.constants(silu), case.state, plan, out)
     assert y is out
     close(y[:begin], torch.cat(expected))
     assert (y[begin:] == 0).all()
@@ -137,7 +141,7 @@ def check_decode(
     slots = DecodeSlots(int64([r for r, _ in kinds]), int64([w for _, w in kinds]))
     out = torch.full_like(case.x, NAN)
     step = plan(on(slots, str(case.x.device)))
-    y = conv.decode(case.x, case.weight, case.bias, case.state, step, out, silu=silu)
+    y = conv.decode(case.x, case.constants(silu), case.state, step, out)
     assert y is out
     is_padded = torch.tensor([kind == (0, 0) for kind in kinds], device=y.device)
     close(y[~is_padded], torch.cat(expected)[~is_padded])
@@ -146,7 +150,7 @@ def check_decode(
 
 
 def check_runs(conv: Any, seed: int, silu: bool = True, calls: int = 10, **options: Any) -> None:
-    """Sequences with tokens unfolded, drafts that hold and that don't, calls that write nothing."""
+    """Sequences with unfolded tokens, drafts accepted and not, calls that write nothing."""
     play, length = Play(seed), 80
     case = Conv.random(length * play.count, play.slots, set(), **options)
     width, device = case.weight.shape[1], str(case.x.device)
@@ -174,7 +178,7 @@ def check_runs(conv: Any, seed: int, silu: bool = True, calls: int = 10, **optio
         x = torch.cat([*inputs, wrong[: call.padding]])
         plan = conv.plan_runs(on(call.runs(), device), width, play.ring_length)
         out = torch.full_like(x, NAN)
-        y = conv.decode_runs(x, case.weight, case.bias, case.state, ring, plan, out, silu=silu)
+        y = conv.decode_runs(x, case.constants(silu), case.state, ring, plan, out)
         assert y is out
         assert not y[sum(call.lengths) :].any()
         known = torch.cat(expected)

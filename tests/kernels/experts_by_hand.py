@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import ExpertWeights
+
 
 class Mixture(NamedTuple):
-    """The arguments of kernels.experts' mix, in its order."""
+    """What the arguments of kernels.experts' mix are made of."""
 
     x: Tensor
     experts: Tensor
@@ -19,6 +21,10 @@ class Mixture(NamedTuple):
     down_proj: Tensor
     activation: str
     gated: bool
+
+    def arguments(self, elsewhere: int = 0) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
+        layer = ExpertWeights(self.up_proj, self.down_proj, self.activation, self.gated, elsewhere)
+        return self.x, self.experts, self.weights, layer
 
 
 def mixture(

@@ -30,26 +30,24 @@ PADDING = pytest.mark.parametrize("padding", [0, 1])
 
 @dataclass
 class Data:
-    """A recurrence's arguments by name: those of the tokens [T, ...], and the layer's constants."""
+    """A recurrence's arguments: the tokens [T, ...], and the layer's constants."""
 
-    tokens: dict[str, Tensor]
-    constants: dict[str, Any]
+    tokens: Any
+    constants: Any
 
     def rows(self, begin: int, end: int) -> Data:
-        return replace(self, tokens={name: v[begin:end] for name, v in self.tokens.items()})
+        return replace(self, tokens=self.tokens._make(v[begin:end] for v in self.tokens))
 
     @classmethod
     def join(cls, parts: list[Data]) -> Data:
-        names = parts[0].tokens
-        return replace(
-            parts[0], tokens={name: torch.cat([p.tokens[name] for p in parts]) for name in names}
-        )
+        columns = zip(*(part.tokens for part in parts), strict=True)
+        return replace(parts[0], tokens=parts[0].tokens._make(map(torch.cat, columns)))
 
     def to(self, dtype: torch.dtype) -> Data:
-        return replace(self, tokens={name: v.to(dtype) for name, v in self.tokens.items()})
+        return replace(self, tokens=self.tokens._make(v.to(dtype) for v in self.tokens))
 
-    def arguments(self) -> dict[str, Any]:
-        return self.tokens | self.constants
+    def arguments(self) -> tuple[Any, Any]:
+        return self.tokens, self.constants
 
 
 def draw_columns(length: int, widths: list[int], seed: int) -> list[Tensor]:
@@ -62,21 +60,19 @@ def draw_columns(length: int, widths: list[int], seed: int) -> list[Tensor]:
 class Recurrence:
     kernel: Any  # the module: plan, prefill, decode
     shape: tuple[int, ...]  # of a state
-    output_like: str  # the argument that has the output's shape and dtype
     draw: Callable[..., Data]  # (length, seed=0)
     # One token in float64: (state, its arguments as attributes) -> its output, the state after it.
     step: Callable[[Tensor, Any], tuple[Tensor, Tensor]]
-    ring: tuple[str, ...]  # the arguments that a ring keeps of earlier tokens
     plan_runs: Callable[[DecodeRuns, int], Any] = plan_runs
 
     def token_loop(self, data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Outputs [T, ...] and the states after 0, 1, ... T tokens, in float64."""
         state = torch.zeros(self.shape) if initial is None else initial
         states, outputs = [state.double()], []
-        tokens = {name: values.double() for name, values in data.tokens.items()}
-        for t in range(len(tokens[self.output_like])):
-            token = {name: values[t] for name, values in tokens.items()}
-            y, after = self.step(states[-1], SimpleNamespace(**token, **data.constants))
+        tokens = data.tokens._make(values.double() for values in data.tokens)
+        for t in range(len(tokens.like)):
+            token = data.tokens._make(values[t] for values in tokens)._asdict()
+            y, after = self.step(states[-1], SimpleNamespace(**token, **data.constants._asdict()))
             outputs.append(y)
             states.append(after)
         return torch.stack(outputs), states
@@ -94,13 +90,13 @@ class Recurrence:
     ) -> Tensor:
         plan = self.kernel.plan(prefill_segments(segments, padding), chunk)
         out = self.empty_output(data)
-        assert self.kernel.prefill(**data.arguments(), state=state, plan=plan, out=out) is out
+        assert self.kernel.prefill(*data.arguments(), state=state, plan=plan, out=out) is out
         return out
 
     def decode(self, data: Data, read: list[int], write: list[int], state: Tensor) -> Tensor:
         plan = plan_decode(DecodeSlots(int64(read), int64(write)))
         out = self.empty_output(data)
-        assert self.kernel.decode(**data.arguments(), state=state, plan=plan, out=out) is out
+        assert self.kernel.decode(*data.arguments(), state=state, plan=plan, out=out) is out
         return out
 
     def decode_runs(
@@ -110,17 +106,17 @@ class Recurrence:
         out = self.empty_output(data)
         arguments = data.arguments()
         assert (
-            self.kernel.decode_runs(**arguments, state=state, ring=ring, plan=plan, out=out) is out
+            self.kernel.decode_runs(*arguments, state=state, ring=ring, plan=plan, out=out) is out
         )
         return out
 
     def rings(self, rows: int, length: int) -> tuple[Tensor, ...]:
         """Of NaN."""
-        one = self.draw(1).tokens
-        return tuple(poisoned(rows, length, *one[name].shape[1:]) for name in self.ring)
+        kept = self.draw(1).tokens.kept
+        return tuple(poisoned(rows, length, *values.shape[1:]) for values in kept)
 
     def empty_output(self, data: Data) -> Tensor:
-        return torch.full_like(data.tokens[self.output_like], float("nan"))
+        return torch.full_like(data.tokens.like, float("nan"))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
@@ -157,10 +153,10 @@ def test_without_an_output_tensor_the_result_is_a_new_one(recurrence: Recurrence
     data, state = recurrence.draw(21), recurrence.poisoned(3)
     expected = recurrence.token_loop(data)[0]
     plan = recurrence.kernel.plan(prefill_segments([Segment(0, 20, 0, 1)]), CHUNK)
-    y = recurrence.kernel.prefill(**data.rows(0, 20).arguments(), state=state, plan=plan)
+    y = recurrence.kernel.prefill(*data.rows(0, 20).arguments(), state=state, plan=plan)
     close(y, expected[:20])
     step = plan_decode(DecodeSlots(int64([1]), int64([1])))
-    y = recurrence.kernel.decode(**data.rows(20, 21).arguments(), state=state, plan=step)
+    y = recurrence.kernel.decode(*data.rows(20, 21).arguments(), state=state, plan=step)
     close(y, expected[20:])
 
 
@@ -330,7 +326,7 @@ def test_states_are_read_before_any_is_written(recurrence: Recurrence, padding: 
 def test_nan_in_one_sequence_stays_there(recurrence: Recurrence, bad: int) -> None:
     data, state = recurrence.draw(30), recurrence.poisoned(5)
     halves = [slice(0, 10), slice(10, 30)]
-    for values in data.tokens.values():
+    for values in data.tokens:
         values[halves[bad]] = float("nan")
     y = recurrence.prefill(data, [Segment(0, 10, 0, 1), Segment(0, 20, 0, 2)], state)
     good = halves[1 - bad]
@@ -409,7 +405,7 @@ def test_bfloat16_inputs_and_states_follow_float64(recurrence: Recurrence) -> No
 
 @PADDING
 @pytest.mark.parametrize("seed", range(6))
-def test_runs_equal_the_token_loop_whatever_holds(
+def test_runs_equal_the_token_loop_whatever_is_accepted(
     recurrence: Recurrence, seed: int, padding: int
 ) -> None:
     check_runs(recurrence, Play(seed), padding, calls=10)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_hybrid.kernels.protocols import Filters
 
 
 @dataclass
@@ -42,33 +44,34 @@ class Draws:
         )
 
     def rows(self, which: Tensor | slice) -> Draws:
-        return Draws(*(values[which] for values in self.all()))
+        return Draws(*(values[which] for values in self.columns()))
 
-    def all(self) -> tuple[Tensor, ...]:
-        return (
-            self.logits,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.point,
+    def columns(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def all(self) -> tuple[Tensor, Filters, Tensor]:
+        """Every filter is looked at."""
+        filters = Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+        return self.logits, filters, self.point
+
+    def used(self) -> tuple[Tensor, Filters, Tensor]:
+        """Filters that no row uses are not looked at."""
+        logits, filters, point = self.all()
+        used = filters._replace(
+            uses_top_k=bool((self.top_k > 0).any()),
+            uses_top_p=bool((self.top_p < 1).any()),
+            uses_min_p=bool((self.min_p > 0).any()),
         )
-
-    def uses(self) -> dict[str, bool]:
-        return {
-            "uses_top_k": bool((self.top_k > 0).any()),
-            "uses_top_p": bool((self.top_p < 1).any()),
-            "uses_min_p": bool((self.min_p > 0).any()),
-        }
+        return logits, used, point
 
 
 def check_draws(sampling: Any, draws: Draws, slack: float = 1e-6) -> None:
     """Every token of `sampling` (a module with the calls of reference.py) lies, within a share of
     `slack` of the probability, where the number points."""
-    tokens = sampling.draw(*draws.all(), **draws.uses())
+    tokens = sampling.draw(*draws.used())
     assert tokens.dtype == torch.int64
     for row, token in enumerate(tokens.tolist()):
-        logits, temperature, top_k, top_p, min_p, point = (v[row].cpu() for v in draws.all())
+        logits, temperature, top_k, top_p, min_p, point = (v[row].cpu() for v in draws.columns())
         probabilities = []
         # A limit that a filter meets within rounding may be taken either way.
         for change in (-slack, slack):

@@ -51,12 +51,12 @@ def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
 ) -> None:
     case = Conv.random(60, 2, set(), channels=6, width=width)
     whole = prefill_segments([Segment(0, 60, 0, 0)])
-    expected = conv.prefill(case.x, case.weight, case.bias, case.state, whole, silu=silu)
+    expected = conv.prefill(case.x, case.constants(silu), case.state, whole)
     position = 0
     for length in lengths:
         step = prefill_segments([Segment(position, length, 1 if position else 0, 1)])
         part = slice(position, position + length)
-        y = conv.prefill(case.x[part], case.weight, case.bias, case.state, step, silu=silu)
+        y = conv.prefill(case.x[part], case.constants(silu), case.state, step)
         assert torch.equal(y, expected[part])
         position += length
 
@@ -78,7 +78,7 @@ def test_sequences_may_share_the_slot_that_one_of_them_writes() -> None:
     expected = torch.cat([case.by_hand(begin, 2, 1)[0] for begin in (0, 2)])
     windows = [case.by_hand(begin, 2, 1)[1][2:].t() for begin in (0, 2)]
     step = prefill_segments([Segment(3, 2, 1, 1), Segment(3, 2, 1, 2)])
-    y = conv.prefill(case.x, case.weight, case.bias, case.state, step)
+    y = conv.prefill(case.x, case.constants(), case.state, step)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(case.state[1], windows[0])
     assert torch.equal(case.state[2], windows[1])
@@ -88,6 +88,6 @@ def test_a_state_of_another_dtype_holds_the_rounded_inputs() -> None:
     case = Conv.random(30, 3, set(), channels=6)
     state = poisoned(3, 6, 3, dtype=torch.float64)
     step = prefill_segments([Segment(0, 30, 0, 2, [(20, 1)])])
-    conv.prefill(case.x, case.weight, case.bias, state, step)
+    conv.prefill(case.x, case.constants(), state, step)
     assert torch.equal(state[1], case.x[17:20].t().double())
     assert torch.equal(state[2], case.x[27:].t().double())

@@ -39,24 +39,24 @@ def check(result: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS, triton.FEW_TOKENS + 1, 60])
 def test_mix(tokens: int, activation: str, gated: bool) -> None:
     m = mixture(tokens, chosen=3, activation=activation, gated=gated)
-    check(triton.mix(*m), by_hand(m))
+    check(triton.mix(*m.arguments()), by_hand(m))
 
 
 @pytest.mark.parametrize("tokens", [2, 60])
 def test_ranks_with_some_of_the_experts_add_up_to_all(tokens: int) -> None:
     m = mixture(tokens, chosen=3)
-    check(sum(triton.mix(*part, 6) for part in shared_out(m, 4)), by_hand(m))
+    check(sum(triton.mix(*part.arguments(6)) for part in shared_out(m, 4)), by_hand(m))
     nobodys = shared_out(m, 4)[0]
     nobodys.experts.fill_(2)
-    assert not triton.mix(*nobodys, 6).any()
+    assert not triton.mix(*nobodys.arguments(6)).any()
 
 
 @pytest.mark.parametrize(("width", "inner"), [(32, 32), (130, 70)])
 def test_sizes_that_tiles_divide_and_others(width: int, inner: int) -> None:
     m = mixture(30, width=width, inner=inner)
-    check(triton.mix(*m), by_hand(m))
+    check(triton.mix(*m.arguments()), by_hand(m))
     few = mixture(2, width=width, inner=inner)
-    check(triton.mix(*few), by_hand(few))
+    check(triton.mix(*few.arguments()), by_hand(few))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -65,17 +65,17 @@ def test_tiles_for_16_bits(average: int, gated: bool) -> None:
     """The tiles, not the type: the interpreter has no products of bfloat16."""
     m = mixture(9, num_experts=3, gated=gated)
     tiles = triton.choose_tiles(3 * average, 3, gated, torch.bfloat16)
-    check(triton.mix_grouped(*m, tiles), by_hand(m))
+    check(triton.mix_grouped(*m.arguments(), tiles), by_hand(m))
 
 
 def test_many_blocks_of_one_expert_and_empty_experts() -> None:
     m = mixture(1100, num_experts=5)
     m.experts.fill_(2)
-    check(triton.mix(*m), by_hand(m))
+    check(triton.mix(*m.arguments()), by_hand(m))
 
 
 def test_no_tokens() -> None:
-    assert triton.mix(*mixture(0)).shape == (0, 40)
+    assert triton.mix(*mixture(0).arguments()).shape == (0, 40)
     experts, weights = triton.route(torch.empty(0, 8), 2)
     assert experts.shape == weights.shape == (0, 2)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from megatron_hybrid.kernels.gated_delta_rule import reference as delta_rule
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from tests.kernels.recurrence_contract import *  # noqa: F403
 from tests.kernels.recurrence_contract import Data, Recurrence, close, draw_columns
 from tests.kernels.segments import Segment
@@ -28,17 +29,17 @@ def draw(length: int, seed: int = 0, v_dim: int = V_DIM, k_dim: int = K_DIM) -> 
     k += 1
     b *= 2
     return Data(
-        {
-            "q": q.unflatten(1, (K_HEADS, k_dim)),
-            "k": k.unflatten(1, (K_HEADS, k_dim)),
-            "v": v.unflatten(1, (HEADS, v_dim)),
-            "a": a,
-            "b": b,
-        },
-        {
-            "A": -torch.tensor([0.001, 0.3, 2.0, 16.0]),
-            "dt_bias": torch.tensor([-1.0, 0.5, -2.0, 3.0]),
-        },
+        DeltaRuleTokens(
+            q=q.unflatten(1, (K_HEADS, k_dim)),
+            k=k.unflatten(1, (K_HEADS, k_dim)),
+            v=v.unflatten(1, (HEADS, v_dim)),
+            a=a,
+            b=b,
+        ),
+        DeltaRuleConstants(
+            A=-torch.tensor([0.001, 0.3, 2.0, 16.0]),
+            dt_bias=torch.tensor([-1.0, 0.5, -2.0, 3.0]),
+        ),
     )
 
 
@@ -56,7 +57,7 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(delta_rule, SHAPE, "v", draw, step, ("k", "v", "a", "b"))
+    return Recurrence(delta_rule, SHAPE, draw, step)
 
 
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
@@ -66,8 +67,8 @@ def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
     state[1] = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     before = state[1].clone()
     y = recurrence.prefill(data, [Segment(5, 70, 1, 2)], state)
-    q, k, v, a, b = data.tokens.values()
-    decay = data.constants["A"] * F.softplus(a + data.constants["dt_bias"])
+    q, k, v, a, b = data.tokens
+    decay = data.constants.A * F.softplus(a + data.constants.dt_bias)
     expected, last = getattr(qwen3_next, f"torch_{name}_gated_delta_rule")(
         *(values[None] for values in (q, k, v, decay, b.sigmoid())),
         initial_state=before.transpose(1, 2)[None],
@@ -81,9 +82,9 @@ def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
 def test_equal_keys_without_decay_equal_the_token_loop(recurrence: Recurrence) -> None:
     """Each token replaces what the one before it has stored."""
     data, state = draw(100), recurrence.poisoned(2)
-    data.tokens["k"][:] = data.tokens["k"][0].clone()
-    data.tokens["b"][:] = 9
-    data.constants["A"][:] = 0
+    data.tokens.k[:] = data.tokens.k[0].clone()
+    data.tokens.b[:] = 9
+    data.constants.A[:] = 0
     y = recurrence.prefill(data, [Segment(0, 100, 0, 1)], state, chunk=64)
     expected, states = recurrence.token_loop(data)
     close(y, expected)
@@ -92,7 +93,7 @@ def test_equal_keys_without_decay_equal_the_token_loop(recurrence: Recurrence) -
 
 def test_keys_of_zeros_add_nothing(recurrence: Recurrence) -> None:
     data, state = draw(20), recurrence.poisoned(2)
-    data.tokens["k"][:] = 0
-    data.tokens["q"][:10] = 0
+    data.tokens.k[:] = 0
+    data.tokens.q[:10] = 0
     assert recurrence.prefill(data, [Segment(0, 20, 0, 1)], state).eq(0).all()
     assert state[1].eq(0).all()

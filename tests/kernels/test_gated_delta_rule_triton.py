@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.gated_delta_rule import reference
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, prefill_segments
 
@@ -64,8 +65,9 @@ class Data:
     def rows(self, begin: int, end: int) -> Data:
         return replace(self, **{name: getattr(self, name)[begin:end] for name in VARYING})
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        return (*(getattr(self, name) for name in VARYING), self.A, self.dt_bias)
+    def arguments(self) -> tuple[DeltaRuleTokens, DeltaRuleConstants]:
+        values = [getattr(self, f.name) for f in fields(self)]
+        return DeltaRuleTokens(*values[:5]), DeltaRuleConstants(*values[5:])
 
 
 def token_loop(data: Data, state: Tensor) -> tuple[Tensor, list[Tensor]]:

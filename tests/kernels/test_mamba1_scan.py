@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from tests.kernels.recurrence_contract import *  # noqa: F403
 from tests.kernels.recurrence_contract import Data, Recurrence, close, draw_columns
 from tests.kernels.segments import Segment
@@ -23,12 +24,12 @@ def draw(length: int, seed: int = 0, channels: int = CHANNELS, size: int = SIZE)
     dt *= 2
     h = torch.Generator().manual_seed(99)
     return Data(
-        {"x": x, "z": z, "dt": dt, "B": B, "C": C},
-        {
-            "A": -8 * torch.rand(channels, size, generator=h) - 0.05,
-            "D": torch.randn(channels, generator=h),
-            "dt_bias": torch.randn(channels, generator=h) - 3,
-        },
+        Mamba1Tokens(x, z, dt, B, C),
+        Mamba1Constants(
+            A=-8 * torch.rand(channels, size, generator=h) - 0.05,
+            D=torch.randn(channels, generator=h),
+            dt_bias=torch.randn(channels, generator=h) - 3,
+        ),
     )
 
 
@@ -40,7 +41,7 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(mamba1_scan, (CHANNELS, SIZE), "x", draw, step, ("x", "dt", "B"))
+    return Recurrence(mamba1_scan, (CHANNELS, SIZE), draw, step)
 
 
 def test_a_checkpoint_at_a_block_s_end_is_the_same_however_the_prompt_was_cut(

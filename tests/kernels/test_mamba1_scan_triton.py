@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.mamba1_scan import reference
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, prefill_segments
 
@@ -53,13 +54,14 @@ class Data:
     def rows(self, begin: int, end: int) -> Data:
         return replace(self, **{n: getattr(self, n)[begin:end] for n in "x z dt B C".split()})
 
-    def arguments(self) -> list[Tensor]:
-        return [getattr(self, f.name) for f in fields(self)]
+    def arguments(self) -> tuple[Mamba1Tokens, Mamba1Constants]:
+        values = [getattr(self, f.name) for f in fields(self)]
+        return Mamba1Tokens(*values[:5]), Mamba1Constants(*values[5:])
 
 
 def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     """Token by token in float64: outputs [T, channels], and the states after 0, 1, ... T tokens."""
-    x, z, dt, B, C, A, D, bias = (v.double() for v in data.arguments())
+    x, z, dt, B, C, A, D, bias = (v.double() for part in data.arguments() for v in part)
     states = [torch.zeros_like(A) if initial is None else initial.double()]
     outputs = []
     for t in range(x.shape[0]):
@@ -219,7 +221,7 @@ def test_nan_in_one_sequence_stays_there(bad: int) -> None:
     data = Data.draw(40)
     state = poisoned(3, data)
     halves = [slice(0, 13), slice(13, 40)]
-    for values in data.arguments()[:5]:
+    for values in data.arguments()[0]:
         values[halves[bad]] = float("nan")
     y = run(data, [Segment(0, 13, 0, 1), Segment(0, 27, 0, 2)], state)
     good = halves[1 - bad]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.kernels.tiles import largest_tile
 from tests.kernels.recurrence_contract import *  # noqa: F403
 from tests.kernels.recurrence_contract import Data, Recurrence, draw_columns
@@ -24,18 +25,18 @@ def draw(length: int, seed: int = 0, head_dim: int = HEAD_DIM, size: int = SIZE)
     dt *= 2
     h = torch.Generator().manual_seed(99)
     return Data(
-        {
-            "x": x.unflatten(1, (HEADS, head_dim)),
-            "B": B.unflatten(1, (GROUPS, size)),
-            "C": C.unflatten(1, (GROUPS, size)),
-            "dt": dt,
-        },
-        {
-            "A": -8 * torch.rand(HEADS, generator=h) - 0.05,
-            "D": torch.randn(HEADS, generator=h),
-            "dt_bias": torch.randn(HEADS, generator=h) - 2,
-            "dt_limit": LIMIT,
-        },
+        Mamba2Tokens(
+            x=x.unflatten(1, (HEADS, head_dim)),
+            B=B.unflatten(1, (GROUPS, size)),
+            C=C.unflatten(1, (GROUPS, size)),
+            dt=dt,
+        ),
+        Mamba2Constants(
+            A=-8 * torch.rand(HEADS, generator=h) - 0.05,
+            D=torch.randn(HEADS, generator=h),
+            dt_bias=torch.randn(HEADS, generator=h) - 2,
+            dt_limit=LIMIT,
+        ),
     )
 
 
@@ -48,12 +49,12 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def recurrence() -> Recurrence:
-    return Recurrence(mamba2_scan, (HEADS, HEAD_DIM, SIZE), "x", draw, step, ("x", "B", "dt"))
+    return Recurrence(mamba2_scan, (HEADS, HEAD_DIM, SIZE), draw, step)
 
 
 def test_both_limits_of_dt_are_reached() -> None:
     data = draw(60)
-    dt = F.softplus(data.tokens["dt"] + data.constants["dt_bias"])
+    dt = F.softplus(data.tokens.dt + data.constants.dt_bias)
     assert (dt < LIMIT[0]).any() and (dt > LIMIT[1]).any()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
 from megatron_hybrid.kernels.mamba2_scan import reference
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.thorough import usually
 
@@ -60,8 +61,9 @@ class Data:
         cut = {n: getattr(self, n)[begin:end] for n in ("x", "B", "C", "dt")}
         return replace(self, **cut)
 
-    def arguments(self) -> tuple:
-        return (*(getattr(self, f.name) for f in fields(self)), LIMIT)
+    def arguments(self) -> tuple[Mamba2Tokens, Mamba2Constants]:
+        values = [getattr(self, f.name) for f in fields(self)]
+        return Mamba2Tokens(*values[:4]), Mamba2Constants(*values[4:], LIMIT)
 
 
 def token_loop(data: Data, state: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -1,7 +1,4 @@
-"""The kernels of each kind of recurrent layer at a model's sizes: inputs, floors, libraries.
-
-A kernel's calls take what has a row a token, then constants, then the state and the step's plan.
-"""
+"""The kernels of each kind of recurrent layer at a model's sizes: inputs, floors, libraries."""
 
 from __future__ import annotations
 
@@ -15,6 +12,14 @@ from torch import Tensor
 from bench.timing import Call
 from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.protocols import (
+    DeltaRuleConstants,
+    DeltaRuleTokens,
+    Mamba1Constants,
+    Mamba1Tokens,
+    Mamba2Constants,
+    Mamba2Tokens,
+)
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
@@ -28,6 +33,8 @@ PrefillCalls = Callable[[Tensors, int], dict[str, Call]]
 
 @dataclass(frozen=True)
 class RecurrentKind:
+    """A kind of recurrent layer, at one model's sizes."""
+
     letter: str  # in a pattern
     channels: int  # of the convolution
     width: int
@@ -36,9 +43,8 @@ class RecurrentKind:
     # Of the scan; an empty state: there is none.
     state: tuple[int, ...] = (0,)
     kernel: Any = None
-    inputs: Callable[[int], Tensors] = lambda tokens: ()  # for so many tokens
-    constants: tuple[Any, ...] = ()
-    ring: tuple[int, ...] = ()  # which of the inputs a ring keeps
+    inputs: Callable[[int], Any] = lambda tokens: ()  # ScanTokens, for so many tokens
+    constants: Any = ()  # of a layer
     values_per_token: int = 0  # read and written, of the activations' type
     flops_per_token: float = 0.0  # multiplications and additions of prefill
     update_libraries: UpdateCalls = field(default=lambda *_: {})
@@ -81,11 +87,11 @@ def _mamba2(
     decay = -torch.linspace(1, 16, heads, device=constant(1, value=0.0).device)
     skip, bias = constant(heads, value=1.0), constant(heads, value=-4.5)
 
-    def inputs(tokens: int) -> Tensors:
+    def inputs(tokens: int) -> Mamba2Tokens:
         x, b, c = columns(tokens, inner, groups * size, groups * size)
         _, _, dt = columns(tokens, inner, channels, heads)
-        by_group = (groups, size)
-        return x.unflatten(1, (heads, dim)), b.unflatten(1, by_group), c.unflatten(1, by_group), dt
+        b, c = (values.unflatten(1, (groups, size)) for values in (b, c))
+        return Mamba2Tokens(x.unflatten(1, (heads, dim)), b, c, dt)
 
     def update(tokens: Tensors, state: Tensor, slots: DecodeSlots) -> dict[str, Call]:
         x, b, c, dt = tokens
@@ -132,8 +138,7 @@ def _mamba2(
         state=(heads, dim, size),
         kernel=kernels.mamba2_scan,
         inputs=inputs,
-        constants=(decay, skip, bias, config.dt_limit),
-        ring=(0, 1, 3),
+        constants=Mamba2Constants(decay, skip, bias, config.dt_limit),
         values_per_token=2 * inner + 2 * groups * size + heads,
         # In tiles of 64 tokens: C h and B^T x, and half of the products inside a tile.
         flops_per_token=4 * inner * size + tile * (inner + groups * size),
@@ -149,11 +154,11 @@ def _mamba1(
     decay = constant(inner, size, value=-1.0).cumsum(1)
     skip, bias = constant(inner, value=1.0), constant(inner, value=-4.5)
 
-    def inputs(tokens: int) -> Tensors:
+    def inputs(tokens: int) -> Mamba1Tokens:
         _, z = columns(tokens, inner, inner)
         _, b, c = columns(tokens, rank, size, size)
         (x,), (dt,) = columns(tokens, inner), columns(tokens, inner)
-        return x, z, dt, b, c
+        return Mamba1Tokens(x, z, dt, b, c)
 
     def update(tokens: Tensors, state: Tensor, slots: DecodeSlots) -> dict[str, Call]:
         mamba_ssm = library("mamba_ssm.ops.triton.selective_state_update")
@@ -190,8 +195,7 @@ def _mamba1(
         state=(inner, size),
         kernel=kernels.mamba1_scan,
         inputs=inputs,
-        constants=(decay, skip, bias),
-        ring=(0, 2, 3),
+        constants=Mamba1Constants(decay, skip, bias),
         values_per_token=4 * inner + 2 * size,
         # No matrix products: exponentials bound it, 16 a clock and processor.
         flops_per_token=0.0,
@@ -211,12 +215,12 @@ def _gated_delta_net(
     keys, values = key_heads * key_dim, heads * value_dim
     decay, bias = constant(heads, value=-4.0), constant(heads, value=-4.5)
 
-    def inputs(tokens: int) -> Tensors:
+    def inputs(tokens: int) -> DeltaRuleTokens:
         q, k, v = columns(tokens, keys, keys, values)
         *_, b, a = columns(tokens, 2 * keys + 2 * values, heads, heads)
         by_key = (key_heads, key_dim)
         v = v.unflatten(1, (heads, value_dim))
-        return q.unflatten(1, by_key), k.unflatten(1, by_key), v, a, b
+        return DeltaRuleTokens(q.unflatten(1, by_key), k.unflatten(1, by_key), v, a, b)
 
     def prefill(tokens: Tensors, sequences: int) -> dict[str, Call]:
         fla = library("fla.ops.gated_delta_rule")
@@ -242,8 +246,7 @@ def _gated_delta_net(
         state=(heads, value_dim, key_dim),
         kernel=kernels.gated_delta_rule,
         inputs=inputs,
-        constants=(decay, bias),
-        ring=(1, 2, 3, 4),
+        constants=DeltaRuleConstants(decay, bias),
         values_per_token=2 * keys + 2 * values + 2 * heads,
         # In chunks of Q tokens, a value head: w S^T, q S^T and v^T k with the state, and half of
         # k k^T, q k^T, T v, T k and P v inside the chunk.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 
 def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al., "Primer", 2021), as Nemotron has it."""
     return F.relu(x).square_()
 
 
@@ -22,11 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """act(x), or, where `gated`, act(first half of the columns) * second half.
-
-    x [tokens, columns] -> [tokens, columns or columns / 2] in x's dtype; `activation` is a key of
-    ACTIVATIONS.
-    """
+    """As in Activation."""
     function = ACTIVATIONS[activation]
     if not gated:
         return function(x)
@@ -35,5 +32,5 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
+    """As in Activation."""
     return ACTIVATIONS[activation](gate).mul_(x)

@@ -1,4 +1,4 @@
-"""Activations in Triton; the call, its meaning and its roundings are those of reference.py."""
+"""Activations in Triton; the meaning and the roundings are reference.py's."""
 
 # Kernels are typed by their launches: only constexpr arguments are annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,11 +13,7 @@ from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """act(x), or, where `gated`, act(first half of the columns) * second half.
-
-    x [tokens, columns] (rows may be strided) -> [tokens, columns or columns / 2] in x's dtype;
-    `activation` is a key of ACTIVATIONS.
-    """
+    """As in Activation."""
     half = x.shape[1] // 2
     if gated:
         return _launch(x[:, :half], x[:, half:], activation)
@@ -25,7 +21,7 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
+    """As in Activation."""
     return _launch(gate, x, activation)
 
 

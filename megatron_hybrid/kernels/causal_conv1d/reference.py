@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
-from megatron_hybrid.kernels.runs import HostRuns, Turn
+from megatron_hybrid.kernels.protocols import ConvConstants
+from megatron_hybrid.kernels.runs import HostRuns, Turn, into
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
 
 # Rows that are convolved at a time: few enough to stay in a core's cache.
@@ -39,6 +40,7 @@ class ConvPlan:
 
 
 def plan(segments: PrefillSegments, width: int) -> ConvPlan:
+    """The layout of the step's prompts."""
     device = segments.cu_seqlens.device
     bounds: list[int] = segments.cu_seqlens.tolist()
     starts: list[int] = segments.start_position.tolist()
@@ -72,18 +74,13 @@ def plan(segments: PrefillSegments, width: int) -> ConvPlan:
 
 def prefill(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     plan: ConvPlan,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
-    """x [T, channels] (rows may be strided), weight [channels, W], bias [channels], state
-    [slots, channels, W - 1] (read and written; any strides) -> [T, channels], after SiLU where
-    `silu`, in `out` if that is given."""
-    channels, width = weight.shape
+    """state [slots, channels, W - 1], of any strides -> [T, channels]."""
+    channels, width = constants.weight.shape
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     if plan.token_rows is None or plan.old_rows is None:
         rows = torch.cat((old[0], x))
@@ -94,7 +91,7 @@ def prefill(
     windows = rows.index_select(0, plan.window_rows).view(-1, width - 1, channels)
     plan.writes.scatter(state, windows.transpose(1, 2))
 
-    taps = weight.float().t().contiguous()  # [W, channels]
+    taps = constants.weight.float().t().contiguous()  # [W, channels]
     outputs = rows.shape[0] - (width - 1)
     y = torch.empty((outputs, channels), dtype=torch.float32, device=x.device)
     for begin in range(0, outputs, _TILE):
@@ -103,35 +100,32 @@ def prefill(
         torch.mul(rows[begin:end], taps[0], out=part)
         for k in range(1, width):
             part.addcmul_(rows[begin + k : end + k], taps[k])
-        if bias is not None:
-            part.add_(bias)
-        if silu:
-            F.silu(part, inplace=True)
+        _finish(part, constants)
     if plan.token_rows is not None:
         y = y.index_select(0, plan.token_rows - (width - 1))
-    return y.to(x.dtype) if out is None else out.copy_(y)
+    return into(out, y, x)
 
 
 def decode(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     plan: DecodePlan,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
     old = plan.reads.gather(state).to(x.dtype)  # [N, channels, W - 1]
     rows = torch.cat((old, x[:, :, None]), dim=2)  # [N, channels, W]
     plan.writes.scatter(state, rows[:, :, 1:])
-    y = (rows.float() * weight.float()).sum(dim=2)
-    if bias is not None:
-        y = y + bias
-    if silu:
-        F.silu(y, inplace=True)
-    return y.to(x.dtype) if out is None else out.copy_(y)
+    y = _finish((rows.float() * constants.weight.float()).sum(dim=2), constants)
+    return into(out, y, x)
+
+
+def _finish(y: Tensor, constants: ConvConstants) -> Tensor:
+    """What follows the sum over taps, on y [T, channels] in place."""
+    if constants.bias is not None:
+        y.add_(constants.bias)
+    return F.silu(y, inplace=True) if constants.silu else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +144,7 @@ class ConvRunsPlan:
 
 
 def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
+    """The layout of the step's decodes."""
     host, old = HostRuns(runs, ring_length), width - 1
     first: list[int] = []
     unfolded: list[tuple[int, int]] = []  # sequence, and how far ahead of its next token
@@ -191,17 +186,14 @@ def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
 
 def decode_runs(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     ring: Tensor,
     plan: ConvRunsPlan,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
     """DecodeRuns: as above with tokens T. ring [rows, R, channels]: earlier inputs, as x's."""
-    channels, width = weight.shape
+    channels, width = constants.weight.shape
     tokens = plan.token_rows.shape[0]
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     rows = x.new_empty((old.numel() // channels + len(plan.unfolded_rows) + tokens, channels))
@@ -215,11 +207,7 @@ def decode_runs(
 
     # As in decode, to the bit: [tokens, channels, W].
     inputs = rows[plan.token_rows].transpose(1, 2).contiguous()
-    y = (inputs.float() * weight.float()).sum(dim=2)
-    if bias is not None:
-        y = y + bias
-    if silu:
-        F.silu(y, inplace=True)
+    y = _finish((inputs.float() * constants.weight.float()).sum(dim=2), constants)
     out = torch.empty_like(x) if out is None else out
     out[tokens:] = 0
     out[:tokens] = y

@@ -1,4 +1,5 @@
-"""Causal depthwise convolution in Triton; the calls and their meaning are those of reference.py.
+"""Causal depthwise convolution in Triton; the meaning is reference.py's, the calls are in
+protocols.py.
 
 Taps are added from the newest input to the oldest, in prefill and in decode, so an output has the
 same bits however its sequence was cut into segments.
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.protocols import ConvConstants
 
 # These differ from step to step, and so would their alignment: no compilation for each of those.
 _INDICES = (
@@ -36,17 +38,14 @@ def plan(segments: PrefillSegments, width: int) -> PrefillSegments:
 
 def prefill(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     plan: PrefillSegments,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
-    """x [T, channels], weight [channels, W], bias [channels], state [slots, channels, W - 1] (read
-    and written) -> [T, channels], after SiLU where `silu`; zeros for padding tokens. Two slots that
-    are written in one call must differ, unless both windows are the same."""
+    """Zeros for padding tokens. Two slots that are written in one call must differ, unless both
+    windows are the same."""
+    weight, bias, silu = constants
     tokens, channels = x.shape
     width = weight.shape[1]
     sequences, checkpoints = plan.read_slot.shape[0], plan.checkpoint_slot.shape[0]
@@ -75,15 +74,13 @@ def prefill(
 
 def decode(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences; zeros for padded rows."""
+    weight, bias, silu = constants
     rows, channels = x.shape
     out = x.new_empty((rows, channels)) if out is None else out
     # 16 bytes a thread when there is enough work to fill the device, else more programs.
@@ -103,23 +100,20 @@ def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> DecodeRuns:
 
 def decode_runs(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    constants: ConvConstants,
     state: Tensor,
     ring: Tensor,
     plan: DecodeRuns,
     out: Tensor | None = None,
-    *,
-    silu: bool = True,
 ) -> Tensor:
-    """DecodeRuns: as above with tokens T. ring [rows, R, channels], contiguous: earlier inputs."""
+    """DecodeRuns: as above with tokens T. The ring is contiguous."""
+    weight, bias, silu = constants
     tokens, channels = x.shape
     out = x.new_empty((tokens, channels)) if out is None else out
     grid = triton.cdiv(channels, 256), plan.read_slot.shape[0] + 1
     _runs_kernel[grid](
         x, weight, bias, state, ring, out,
-        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
-        plan.checkpoint_position, plan.checkpoint_slot, tokens, channels,
+        *plan.tensors, tokens, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
         RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4,
     )  # fmt: skip

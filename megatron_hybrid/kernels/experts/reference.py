@@ -9,15 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
+from megatron_hybrid.kernels.protocols import ExpertWeights
 
 
 def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
-    """The `chosen` best experts of every token and the softmax over their logits; unless
-    `normalize`, over those of all experts.
-
-    logits [tokens, experts] -> experts (integers) and weights float32, [tokens, chosen] each, the
-    best first.
-    """
+    """As in Experts."""
     if not normalize:
         shares, experts = torch.softmax(logits.float(), dim=-1).topk(chosen, dim=-1)
         return experts, shares
@@ -25,25 +21,8 @@ def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, 
     return experts, torch.softmax(best, dim=-1)
 
 
-def mix(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    activation: str,
-    gated: bool,
-    elsewhere: int = 0,
-) -> Tensor:
-    """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j].
-
-    Where other ranks hold so many more experts (`elsewhere`), an id past the last one here stands
-    for any of them, and adds nothing.
-
-    x [tokens, width], experts and weights [tokens, chosen] (weights float32), up_proj
-    [experts, inner (twice that where gated: gate, then up), width], down_proj
-    [experts, width, inner] -> [tokens, width] in x's dtype.
-    """
+def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+    """As in Experts."""
     chosen = experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -51,9 +30,9 @@ def mix(
     share = weights.flatten().index_select(0, order)[:, None].to(x.dtype)
     inputs = x.index_select(0, tokens)
     outputs = torch.zeros_like(inputs)
-    for expert, begin, end in _ranges(flat, up_proj.shape[0]):
-        up = activate(F.linear(inputs[begin:end], up_proj[expert]), activation, gated)
-        outputs[begin:end] = F.linear(up, down_proj[expert])
+    for expert, begin, end in _ranges(flat, layer.up.shape[0]):
+        up = activate(F.linear(inputs[begin:end], layer.up[expert]), layer.activation, layer.gated)
+        outputs[begin:end] = F.linear(up, layer.down[expert])
     return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
 
 

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import ExpertWeights
+
 
 class Tile(NamedTuple):
     """How a program of a product covers its weights."""
@@ -35,6 +37,8 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
+    """Of the grouped products."""
+
     rows: int  # pairs in a block
     up: Tile
     down: Tile
@@ -63,12 +67,7 @@ def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) 
 
 
 def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
-    """The `chosen` best experts of every token and the softmax over their logits; unless
-    `normalize`, over those of all experts.
-
-    logits [tokens, experts] -> experts int32 and weights float32, [tokens, chosen] each, the best
-    first; of equal logits the one of the lower expert.
-    """
+    """As in Experts; experts are int32."""
     tokens, num_experts = logits.shape
     logits = logits.contiguous()
     experts = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
@@ -82,79 +81,47 @@ def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, 
     return experts, weights
 
 
-def mix(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    activation: str,
-    gated: bool,
-    elsewhere: int = 0,
-) -> Tensor:
-    """As experts.reference.mix; `experts` must lie within [0, number of experts), or be that number
-    where some are elsewhere."""
+def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+    """As in Experts; `experts` must lie within [0, number of experts), or be that number where some
+    are elsewhere."""
     tokens, chosen = experts.shape
     if tokens == 0:
         return torch.empty_like(x)
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
     if tokens <= FEW_TOKENS:
-        tiles = Tiles(1, FEW_UP, FEW_DOWN)
-        function = mix_few
-    else:
-        here = up_proj.shape[0]
-        tiles = choose_tiles(tokens * chosen, here + elsewhere, gated, x.dtype)
-        function = mix_grouped
-    return function(
-        x, experts, weights, up_proj, down_proj, activation, gated, tiles, partial=elsewhere > 0
-    )
+        return mix_few(x, experts, weights, layer)
+    every = layer.up.shape[0] + layer.elsewhere
+    tiles = choose_tiles(tokens * chosen, every, layer.gated, x.dtype)
+    return mix_grouped(x, experts, weights, layer, tiles)
 
 
-def mix_few(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    activation: str,
-    gated: bool,
-    tiles: Tiles,
-    partial: bool = False,
-) -> Tensor:
-    """mix, pair by pair. `tiles.rows` has no meaning. `partial`: some experts are elsewhere."""
+def mix_few(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+    """mix, pair by pair."""
     tokens, chosen = experts.shape
-    num_experts = up_proj.shape[0] if partial else 0
-    width, inner = down_proj.shape[1:]
+    num_experts = layer.up.shape[0] if layer.elsewhere else 0
+    width, inner = layer.down.shape[1:]
     hidden = x.new_empty(tokens * chosen, inner)
-    _few_up_kernel[(triton.cdiv(inner, tiles.up.columns), tokens * chosen)](
-        x, experts, up_proj, hidden, chosen, width, inner, activation, gated, num_experts,
-        **_options(tiles.up),
+    _few_up_kernel[(triton.cdiv(inner, FEW_UP.columns), tokens * chosen)](
+        x, experts, layer.up, hidden, chosen, width, inner, layer.activation, layer.gated,
+        num_experts, **_options(FEW_UP),
     )  # fmt: skip
     y = x.new_empty(tokens, width)
-    _few_down_kernel[(triton.cdiv(width, tiles.down.columns), tokens)](
-        hidden, experts, weights, down_proj, y, chosen, width, inner, num_experts,
-        **_options(tiles.down),
+    _few_down_kernel[(triton.cdiv(width, FEW_DOWN.columns), tokens)](
+        hidden, experts, weights, layer.down, y, chosen, width, inner, num_experts,
+        **_options(FEW_DOWN),
     )  # fmt: skip
     return y
 
 
 def mix_grouped(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    activation: str,
-    gated: bool,
-    tiles: Tiles,
-    partial: bool = False,
+    x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tiles: Tiles
 ) -> Tensor:
-    """mix, with pairs sorted by expert. `partial`: some experts are elsewhere."""
-    num_experts = up_proj.shape[0]
+    """mix, with pairs sorted by expert."""
+    num_experts, partial = layer.up.shape[0], layer.elsewhere > 0
     groups = group(experts, num_experts, tiles.rows, partial)
-    hidden = grouped_up(x, groups, up_proj, experts.shape[1], activation, gated, tiles)
-    parts = grouped_down(hidden, groups, weights, down_proj, tiles)
-    return sum_pairs(parts, experts, num_experts if partial else 0)
+    hidden = _grouped_up(x, groups, layer, experts.shape[1], tiles)
+    parts = _grouped_down(hidden, groups, weights, layer.down, tiles)
+    return _sum_pairs(parts, experts, num_experts if partial else 0)
 
 
 class Groups(NamedTuple):
@@ -183,27 +150,21 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
     return Groups(order, blocks)
 
 
-def grouped_up(
-    x: Tensor,
-    groups: Groups,
-    up_proj: Tensor,
-    chosen: int,
-    activation: str,
-    gated: bool,
-    tiles: Tiles,
+def _grouped_up(
+    x: Tensor, groups: Groups, layer: ExpertWeights, chosen: int, tiles: Tiles
 ) -> Tensor:
     """act(up[e] x[t]) of every pair -> [pairs, inner] in the order of `groups`."""
-    inner, width = up_proj.shape[1] // (2 if gated else 1), up_proj.shape[2]
+    inner, width = layer.up.shape[1] // (2 if layer.gated else 1), layer.up.shape[2]
     hidden = x.new_empty(groups.order.shape[0], inner)
     count = groups.blocks.shape[1]
     _up_kernel[(count * triton.cdiv(inner, tiles.up.columns),)](
-        x, up_proj, hidden, groups.order, groups.blocks, count, chosen, width, inner,
-        activation, gated, tiles.rows, **_options(tiles.up),
+        x, layer.up, hidden, groups.order, groups.blocks, count, chosen, width, inner,
+        layer.activation, layer.gated, tiles.rows, **_options(tiles.up),
     )  # fmt: skip
     return hidden
 
 
-def grouped_down(
+def _grouped_down(
     hidden: Tensor, groups: Groups, weights: Tensor, down_proj: Tensor, tiles: Tiles
 ) -> Tensor:
     """weight * down[e] hidden of every pair -> [pairs, width], in the order of pairs."""
@@ -217,7 +178,7 @@ def grouped_down(
     return parts
 
 
-def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int = 0) -> Tensor:
+def _sum_pairs(parts: Tensor, experts: Tensor, num_experts: int = 0) -> Tensor:
     """[pairs, width] -> [tokens, width]: the sum over each token's pairs; unless `num_experts` is
     0, over those with a lower expert."""
     tokens, chosen = experts.shape

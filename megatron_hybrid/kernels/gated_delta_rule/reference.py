@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
-from megatron_hybrid.kernels.slots import DecodePlan
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
+from megatron_hybrid.kernels.runs import TokenByToken, into
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
 # The work inside a tile grows with its square; across tiles it is a loop. 64 balances them.
@@ -36,35 +36,29 @@ _EPS = 1e-6  # in the lengths of q and k
 
 
 def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
+    """The step's tiles."""
     return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
+    tokens: DeltaRuleTokens,
+    constants: DeltaRuleConstants,
     state: Tensor,
     plan: TilePlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q and k [T, k_heads, k_dim] of any length, v [T, v_heads, v_dim], a and b [T, v_heads],
-    A (negative) and dt_bias [v_heads] float32, state [slots, v_heads, v_dim, k_dim] (read and
-    written) -> y [T, v_heads, v_dim] in v's dtype, in `out` if that is given. Value head h has the
-    key head h // (v_heads / k_heads). Rows of q, k, v, a and b may be strided."""
+    """state [slots, v_heads, v_dim, k_dim] -> y [T, v_heads, v_dim] in v's dtype."""
+    q, k, v, a, b = tokens
     heads, v_dim = v.shape[1:]
     k_heads, k_dim = k.shape[1:]
     tiles, length = plan.num_tiles, plan.tile_length
     initial = plan.reads.gather(state).float()  # [S, heads, v_dim, k_dim]
     if tiles == 0:
         plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return _into(out, torch.empty_like(v))
+        return into(out, torch.empty_like(v), v)
 
     # From here on: c tiles, l and s places in a tile, h value heads, g key heads, r heads of each.
-    decay, beta = (plan.tiled(values) for values in _gates(a, b, A, dt_bias))  # [c, l, h] float64
+    decay, beta = (plan.tiled(values) for values in _gates(a, b, constants))  # [c, l, h] float64
     if plan.padding is not None:
         decay, beta = (values.masked_fill(plan.padding, 0) for values in (decay, beta))
     # Log of the decay from the tile's start, of which differences count.
@@ -107,68 +101,16 @@ def prefill(
 
     y = torch.matmul(qs * from_start, plan.before(states).transpose(2, 3))
     y += torch.matmul(weights, added)
-    return _into(out, plan.tokens(y.transpose(1, 2)).to(v.dtype))
+    return into(out, plan.tokens(y.transpose(1, 2)), v)
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    plan: DecodePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """One token a sequence: as above with T = N sequences."""
-    in_place = plan.in_place is not None and state.dtype == torch.float32
-    if in_place and plan.in_place is not None:
-        states = state.narrow(0, *plan.in_place)
-    else:
-        states = plan.reads.gather(state).float()
-    _advance(states, k, v, a, b, A, dt_bias)
-    y = _read_out(states, q)
-    if not in_place:
-        plan.writes.scatter(state, states)
-    return _into(out, y.to(v.dtype))
-
-
-def decode_runs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor, Tensor],
-    plan: RunsPlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """DecodeRuns: as above with tokens T. `ring`: k, v, a and b of earlier tokens, [rows, R, ...]
-    in the shapes and dtypes of one token's."""
-
-    def advance(states: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> None:
-        _advance(states, k, v, a, b, A, dt_bias)
-
-    def read_out(states: Tensor, tokens: Tensor) -> Tensor:
-        return _read_out(states, q.index_select(0, tokens))
-
-    y = torch.empty_like(v) if out is None else out
-    return compute_runs(state, ring, (k, v, a, b), plan, y, advance, read_out)
-
-
-def _advance(
-    states: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor
-) -> None:
-    """One token each into states [N, heads, v_dim, k_dim] of float32, in place."""
+def _advance(states: Tensor, inputs: tuple[Tensor, ...], constants: DeltaRuleConstants) -> None:
+    """states [N, heads, v_dim, k_dim]"""
+    k, v, a, b = inputs
     rows, k_heads, k_dim = k.shape
     by_group = states.view(rows, k_heads, -1, k_dim)  # [N, g, r v_dim, k_dim]
     ks = _normalised(k)[:, :, None]  # [N, g, 1, k_dim]
-    decay, beta = _gates(a, b, A, dt_bias)
+    decay, beta = _gates(a, b, constants)
     states.mul_(decay.exp_().float()[:, :, None, None])
     # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
     known = torch.matmul(ks, by_group.transpose(2, 3)).view(v.shape)
@@ -176,18 +118,19 @@ def _advance(
     by_group.addcmul_(d.view(rows, k_heads, -1, 1), ks)
 
 
-def _read_out(states: Tensor, q: Tensor) -> Tensor:
-    """[N, heads, v_dim] float32."""
-    rows, k_heads, k_dim = q.shape
-    qs = _normalised(q)[:, :, None] * k_dim**-0.5
+def _read_out(states: Tensor, tokens: DeltaRuleTokens, constants: DeltaRuleConstants) -> Tensor:
+    """[N, heads, v_dim]"""
+    rows, k_heads, k_dim = tokens.q.shape
+    qs = _normalised(tokens.q)[:, :, None] * k_dim**-0.5
     y = torch.matmul(qs, states.view(rows, k_heads, -1, k_dim).transpose(2, 3))
     return y.view(states.shape[:3])
 
 
-def _gates(a: Tensor, b: Tensor, A: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def _gates(a: Tensor, b: Tensor, constants: DeltaRuleConstants) -> tuple[Tensor, Tensor]:
     """g and beta, [T, heads] float64: in float32 torch's functions differ in the last bit between
     a tensor's last few values and others, and so would a token's bits with the tokens behind it."""
-    return A * F.softplus(a.double() + dt_bias), b.double().sigmoid()
+    decay = constants.A * F.softplus(a.double() + constants.dt_bias)
+    return decay, b.double().sigmoid()
 
 
 def _normalised(rows: Tensor) -> Tensor:
@@ -196,5 +139,5 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + _EPS)
 
 
-def _into(out: Tensor | None, values: Tensor) -> Tensor:
-    return values if out is None else out.copy_(values)
+_by_token = TokenByToken(_advance, _read_out)
+decode, decode_runs = _by_token.decode, _by_token.decode_runs

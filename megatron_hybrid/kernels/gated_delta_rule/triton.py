@@ -1,4 +1,5 @@
-"""The gated delta rule in Triton; what it computes and its calls are those of reference.py.
+"""The gated delta rule in Triton; what it computes is in reference.py, its calls in
+protocols.py.
 
 Prefill takes two kernels. The first one prepares all tiles at once, where a tile is a kernel chunk
 or a part of one (the symbols are those of reference.py; l and s are places in a tile):
@@ -28,7 +29,6 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,15 +37,22 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.devices import aligned, checked_output, processors
+from megatron_hybrid.kernels.devices import (
+    ChunkedSegments,
+    aligned,
+    checked_output,
+    processors,
+    row_strides,
+)
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     EPS,
     decode,
     decode_runs,
     gates,
 )
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 
-__all__ = ["DeltaRulePlan", "decode", "decode_runs", "plan", "prefill"]
+__all__ = ["decode", "decode_runs", "plan", "prefill"]
 
 # These differ from step to step, and so would their alignment: no compilation for each of those.
 _INDICES = (
@@ -53,12 +60,6 @@ _INDICES = (
     "cu_checkpoints_ptr position_ptr slot_ptr"
 ).split()
 _kernel = triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_INDICES)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaRulePlan:
-    segments: PrefillSegments
-    kernel_chunk: int
 
 
 class Tiling(NamedTuple):
@@ -71,7 +72,7 @@ class Tiling(NamedTuple):
     walk_stages: int
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> DeltaRulePlan:
+def plan(segments: PrefillSegments, kernel_chunk: int) -> ChunkedSegments:
     """Nothing is read here: the kernels find their tiles themselves. The kernel chunk is a power of
     two of at least 16, and segments.cu_chunk_seqlens has its bounds."""
     if kernel_chunk < 16 or kernel_chunk & (kernel_chunk - 1):
@@ -79,66 +80,52 @@ def plan(segments: PrefillSegments, kernel_chunk: int) -> DeltaRulePlan:
             f"The kernel chunk is {kernel_chunk}; the Triton kernels of the gated delta rule take "
             "powers of two from 16."
         )
-    return DeltaRulePlan(segments, kernel_chunk)
+    return ChunkedSegments(segments, kernel_chunk)
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
+    tokens: DeltaRuleTokens,
+    constants: DeltaRuleConstants,
     state: Tensor,
-    plan: DeltaRulePlan,
+    plan: ChunkedSegments,
     out: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """As in reference.py. k_dim and v_dim must be powers of two from 16, k_dim at most 128.
-    `tiling`: another than the one that _tiling chooses."""
-    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
+    """k_dim and v_dim must be powers of two from 16, k_dim at most 128. `tiling`: another than the
+    one that _tiling chooses."""
+    y = checked_output(tokens, state, out)
+    q, k, v, a, b = tokens
     q, k, v = aligned(q), aligned(k), aligned(v)
-    tokens, heads, v_dim = v.shape
+    count, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
     if min(k_dim, v_dim) < 16 or k_dim & (k_dim - 1) or v_dim & (v_dim - 1) or k_dim > 128:
         raise ValueError(
             f"Heads of the gated delta rule have {k_dim} key and {v_dim} value dimensions; the "
             "Triton kernels take powers of two from 16, for keys up to 128."
         )
-    s, chunk = plan.segments, plan.kernel_chunk
+    s, chunk = plan
     sequences = s.start_position.shape[0]
     t = tiling or _tiling(v, sequences, s.longest)
     tile = min(t.tile, chunk)
     shape = {"K_DIM": k_dim, "V_DIM": v_dim, "TILE": tile}
 
     # Of each head, token by token: a tile's rows lie together.
-    u = torch.empty(heads, tokens, v_dim, dtype=v.dtype, device=v.device)
-    w = torch.empty(heads, tokens, k_dim, dtype=v.dtype, device=v.device)
-    weights = torch.empty(heads, tokens, tile, dtype=v.dtype, device=v.device)
-    factors = torch.empty(3, heads, tokens, dtype=torch.float32, device=v.device)
+    u = torch.empty(heads, count, v_dim, dtype=v.dtype, device=v.device)
+    w = torch.empty(heads, count, k_dim, dtype=v.dtype, device=v.device)
+    weights = torch.empty(heads, count, tile, dtype=v.dtype, device=v.device)
+    factors = torch.empty(3, heads, count, dtype=torch.float32, device=v.device)
     chunks = s.cu_chunk_seqlens[chunk]
     if chunks.shape[0] > 1:
         _prepare_kernel[(heads, (chunks.shape[0] - 1) * (chunk // tile))](
-            q, k, v, a, b, A, dt_bias, u, w, weights, factors, chunks, tokens,
-            q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0),
-            heads // k_heads, k_dim**-0.5,
-            **shape,
-            CHUNK=chunk,
-            SPLIT=v.dtype != torch.float32,
-            num_warps=t.prepare_warps,
+            q, k, v, a, b, *constants, u, w, weights, factors, chunks, count,
+            *row_strides(q, k, v, a, b), heads // k_heads, k_dim**-0.5,
+            **shape, CHUNK=chunk, SPLIT=v.dtype != torch.float32, num_warps=t.prepare_warps,
         )  # fmt: skip
     _walk_kernel[(v_dim // t.block_v, heads, sequences)](
-        q, k, u, w, weights, factors, state, y, tokens,
-        s.cu_seqlens, s.start_position, s.read_slot, s.write_slot,
-        s.cu_checkpoints, s.checkpoint_position, s.checkpoint_slot,
-        q.stride(0), k.stride(0), y.stride(0), state.stride(0), heads // k_heads,
-        **shape,
-        CHUNK=chunk,
-        BLOCK_V=t.block_v,
-        STAGES=t.walk_stages,
-        num_warps=t.walk_warps,
+        q, k, u, w, weights, factors, state, y, count,
+        *s.of_sequences, *row_strides(q, k, y, state), heads // k_heads,
+        **shape, CHUNK=chunk, BLOCK_V=t.block_v, STAGES=t.walk_stages, num_warps=t.walk_warps,
     )  # fmt: skip
     return y
 

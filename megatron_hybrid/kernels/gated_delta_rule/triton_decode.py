@@ -8,20 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.devices import checked_output
+from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
 
 EPS = tl.constexpr(1e-6)  # in the lengths of q and k
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
+    tokens: DeltaRuleTokens,
+    constants: DeltaRuleConstants,
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
@@ -29,56 +25,39 @@ def decode(
     block_v: int = 8,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; the outputs of padded rows are zeros. A program takes block_v rows of the
-    state: many small programs keep most bytes in flight."""
-    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
-    rows, heads, v_dim = v.shape
-    k_heads, k_dim = k.shape[1:]
+    """The outputs of padded rows are zeros. A program takes block_v rows of the state: many small
+    programs keep most bytes in flight."""
+    y = checked_output(tokens, state, out)
+    rows, heads, v_dim = tokens.v.shape
+    k_heads, k_dim = tokens.k.shape[1:]
     _decode_kernel[(v_dim // block_v, heads, rows)](
-        q, k, v, a, b, A, dt_bias, state, y, plan.read_slot, plan.write_slot,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), y.stride(0),
-        state.stride(0), heads // k_heads, k_dim**-0.5,
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        BLOCK_V=block_v,
-        num_warps=num_warps,
+        *tokens, *constants, state, y, plan.read_slot, plan.write_slot,
+        *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 def decode_runs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
+    tokens: DeltaRuleTokens,
+    constants: DeltaRuleConstants,
     state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor, Tensor],
+    ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
     *,
     block_v: int = 8,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
-    y = checked_output(v, out, q=q, k=k, v=v, a=a, b=b, state=state)
-    tokens, heads, v_dim = v.shape
-    k_heads, k_dim = k.shape[1:]
+    """Rings are contiguous. The state stays in registers for the whole run."""
+    y = checked_output(tokens, state, out)
+    count, heads, v_dim = tokens.v.shape
+    k_heads, k_dim = tokens.k.shape[1:]
     _runs_kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
-        q, k, v, a, b, A, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
-        plan.checkpoint_position, plan.checkpoint_slot, tokens,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), y.stride(0),
-        state.stride(0), heads // k_heads, k_dim**-0.5,
-        HEADS=heads,
-        K_HEADS=k_heads,
-        RING=ring[0].shape[1],
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        BLOCK_V=block_v,
-        num_warps=num_warps,
+        *tokens, *constants, state, *ring, y, *plan.tensors, count,
+        *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
+        HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return y
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
-from megatron_hybrid.kernels.slots import DecodePlan
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
+from megatron_hybrid.kernels.runs import TokenByToken, into
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
 # Places of a tile, and tiles of a sequence, are loops. A state is kept for every tile.
@@ -25,30 +25,24 @@ _LARGEST_TILE = 16
 
 
 def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
+    """The step's tiles."""
     return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
 
 
 def prefill(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
+    tokens: Mamba1Tokens,
+    constants: Mamba1Constants,
     state: Tensor,
     plan: TilePlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x, z, dt [T, channels], dt before bias and softplus, B and C [T, state], A (negative)
-    [channels, state], D and dt_bias [channels] float32, state [slots, channels, state] (read and
-    written) -> y [T, channels] in x's dtype, in `out` if that is given. Rows of x, z, dt, B and C
-    may be strided."""
+    """state [slots, channels, state] -> y [T, channels] in x's dtype."""
+    x, z, dt, B, C = tokens
+    A, D, dt_bias = constants
     initial = plan.reads.gather(state).float()  # [S, channels, state]
     if plan.num_tiles == 0:
         plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return _into(out, torch.empty_like(x))
+        return into(out, torch.empty_like(x), x)
 
     # From here on: c tiles, l places in a tile, d channels, n state.
     dt = plan.tiled(_softplus(dt.float() + dt_bias))  # [c, l, d]
@@ -77,7 +71,7 @@ def prefill(
     for place in range(plan.tile_length):
         h = (from_start[:, place, :, None] * A).exp_().mul_(before)
         y[:, place] += h.mul_(Cs[:, place, None]).sum(-1)
-    return _into(out, plan.tokens(y).mul_(_silu(z.float())).to(x.dtype))
+    return into(out, plan.tokens(y).mul_(_silu(z.float())), x)
 
 
 def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
@@ -92,71 +86,22 @@ def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
         states.index_add_(0, tiles + plan.num_sequences, carried)
 
 
-def decode(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    plan: DecodePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """One token a sequence: as above with T = N sequences."""
-    in_place = plan.in_place is not None and state.dtype == torch.float32
-    if in_place and plan.in_place is not None:
-        h = state.narrow(0, *plan.in_place)
-    else:
-        h = plan.reads.gather(state).float()  # [N, channels, state]
-    _advance(h, x, dt, B, A, dt_bias)
-    y = _read_out(h, x, z, C, D)
-    if not in_place:
-        plan.writes.scatter(state, h)
-    return _into(out, y.to(x.dtype))
-
-
-def decode_runs(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor],
-    plan: RunsPlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """DecodeRuns: as above with tokens T. `ring`: x, dt and B of earlier tokens, [rows, R, ...] in
-    the shapes and dtypes of one token's."""
-
-    def advance(h: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
-        _advance(h, x, dt, B, A, dt_bias)
-
-    def read_out(h: Tensor, tokens: Tensor) -> Tensor:
-        own_x, own_z, own_c = (values.index_select(0, tokens) for values in (x, z, C))
-        return _read_out(h, own_x, own_z, own_c, D)
-
-    y = torch.empty_like(x) if out is None else out
-    return compute_runs(state, ring, (x, dt, B), plan, y, advance, read_out)
-
-
-def _advance(h: Tensor, x: Tensor, dt: Tensor, B: Tensor, A: Tensor, dt_bias: Tensor) -> None:
-    """One token each into states h [N, channels, state] of float32, in place."""
-    dt = _softplus(dt.float() + dt_bias)
-    h.mul_((dt[:, :, None] * A).exp_())
+def _advance(h: Tensor, inputs: tuple[Tensor, ...], constants: Mamba1Constants) -> None:
+    """h [N, channels, state]"""
+    x, dt, B = inputs
+    dt = _softplus(dt.float() + constants.dt_bias)
+    h.mul_((dt[:, :, None] * constants.A).exp_())
     h.addcmul_((dt * x.float())[:, :, None], B.float()[:, None])
 
 
-def _read_out(h: Tensor, x: Tensor, z: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """[N, channels] float32."""
-    y = (h * C.float()[:, None]).sum(-1)
-    return y.addcmul_(x.float(), D).mul_(_silu(z.float()))
+def _read_out(h: Tensor, tokens: Mamba1Tokens, constants: Mamba1Constants) -> Tensor:
+    """[N, channels]"""
+    y = (h * tokens.C.float()[:, None]).sum(-1)
+    return y.addcmul_(tokens.x.float(), constants.D).mul_(_silu(tokens.z.float()))
+
+
+_by_token = TokenByToken(_advance, _read_out)
+decode, decode_runs = _by_token.decode, _by_token.decode_runs
 
 
 # torch's own functions round the last values of a tensor, those that fill no vector, differently:
@@ -169,7 +114,3 @@ def _softplus(values: Tensor) -> Tensor:
 
 def _silu(values: Tensor) -> Tensor:
     return values / (1 + torch.exp(-values))
-
-
-def _into(out: Tensor | None, values: Tensor) -> Tensor:
-    return values if out is None else out.copy_(values)

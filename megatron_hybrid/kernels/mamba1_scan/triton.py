@@ -1,4 +1,5 @@
-"""The Mamba1 selective scan in Triton; what it computes and its calls are those of reference.py.
+"""The Mamba1 selective scan in Triton; what it computes is in reference.py, its calls in
+protocols.py.
 
 Prefill walks over a sequence, as the paper's algorithm 2 does (arXiv 2312.00752): a program keeps
 the states of some channels in registers and takes 16 tokens at a time,
@@ -30,7 +31,6 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.devices import ChunkedSegments, processors, row_strides
 from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     LOG2_E,
     channel_block,
@@ -48,6 +48,7 @@ from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     silu,
     softplus,
 )
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 
 __all__ = ["Tiling", "decode", "decode_runs", "plan", "prefill"]
 
@@ -57,12 +58,6 @@ _INDICES = (
 ).split()
 
 
-@dataclass(frozen=True, slots=True)
-class ScanPlan:
-    segments: PrefillSegments
-    kernel_chunk: int
-
-
 class Tiling(NamedTuple):
     """How programs cover the channels."""
 
@@ -70,39 +65,29 @@ class Tiling(NamedTuple):
     num_warps: int  # fewer where they are too many for the channels
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> ScanPlan:
+def plan(segments: PrefillSegments, kernel_chunk: int) -> ChunkedSegments:
     """Nothing is read here: the kernel reads the segments on the device."""
-    return ScanPlan(segments, kernel_chunk)
+    return ChunkedSegments(segments, kernel_chunk)
 
 
 def prefill(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
+    tokens: Mamba1Tokens,
+    constants: Mamba1Constants,
     state: Tensor,
-    plan: ScanPlan,
+    plan: ChunkedSegments,
     out: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """As in reference.py; the outputs of padding tokens are not written. The state size is a power
-    of two from 4 to 128. `tiling`: other than what _tiling chooses."""
-    y = checked_output(x, z, dt, B, C, A, D, dt_bias, state, out)
-    s, chunk = plan.segments, plan.kernel_chunk
-    channels, size = A.shape
-    states, num_warps = tiling or _tiling(s, x, size)
+    """The outputs of padding tokens are not written. The state size is a power of two from 4 to
+    128. `tiling`: other than what _tiling chooses."""
+    y = checked_output(tokens, constants, state, out)
+    segments, chunk = plan
+    channels, size = constants.A.shape
+    states, num_warps = tiling or _tiling(segments, tokens.x, size)
     block = channel_block(channels, max(1, num_warps * 32 * states // size))
-    _prefill_kernel[(channels // block, s.read_slot.shape[0])](
-        x, z, dt, B, C, A, D, dt_bias, state, y,
-        s.cu_seqlens, s.start_position, s.read_slot, s.write_slot,
-        s.cu_checkpoints, s.checkpoint_position, s.checkpoint_slot,
-        x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
-        state.stride(0),
+    _prefill_kernel[(channels // block, segments.read_slot.shape[0])](
+        *tokens, *constants, state, y, *segments.of_sequences, *row_strides(*tokens, y, state),
         SIZE=size,
         BLOCK=block,
         PLACES=min(16, chunk & -chunk),  # checkpoints lie at multiples of it

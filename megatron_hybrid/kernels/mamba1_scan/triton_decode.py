@@ -3,26 +3,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels import devices
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.devices import row_strides
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens, Rings
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def decode(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
+    tokens: Mamba1Tokens,
+    constants: Mamba1Constants,
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
@@ -30,91 +26,55 @@ def decode(
     block_bytes: int = 4096,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; the outputs of padded rows are zeros. A program takes about block_bytes
-    of a state: many small programs keep most bytes in flight."""
-    y = checked_output(x, z, dt, B, C, A, D, dt_bias, state, out)
-    rows, channels = x.shape
-    size = A.shape[1]
+    """The outputs of padded rows are zeros. A program takes about block_bytes of a state: many
+    small programs keep most bytes in flight."""
+    y = checked_output(tokens, constants, state, out)
+    (rows, channels), size = tokens.x.shape, constants.A.shape[1]
     block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
     _decode_kernel[(channels // block, rows)](
-        x, z, dt, B, C, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
-        x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
-        state.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        num_warps=num_warps,
+        *tokens, *constants, state, y, plan.read_slot, plan.write_slot,
+        *row_strides(*tokens, y, state), SIZE=size, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 def decode_runs(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
+    tokens: Mamba1Tokens,
+    constants: Mamba1Constants,
     state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor],
+    ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
     *,
     block_bytes: int = 4096,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; rings are contiguous. The state stays in registers for the whole run."""
-    y = checked_output(x, z, dt, B, C, A, D, dt_bias, state, out)
-    tokens, channels = x.shape
-    size = A.shape[1]
+    """Rings are contiguous. The state stays in registers for the whole run."""
+    y = checked_output(tokens, constants, state, out)
+    (count, channels), size = tokens.x.shape, constants.A.shape[1]
     block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
     _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
-        x, z, dt, B, C, A, D, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
-        plan.checkpoint_position, plan.checkpoint_slot, tokens,
-        x.stride(0), z.stride(0), dt.stride(0), B.stride(0), C.stride(0), y.stride(0),
-        state.stride(0),
-        CHANNELS=channels,
-        RING=ring[0].shape[1],
-        SIZE=size,
-        BLOCK=block,
-        num_warps=num_warps,
+        *tokens, *constants, state, *ring, y, *plan.tensors, count,
+        *row_strides(*tokens, y, state),
+        CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 def checked_output(
-    x: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    out: Tensor | None,
+    tokens: Mamba1Tokens, constants: Mamba1Constants, state: Tensor, out: Tensor | None
 ) -> Tensor:
-    """The output tensor. The kernels take only the stride of the rows."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    size = A.shape[1]
+    """As devices.checked_output; raises ValueError for other sizes of a state, too."""
+    size = constants.A.shape[1]
     if size not in (4, 8, 16, 32, 64, 128):
         raise ValueError(f"the state size is {size}; it must be a power of two from 4 to 128.")
-    for name, tensor in (("x", x), ("z", z), ("dt", dt), ("B", B), ("C", C), ("out", y)):
-        # A single row tells nothing about its strides; then only the inner ones are looked at.
-        if not tensor[:1].is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
-                "its rows must be contiguous."
-            )
-    for name, tensor in (("A", A), ("D", D), ("dt_bias", dt_bias), ("state", state[:1])):
+    for name, tensor in zip(constants._fields, constants, strict=True):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
                 "it must be contiguous."
             )
-    return y
+    return devices.checked_output(tokens, state, out)
 
 
 def channel_block(channels: int, most: int) -> int:

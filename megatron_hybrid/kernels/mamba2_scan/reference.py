@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.runs import RunsPlan, compute_runs
-from megatron_hybrid.kernels.slots import DecodePlan
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
+from megatron_hybrid.kernels.runs import TokenByToken, into
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
 # The work inside a tile grows with its square; across tiles it is a loop. 64 balances them.
@@ -23,37 +23,30 @@ _LARGEST_TILE = 64
 
 
 def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
+    """The step's tiles."""
     return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
 
 
 def prefill(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
+    tokens: Mamba2Tokens,
+    constants: Mamba2Constants,
     state: Tensor,
     plan: TilePlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, heads, head_dim], B and C [T, groups, state], dt [T, heads] before bias and softplus,
-    A (negative), D and dt_bias [heads] float32, state [slots, heads, head_dim, state] (read and
-    written) -> y [T, heads, head_dim] in x's dtype, in `out` if that is given. Rows of x, B, C and
-    dt may be strided."""
+    """state [slots, heads, head_dim, state] -> y [T, heads, head_dim] in x's dtype."""
+    x, B, C, dt = tokens
+    A, D = constants.A, constants.D
     heads, head_dim = x.shape[1:]
     groups, size = B.shape[1:]
     shape = (plan.num_tiles, plan.tile_length)
     initial = plan.reads.gather(state).float()  # [S, heads, head_dim, state]
     if plan.num_tiles == 0:
         plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return _into(out, torch.empty_like(x))
+        return into(out, torch.empty_like(x), x)
 
     # From here on: c tiles, l and s places in a tile, h heads, g groups, p head_dim, n state.
-    dt = _step_sizes(dt, dt_bias, dt_limit)
-    dt = plan.tiled(dt)  # [c, l, h]
+    dt = plan.tiled(_step_sizes(dt, constants))  # [c, l, h]
     if plan.padding is not None:
         dt = dt.masked_fill(plan.padding, 0)  # no decay and no input
     xs = plan.tiled(x.float())
@@ -89,7 +82,7 @@ def prefill(
         .add_(inside.transpose(1, 2))
         .addcmul_(xs, D[:, None])
     )
-    return _into(out, plan.tokens(y).to(x.dtype))
+    return into(out, plan.tokens(y), x)
 
 
 def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
@@ -106,85 +99,33 @@ def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
         states.index_add_(0, tiles + plan.num_sequences, carried)
 
 
-def decode(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    state: Tensor,
-    plan: DecodePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """One token a sequence: as above with T = N sequences."""
-    in_place = plan.in_place is not None and state.dtype == torch.float32
-    if in_place and plan.in_place is not None:
-        states = state.narrow(0, *plan.in_place)
-    else:
-        states = plan.reads.gather(state).float()
-    _advance(states, x, B, _step_sizes(dt, dt_bias, dt_limit), A)
-    y = _read_out(states, x, C, D)
-    if not in_place:
-        plan.writes.scatter(state, states)
-    return _into(out, y.to(x.dtype))
-
-
-def decode_runs(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
-    state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor],
-    plan: RunsPlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """DecodeRuns: as above with tokens T. `ring`: x, B and dt of earlier tokens, [rows, R, ...] in
-    the shapes and dtypes of one token's."""
-
-    def advance(states: Tensor, x: Tensor, B: Tensor, dt: Tensor) -> None:
-        _advance(states, x, B, _step_sizes(dt, dt_bias, dt_limit), A)
-
-    def read_out(states: Tensor, tokens: Tensor) -> Tensor:
-        return _read_out(states, x.index_select(0, tokens), C.index_select(0, tokens), D)
-
-    y = torch.empty_like(x) if out is None else out
-    return compute_runs(state, ring, (x, B, dt), plan, y, advance, read_out)
-
-
-def _advance(states: Tensor, x: Tensor, B: Tensor, dt: Tensor, A: Tensor) -> None:
-    """One token each into states [N, heads, head_dim, state] of float32, in place; dt [N, heads]:
-    step sizes."""
+def _advance(states: Tensor, inputs: tuple[Tensor, ...], constants: Mamba2Constants) -> None:
+    """states [N, heads, head_dim, state]"""
+    x, B, dt = inputs
     rows, groups, size = B.shape
-    states.mul_((dt * A).exp_()[:, :, None, None])
+    dt = _step_sizes(dt, constants)
+    states.mul_((dt * constants.A).exp_()[:, :, None, None])
     dtx = (x.float() * dt[..., None]).view(rows, groups, -1, 1)
     states.view(rows, groups, -1, size).addcmul_(dtx, B.float()[:, :, None])
 
 
-def _read_out(states: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """[N, heads, head_dim] float32."""
-    rows, groups, size = C.shape
+def _read_out(states: Tensor, tokens: Mamba2Tokens, constants: Mamba2Constants) -> Tensor:
+    """[N, heads, head_dim]"""
+    rows, groups, size = tokens.C.shape
     by_group = states.view(rows * groups, -1, size)
     # A row times a matrix: the other way round, bmm is seven times slower on a CPU.
-    y = torch.bmm(C.float().reshape(-1, 1, size), by_group.transpose(1, 2)).view(x.shape)
-    return y.addcmul_(x.float(), D[:, None])
+    y = torch.bmm(tokens.C.float().reshape(-1, 1, size), by_group.transpose(1, 2))
+    return y.view(tokens.x.shape).addcmul_(tokens.x.float(), constants.D[:, None])
 
 
-def _step_sizes(dt: Tensor, bias: Tensor, limit: tuple[float, float]) -> Tensor:
+def _step_sizes(dt: Tensor, constants: Mamba2Constants) -> Tensor:
     """[T, heads] float32: softplus(dt + bias), clamped. In float64 on the way: of float32 torch
     rounds the last values of a tensor differently, and so how many tokens follow would count."""
-    steps = F.softplus(dt.double() + bias).float()
-    if limit != (0.0, float("inf")):  # softplus is positive
-        steps.clamp_(*limit)
+    steps = F.softplus(dt.double() + constants.dt_bias).float()
+    if constants.dt_limit != (0.0, float("inf")):  # softplus is positive
+        steps.clamp_(*constants.dt_limit)
     return steps
 
 
-def _into(out: Tensor | None, values: Tensor) -> Tensor:
-    return values if out is None else out.copy_(values)
+_by_token = TokenByToken(_advance, _read_out)
+decode, decode_runs = _by_token.decode, _by_token.decode_runs

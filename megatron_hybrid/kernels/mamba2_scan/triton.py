@@ -1,4 +1,4 @@
-"""The Mamba2 scan in Triton; what it computes and its calls are those of reference.py.
+"""The Mamba2 scan in Triton; what it computes is in reference.py, its calls in protocols.py.
 
 Prefill walks over a sequence tile by tile. A program takes some rows of one head's state (all of
 head_dim, or a part of it where there are few sequences and heads) and keeps them in registers:
@@ -25,7 +25,6 @@ when it starts, which may be after another has ended.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,23 +33,24 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.devices import aligned, checked_output, processors
+from megatron_hybrid.kernels.devices import (
+    ChunkedSegments,
+    aligned,
+    checked_output,
+    processors,
+    row_strides,
+)
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     LOG2_E,
     decode,
     decode_runs,
     softplus,
 )
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 
-__all__ = ["ScanPlan", "decode", "decode_runs", "plan", "prefill"]
+__all__ = ["decode", "decode_runs", "plan", "prefill"]
 
 _VARYING = ["sequences", "part"]  # from step to step: no value of theirs is worth compiling anew
-
-
-@dataclass(frozen=True, slots=True)
-class ScanPlan:
-    segments: PrefillSegments
-    kernel_chunk: int
 
 
 class Tiling(NamedTuple):
@@ -62,34 +62,29 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> ScanPlan:
+def plan(segments: PrefillSegments, kernel_chunk: int) -> ChunkedSegments:
     """Nothing is read here: the kernel finds its tiles itself."""
-    return ScanPlan(segments, kernel_chunk)
+    return ChunkedSegments(segments, kernel_chunk)
 
 
 def prefill(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
+    tokens: Mamba2Tokens,
+    constants: Mamba2Constants,
     state: Tensor,
-    plan: ScanPlan,
+    plan: ChunkedSegments,
     out: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
     part: int | None = None,
 ) -> Tensor:
-    """As in reference.py. head_dim and state must be powers of two of at least 16. `tiling` and
-    `part`: other than those that _tiling and _chunks_per_part choose."""
-    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
-    x, B, C = aligned(x), aligned(B), aligned(C)
-    tokens, heads, head_dim = x.shape
+    """head_dim and state must be powers of two of at least 16. `tiling` and `part`: other than
+    those that _tiling and _chunks_per_part choose."""
+    y = checked_output(tokens, state, out)
+    A, D, dt_bias, dt_limit = constants
+    x, B, C, dt = aligned(tokens.x), aligned(tokens.B), aligned(tokens.C), tokens.dt
+    count, heads, head_dim = x.shape
     groups, size = B.shape[1:]
-    chunk, s = plan.kernel_chunk, plan.segments
+    s, chunk = plan
     tile, block_p, num_warps, num_stages = tiling or _tiling(head_dim, size, x.dtype)
     tile = max(d for d in range(1, min(chunk, tile) + 1) if chunk % d == 0)
     if part is None:
@@ -99,19 +94,17 @@ def prefill(
     segments = (s.cu_seqlens, s.start_position, sequences)
 
     # Rows of a multiple of 16, always: Triton would compile anew for an argument that is not.
-    row = triton.cdiv(tokens, 16) * 16
+    row = triton.cdiv(count, 16) * 16
     decays = torch.empty(2, heads, row, dtype=torch.float32, device=x.device)
-    tiles = (tokens + sequences * (tile - 1)) // tile + sequences  # at most
+    tiles = (count + sequences * (tile - 1)) // tile + sequences  # at most
     _decays_kernel[(triton.cdiv(heads, 8), tiles)](
         dt, A, dt_bias, *dt_limit, decays, *segments, dt.stride(0), row, heads,
-        TILE=tile,
-        BLOCK_L=block_l,
-        BLOCK_H=8,
+        TILE=tile, BLOCK_L=block_l, BLOCK_H=8,
     )  # fmt: skip
     shape = {"HEAD_DIM": head_dim, "SIZE": size, "TILE": tile, "CHUNK": chunk, "BLOCK_L": block_l}
     # At most so many parts are followed by another one: each spans part x chunk positions, of which
     # those before the segment's start, less than a chunk, hold no token.
-    inner_parts = (tokens + sequences * (chunk - 1)) // (part * chunk) if part else 0
+    inner_parts = (count + sequences * (chunk - 1)) // (part * chunk) if part else 0
     carried = decays  # not read unless split
     if inner_parts:
         rows = inner_parts * part + sequences
@@ -121,28 +114,17 @@ def prefill(
         _chunk_states_kernel[(head_dim // block, heads, inner_parts * part)](
             x, B, decays, carried, factors, *segments, part,
             x.stride(0), B.stride(0), row, heads // groups,
-            **shape,
-            BLOCK_P=block,
-            STAGES=num_stages,
-            num_warps=num_warps,
+            **shape, BLOCK_P=block, STAGES=num_stages, num_warps=num_warps,
         )  # fmt: skip
         block = min(head_dim * size, 1024)
         _pass_states_kernel[(head_dim * size // block, heads, sequences)](
             state, s.read_slot, carried, factors, *segments, part, state.stride(0),
-            STATE=head_dim * size,
-            BLOCK=block,
-            CHUNK=chunk,
+            STATE=head_dim * size, BLOCK=block, CHUNK=chunk,
         )  # fmt: skip
     _prefill_kernel[(head_dim // block_p, heads, sequences + inner_parts)](
-        x, B, C, decays, D, state, carried, y, *segments, part, s.read_slot, s.write_slot,
-        s.cu_checkpoints, s.checkpoint_position, s.checkpoint_slot,
-        x.stride(0), B.stride(0), C.stride(0), y.stride(0), state.stride(0),
-        row, heads // groups,
-        **shape,
-        BLOCK_P=block_p,
-        STAGES=num_stages,
-        SPLIT=inner_parts > 0,
-        num_warps=num_warps,
+        x, B, C, decays, D, state, carried, y, *segments, part, *s.of_sequences[2:],
+        *row_strides(x, B, C, y, state), row, heads // groups,
+        **shape, BLOCK_P=block_p, STAGES=num_stages, SPLIT=inner_parts > 0, num_warps=num_warps,
     )  # fmt: skip
     return y
 

@@ -1,4 +1,4 @@
-"""Decodes of the Mamba2 scan in Triton; see triton.py."""
+"""Decodes of the Mamba2 scan in Triton; see triton.py, and protocols.py for the calls."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -8,20 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.devices import checked_output
+from megatron_hybrid.kernels.devices import checked_output, row_strides
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rings
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def decode(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
+    tokens: Mamba2Tokens,
+    constants: Mamba2Constants,
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
@@ -29,68 +24,50 @@ def decode(
     block_p: int = 8,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; the outputs of padded rows are zeros. A program takes block_p rows of the
-    state: many small programs keep most bytes in flight."""
-    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
-    rows, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
+    """The outputs of padded rows are zeros. A program takes block_p rows of the state: many small
+    programs keep most bytes in flight."""
+    y = checked_output(tokens, state, out)
+    A, D, dt_bias, dt_limit = constants
+    rows, heads, head_dim = tokens.x.shape
+    groups, size = tokens.B.shape[1:]
     _decode_kernel[(head_dim // block_p, heads, rows)](
-        x, B, C, dt, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
-        x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
-        heads // groups, *dt_limit,
-        HEAD_DIM=head_dim,
-        SIZE=size,
-        BLOCK_P=block_p,
-        num_warps=num_warps,
+        *tokens, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
+        *row_strides(*tokens, y, state), heads // groups, *dt_limit,
+        HEAD_DIM=head_dim, SIZE=size, BLOCK_P=block_p, num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 def decode_runs(
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_limit: tuple[float, float],
+    tokens: Mamba2Tokens,
+    constants: Mamba2Constants,
     state: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor],
+    ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
     *,
     block_p: int | None = None,
     num_warps: int = 1,
 ) -> Tensor:
-    """As in reference.py; rings are contiguous. The state stays in registers for the whole run. A
-    program takes block_p rows of it; None: as are best."""
-    y = checked_output(x, out, x=x, B=B, C=C, dt=dt, state=state)
-    tokens, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
-    sequences, ring_length = plan.read_slot.shape[0], ring[0].shape[1]
-    kernel, constants = _runs_kernel, {}
+    """Rings are contiguous. The state stays in registers for the whole run. A program takes block_p
+    rows of it; None: as are best."""
+    y = checked_output(tokens, state, out)
+    A, D, dt_bias, dt_limit = constants
+    count, heads, head_dim = tokens.x.shape
+    groups, size = tokens.B.shape[1:]
+    kernel, more = _runs_kernel, {}
     if plan.most_unfolded is not None:
         # its programs have less to compute, and more of the state each
         kernel = _single_kernel
         block_p = block_p or min(head_dim, max(4096 // size, 8))
         tokens_each = triton.next_power_of_2(plan.most_unfolded + 1)
-        constants = {"TOKENS": tokens_each, "LANES": min(32, size)}
+        more = {"TOKENS": tokens_each, "LANES": min(32, size)}
     block_p = block_p or 8
-    kernel[(head_dim // block_p, heads, sequences + 1)](
-        x, B, C, dt, A, D, dt_bias, state, *ring, y,
-        plan.cu_seqlens, plan.position, plan.unfolded, plan.read_slot, plan.write_slot, plan.ring,
-        plan.checkpoint_position, plan.checkpoint_slot, tokens,
-        x.stride(0), B.stride(0), C.stride(0), dt.stride(0), y.stride(0), state.stride(0),
-        heads // groups, *dt_limit,
-        HEADS=heads,
-        GROUPS=groups,
-        RING=ring_length,
-        HEAD_DIM=head_dim,
-        SIZE=size,
-        BLOCK_P=block_p,
-        num_warps=num_warps,
-        **constants,
+    kernel[(head_dim // block_p, heads, plan.read_slot.shape[0] + 1)](
+        *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
+        *row_strides(*tokens, y, state), heads // groups, *dt_limit,
+        HEADS=heads, GROUPS=groups, RING=ring[0].shape[1], HEAD_DIM=head_dim, SIZE=size,
+        BLOCK_P=block_p, num_warps=num_warps, **more,
     )  # fmt: skip
     return y
 

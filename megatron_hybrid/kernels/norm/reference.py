@@ -17,8 +17,7 @@ def inverse_rms(x: Tensor, size: int, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension: [..., size] -> the same in `dtype`, by default
-    the weight's, in which it is computed."""
+    """As in Norm."""
     scaled = x.to(weight.dtype) * inverse_rms(x, x.shape[-1], eps)
     return scaled.to(weight.dtype).mul_(weight).to(dtype or weight.dtype)
 
@@ -31,11 +30,7 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place.
-
-    x [tokens, size], residual [tokens, size] (float32, or x's dtype) -> norm in `dtype` (by default
-    the weight's), sum in residual's.
-    """
+    """As in Norm."""
     # In float32: on a CPU a sum of bfloat16 would round the multiplier to bfloat16 first.
     total = torch.add(residual.float(), x.float(), alpha=multiplier).to(residual.dtype)
     return rms_norm(total, weight, eps, dtype), total
@@ -48,11 +43,7 @@ add_rms_norm_over_ranks = None
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
 ) -> Tensor:
-    """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate); each
-    group of channels is normalised by itself.
-
-    x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
-    """
+    """As in Norm."""
     gates = F.silu(gate.float())
     values = x.float() if norm_first else gates.mul_(x)
     by_group = values.reshape(values.shape[0], -1, group_size)

@@ -1,4 +1,5 @@
-"""RMS norms in Triton; the calls, their meaning and their roundings are those of reference.py.
+"""RMS norms in Triton; the calls are protocols.Norm's, the meaning and the roundings
+reference.py's.
 
 Each program normalises a few whole rows, so a row's bits do not depend on what it is batched with.
 """
@@ -23,8 +24,7 @@ from megatron_hybrid.kernels.over_ranks import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
-    `dtype`, by default the weight's, in which it is computed."""
+    """As in Norm."""
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     # Heads of a wider projection are read where they lie.
     rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
@@ -39,11 +39,7 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + multiplier * x, and that sum, in `residual`'s place.
-
-    x, residual [tokens, size] (rows may be strided) -> norm in `dtype` (by default the weight's),
-    residual.
-    """
+    """As in Norm; the sum is in `residual`'s place."""
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     return _launch_add_rms_norm(x, residual, multiplier, weight, eps, out), residual
 
@@ -77,11 +73,7 @@ def add_rms_norm_over_ranks(
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
 ) -> Tensor:
-    """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate); each
-    group of channels is normalised by itself.
-
-    x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
-    """
+    """As in Norm."""
     return _launch_gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
 
 

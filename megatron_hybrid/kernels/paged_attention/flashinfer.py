@@ -1,4 +1,4 @@
-"""Paged attention with flashinfer's kernels; the calls are those of reference.py.
+"""Paged attention with flashinfer's kernels.
 
 Decodes run on the tensor-core decode wrapper, which splits long KV over programs; prefills on the
 prefill wrapper (FlashAttention 3 on Hopper, else 2). Both are planned once a step, from the host
@@ -29,10 +29,10 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
 )
+from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
     TritonPlan,
-    copy_tokens,
     store_kv,
 )
 
@@ -56,7 +56,7 @@ class FlashInferPlan:
 
 
 class FlashInferAttention:
-    """The calls of reference.py. What flashinfer has no kernel for goes to TritonAttention."""
+    """An Attention. What flashinfer has no kernel for goes to TritonAttention."""
 
     def __init__(self, workspace_bytes: int = 512 << 20) -> None:
         """`workspace_bytes`: room for partial results where KV is split over programs. A CUDA
@@ -69,7 +69,7 @@ class FlashInferAttention:
         self._wrappers: dict[AttentionShape, _Wrappers | None] = {}
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> FlashInferPlan | TritonPlan:
-        """Once a step. Waits for nothing."""
+        """As in Attention."""
         if shape.first_position:
             return self._triton.plan(paged, shape)
         if shape not in self._wrappers:
@@ -96,11 +96,11 @@ class FlashInferAttention:
     def append(
         self, key: Tensor, value: Tensor, cache: KVCache, plan: FlashInferPlan | TritonPlan
     ) -> None:
-        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+        """As in Attention."""
         store_kv(key, value, cache, plan.kv_slot)
 
     def attend(self, query: Tensor, cache: KVCache, plan: FlashInferPlan | TritonPlan) -> Tensor:
-        """query [tokens, heads, head_dim], tokens may be strided -> [tokens, heads, head_dim]."""
+        """As in Attention."""
         if isinstance(plan, TritonPlan):
             return self._triton.attend(query, cache, plan)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -114,10 +114,7 @@ class FlashInferAttention:
             plan.prefill.run(query[middle:end], kv, out=output[middle:end])
         return output
 
-    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
-        """KV at the places source [tokens] to the places destination [tokens], counted like
-        PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
-        copy_tokens(cache, source, destination)
+    copy_tokens = staticmethod(reference.copy_tokens)
 
     def _choose(self, shape: AttentionShape, device: torch.device) -> _Wrappers | None:
         """The wrappers for `shape`; None where flashinfer can't do it."""

@@ -45,7 +45,7 @@ class AttentionPlan:
 
 
 def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
-    """Once a step."""
+    """As in Attention."""
     host, device = paged.host, paged.kv_slot.device
     bounds: list[int] = host.cu_seqlens.tolist()
     kv_length: list[int] = (host.kv_length - shape.first_position).tolist()  # that is seen
@@ -161,22 +161,19 @@ def _rows(
 
 
 def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> None:
-    """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+    """As in Attention."""
     cache.key.flatten(0, 1).index_copy_(0, plan.kv_slot, key)
     cache.value.flatten(0, 1).index_copy_(0, plan.kv_slot, value)
 
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
-    """KV at the places source [tokens] to the places destination [tokens]; a place is counted like
-    PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source or
-    named twice."""
+    """As in Attention."""
     for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 
 
 def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
-    """query [tokens, heads, head_dim] -> [tokens, heads, head_dim]; the step's own keys and values
-    are in the cache already."""
+    """As in Attention."""
     heads, head_dim = query.shape[1:]
     all_keys, all_values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
     kv_heads = all_keys.shape[1]

@@ -1,5 +1,5 @@
 """Paged attention in Triton, for any dtype and head size: machines without flashinfer, float32
-models, shapes flashinfer has no kernel for. The calls are those of reference.py.
+models, shapes flashinfer has no kernel for.
 
 A program computes a tile of the queries of one sequence that share a KV head, with the softmax
 taken as the keys go by (Dao et al., "FlashAttention", 2022). The query heads of a KV head are rows
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.paged_attention import reference
 
 _MOST_SPLITS = 64
 
@@ -43,8 +44,7 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """The calls of reference.py; keeps nothing between steps and may be captured in a CUDA
-    graph."""
+    """An Attention that keeps nothing between steps and may be captured in a CUDA graph."""
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> TritonPlan:
         """Once a step."""
@@ -56,13 +56,13 @@ class TritonAttention:
         return TritonPlan(paged, shape, longest)
 
     def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: TritonPlan) -> None:
-        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+        """As in Attention."""
         store_kv(key, value, cache, plan.kv_slot)
 
     def attend(
         self, query: Tensor, cache: KVCache, plan: TritonPlan, *, splits: int | None = None
     ) -> Tensor:
-        """query [tokens, heads, head_dim], heads may be strided -> [tokens, heads, head_dim].
+        """As in Attention; heads may be strided, too.
 
         splits: into how many parts keys are split at most; None: as many as keep the device busy.
         """
@@ -78,17 +78,7 @@ class TritonAttention:
         _launch_attend(query, cache, output, plan, block_rows, 32, num_warps, max(splits, 1))
         return output
 
-    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
-        """KV at the places source [tokens] to the places destination [tokens], counted like
-        PagedSequences.kv_slot. Sources may repeat; no destination is a source or named twice."""
-        copy_tokens(cache, source, destination)
-
-
-def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
-    """See TritonAttention.copy_tokens."""
-    source, destination = source.long(), destination.long()
-    for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
-        rows.index_copy_(0, destination, rows.index_select(0, source))
+    copy_tokens = staticmethod(reference.copy_tokens)
 
 
 def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
@@ -103,37 +93,19 @@ def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> Non
         return
     width = kv_heads * head_dim
     _store_kv_kernel[(tokens,)](
-        key,
-        value,
-        cache.key,
-        cache.value,
-        kv_slot,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        head_dim,
-        width,
+        key, value, cache.key, cache.value, kv_slot,
+        *key.stride()[:2], *value.stride()[:2], head_dim, width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=min(max(triton.next_power_of_2(width) // 256, 1), 8),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_kv_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    kv_slot,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    head_dim: tl.constexpr,
-    width: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key, value, key_cache, value_cache, kv_slot,
+    key_stride, key_head_stride, value_stride, value_head_stride,
+    head_dim: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(kv_slot + token).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
@@ -170,33 +142,15 @@ def _launch_attend(
     tiles = triton.cdiv(plan.longest * group, block_rows)
     # x is the one dimension of a grid that may exceed 65535
     _attend_kernel[(tiles * splits, kv_heads, sequences)](
-        query,
-        cache.key,
-        cache.value,
-        output,
-        parts,
-        sums,
-        paged.cu_seqlens,
-        paged.kv_length,
-        paged.kv_indptr,
-        paged.kv_indices,
-        # exp2 is what the device has
-        plan.shape.scale * 1.4426950408889634,
-        query.stride(0),
-        query.stride(1),
-        tokens,
-        kv_heads,
-        SPLITS=splits,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        FIRST=plan.shape.first_position,
-        ROWS=block_rows,
-        KEYS=block_keys,
+        query, cache.key, cache.value, output, parts, sums,
+        paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+        plan.shape.scale * 1.4426950408889634,  # exp2 is what the device has
+        *query.stride()[:2], tokens, kv_heads,
+        SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        FIRST=plan.shape.first_position, ROWS=block_rows, KEYS=block_keys,
         DIMS=max(triton.next_power_of_2(head_dim), 16),
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     if splits > 1:
         dims = triton.next_power_of_2(head_dim)
         _join_kernel[(tokens, heads)](
@@ -237,30 +191,12 @@ def _join_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _attend_kernel(
-    query,
-    key_cache,
-    value_cache,
-    output,
-    parts,
-    sums,
-    cu_seqlens,
-    kv_length,
-    kv_indptr,
-    kv_indices,
-    scale,
-    query_stride,
-    query_head_stride,
-    tokens,
-    kv_heads,
-    SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+    query, key_cache, value_cache, output, parts, sums,
+    cu_seqlens, kv_length, kv_indptr, kv_indices,
+    scale, query_stride, query_head_stride, tokens, kv_heads,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
     first_row = tl.program_id(0) // SPLITS * ROWS
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(1)

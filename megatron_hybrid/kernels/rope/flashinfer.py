@@ -1,4 +1,4 @@
-"""Rotary position embedding with flashinfer's kernel; the calls are those of reference.py.
+"""Rotary position embedding with flashinfer's kernel; the calls are protocols.Rope's.
 
 The kernel looks cosines and sines up by position; here its table is computed for the step's own
 tokens, from the model's (scaled) frequencies, so token i looks up row i.
@@ -16,6 +16,8 @@ from megatron_hybrid.kernels.rope import reference
 
 
 class RopePlan(NamedTuple):
+    """Of a step's tokens."""
+
     table: Tensor  # [tokens, rotary_dim] float32: cosines, then sines
     rows: Tensor  # [tokens] int32: 0, 1, 2, ...
 
@@ -28,8 +30,7 @@ def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> RopePlan
 
 
 def rotate(x: Tensor, plan: RopePlan) -> Tensor:
-    """x [tokens, heads, head_dim], heads may be strided -> the same, its first rotary_dim
-    dimensions rotated, in x's place where flashinfer can do it."""
+    """As in Rope; in x's place where flashinfer can do it."""
     tokens, heads, head_dim = x.shape
     rotary_dim = plan.table.shape[1]
     aligned = x.stride(1) == head_dim and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -20,8 +20,7 @@ def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x: Tensor, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """x [tokens, heads, head_dim] -> the same, its first rotary_dim dimensions rotated; x may be
-    overwritten."""
+    """As in Rope."""
     cosines, sines = plan
     rotary_dim = cosines.shape[-1]
     half = rotary_dim // 2

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
 
 penalise = reference.penalise
@@ -25,32 +26,12 @@ penalise = reference.penalise
 _LEAST_VOCABULARY = 2048
 
 
-def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    point: Tensor,
-    *,
-    uses_top_k: bool = True,
-    uses_top_p: bool = True,
-    uses_min_p: bool = True,
-) -> Tensor:
-    """See reference.draw; logits in any float type."""
+def draw(logits: Tensor, filters: Filters, point: Tensor) -> Tensor:
+    """As in Sampling."""
     vocabulary = logits.shape[1]
     if vocabulary < _LEAST_VOCABULARY:
-        return reference.draw(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            point,
-            uses_top_k=uses_top_k,
-            uses_top_p=uses_top_p,
-            uses_min_p=uses_min_p,
-        )
+        return reference.draw(logits, filters, point)
+    temperature, top_k, top_p, min_p, uses_top_k, uses_top_p, uses_min_p = filters
     temperature = temperature.clamp(min=1e-5)
     logits = logits.contiguous()
     if uses_top_k:
@@ -85,42 +66,24 @@ def invert(
     sums = torch.empty((rows, blocks), dtype=torch.float64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     weights = (
-        logits,
-        largest,
-        temperature,
-        logits if kept is None else kept,
-        largest if min_p is None else min_p,
-    )
+        logits, largest, temperature,
+        logits if kept is None else kept, largest if min_p is None else min_p,
+    )  # fmt: skip
     flags = {"KEPT": kept is not None, "MIN_P": min_p is not None, "BLOCK": block}
     if rows:
         _sums_kernel[(rows, blocks)](*weights, sums, vocabulary, **flags, num_warps=num_warps)
         _pick_kernel[(rows,)](
-            *weights,
-            sums,
-            point,
-            tokens,
-            vocabulary,
-            blocks,
-            **flags,
-            BLOCKS=triton.next_power_of_2(blocks),
-            num_warps=num_warps,
-        )
+            *weights, sums, point, tokens, vocabulary, blocks,
+            **flags, BLOCKS=triton.next_power_of_2(blocks), num_warps=num_warps,
+        )  # fmt: skip
     return tokens
 
 
 @triton.jit
 def _weights(
-    logits,
-    largest,
-    temperature,
-    kept,
-    min_p,
-    row,
-    token,
-    vocabulary,
-    KEPT: tl.constexpr,
-    MIN_P: tl.constexpr,
-):
+    logits, largest, temperature, kept, min_p, row, token, vocabulary,
+    KEPT: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
     at = row.to(tl.int64) * vocabulary + token
     inside = token < vocabulary
     x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
@@ -134,17 +97,9 @@ def _weights(
 
 @triton.jit
 def _sums_kernel(
-    logits,
-    largest,
-    temperature,
-    kept,
-    min_p,
-    sums,
-    vocabulary,
-    KEPT: tl.constexpr,
-    MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, largest, temperature, kept, min_p, sums, vocabulary,
+    KEPT: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     weights = _weights(
@@ -165,21 +120,9 @@ def _find(weights, at, before, target):
 
 @triton.jit
 def _pick_kernel(
-    logits,
-    largest,
-    temperature,
-    kept,
-    min_p,
-    sums,
-    point,
-    tokens,
-    vocabulary,
-    blocks,
-    KEPT: tl.constexpr,
-    MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    logits, largest, temperature, kept, min_p, sums, point, tokens, vocabulary, blocks,
+    KEPT: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
     block_sums = tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0)

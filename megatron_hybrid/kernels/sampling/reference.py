@@ -9,25 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import Filters
 
-def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    point: Tensor,
-    *,
-    uses_top_k: bool = True,
-    uses_top_p: bool = True,
-    uses_min_p: bool = True,
-) -> Tensor:
-    """logits [rows, vocabulary], the others [rows]: temperature above 0, top_k int (0 or less:
-    off), top_p (1: off), min_p (0: off), point float64 in [0, 1) -> token ids [rows] int64.
 
-    top-k first, then top-p and min-p of what is left; the most likely token always stays.
-    `uses_...`: False when no row uses the filter; a row's token does not depend on these.
-    """
+def draw(logits: Tensor, filters: Filters, point: Tensor) -> Tensor:
+    """As in Sampling."""
+    temperature, top_k, top_p, min_p, uses_top_k, uses_top_p, uses_min_p = filters
     logits = logits.float()
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5)[:, None]
     weights = scaled.exp()  # the most likely token has 1
@@ -66,9 +53,7 @@ def penalise(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """logits float32, counts int16 (of the answer), in_prompt bool, all [rows, vocabulary]; the
-    penalties float32 [rows] -> logits [rows, vocabulary], as in SamplingParams: repetition first,
-    then the other two, of which a row without them (1, 0, 0) notices nothing."""
+    """As in Sampling."""
     written = counts > 0
     factor = torch.where(written | in_prompt, repetition[:, None], 1.0)
     logits = torch.where(logits < 0, logits * factor, logits / factor)

@@ -1,0 +1,321 @@
+"""What each kind of kernel is called with: a Protocol a kind, which all implementations of it fit.
+
+A plan is what the same implementation's `plan` made of the step, once for all layers; nobody else
+looks into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import (
+    AttentionShape,
+    DecodeRuns,
+    KVCache,
+    PagedSequences,
+    PrefillSegments,
+)
+
+Plan = Any
+Rings = tuple[Tensor, ...]  # [rows, R, ...] each: what `kept` was of earlier tokens
+
+
+class ConvConstants(NamedTuple):
+    """Of one layer's convolution."""
+
+    weight: Tensor  # [channels, width]
+    bias: Tensor | None  # [channels]
+    silu: bool = True  # of the outputs
+
+
+class Mamba1Tokens(NamedTuple):
+    """A row a token; rows may be strided."""
+
+    x: Tensor  # [T, channels]
+    z: Tensor  # [T, channels], the gate
+    dt: Tensor  # [T, channels], before bias and softplus
+    B: Tensor  # [T, state]
+    C: Tensor  # [T, state]
+
+    @property
+    def like(self) -> Tensor:
+        """The output's shape and dtype."""
+        return self.x
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What goes into the state, and a ring keeps of a token."""
+        return self.x, self.dt, self.B
+
+
+class Mamba1Constants(NamedTuple):
+    """Of one layer, float32."""
+
+    A: Tensor  # [channels, state], negative
+    D: Tensor  # [channels]
+    dt_bias: Tensor  # [channels]
+
+
+class Mamba2Tokens(NamedTuple):
+    """A row a token; rows may be strided. Head h has group h // (heads / groups)."""
+
+    x: Tensor  # [T, heads, head_dim]
+    B: Tensor  # [T, groups, state]
+    C: Tensor  # [T, groups, state]
+    dt: Tensor  # [T, heads], before bias and softplus
+
+    @property
+    def like(self) -> Tensor:
+        """The output's shape and dtype."""
+        return self.x
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What goes into the state, and a ring keeps of a token."""
+        return self.x, self.B, self.dt
+
+
+class Mamba2Constants(NamedTuple):
+    """Of one layer, float32."""
+
+    A: Tensor  # [heads], negative
+    D: Tensor  # [heads]
+    dt_bias: Tensor  # [heads]
+    dt_limit: tuple[float, float]  # that step sizes are clamped to
+
+
+class DeltaRuleTokens(NamedTuple):
+    """A row a token; rows may be strided. Value head h has key head h // (v_heads / k_heads)."""
+
+    q: Tensor  # [T, k_heads, k_dim], of any length
+    k: Tensor  # [T, k_heads, k_dim], of any length
+    v: Tensor  # [T, v_heads, v_dim]
+    a: Tensor  # [T, v_heads], the decay before bias and softplus
+    b: Tensor  # [T, v_heads], beta before the sigmoid
+
+    @property
+    def like(self) -> Tensor:
+        """The output's shape and dtype."""
+        return self.v
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What goes into the state, and a ring keeps of a token."""
+        return self.k, self.v, self.a, self.b
+
+
+class DeltaRuleConstants(NamedTuple):
+    """Of one layer, float32."""
+
+    A: Tensor  # [v_heads], negative
+    dt_bias: Tensor  # [v_heads]
+
+
+# The tokens of any scan, and a function's that gives or takes those of one.
+ScanTokens = Mamba1Tokens | Mamba2Tokens | DeltaRuleTokens
+AScansTokens = TypeVar("AScansTokens", Mamba1Tokens, Mamba2Tokens, DeltaRuleTokens)
+
+Tokens = TypeVar("Tokens", contravariant=True)
+Constants = TypeVar("Constants", contravariant=True)
+Ring = TypeVar("Ring", contravariant=True)
+
+
+class Recurrence(Protocol[Tokens, Constants, Ring]):
+    """A kernel with a state in each slot, [slots, ...], which all calls read and write. They give
+    the outputs [T, ...], like the tokens' `like`: in `out` if that is given."""
+
+    def plan(self, segments: PrefillSegments, size: int, /) -> Plan:
+        """Of the prompts; size: the kernel chunk, or a convolution's width."""
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        constants: Constants,
+        state: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """PrefillSegments."""
+
+    def decode(
+        self,
+        tokens: Tokens,
+        constants: Constants,
+        state: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """DecodeSlots: T = N sequences, one token each."""
+
+    def decode_runs(
+        self,
+        tokens: Tokens,
+        constants: Constants,
+        state: Tensor,
+        ring: Ring,
+        plan: Plan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """DecodeRuns; ring: read and written."""
+
+
+class Convolution(Recurrence[Tensor, ConvConstants, Tensor], Protocol):
+    """Of tokens [T, channels], whose rows may be strided; the state [slots, channels, width - 1] is
+    the last inputs, a ring [rows, R, channels] the same of earlier tokens."""
+
+    def plan_runs(self, runs: DecodeRuns, width: int, ring_length: int) -> Plan:
+        """Of a step's decode_runs."""
+
+
+class Attention(Protocol):
+    """Over a paged KV cache."""
+
+    def plan(self, paged: PagedSequences, shape: AttentionShape) -> Plan:
+        """Once a step; waits for nothing."""
+
+    def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: Plan) -> None:
+        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
+
+    def attend(self, query: Tensor, cache: KVCache, plan: Plan) -> Tensor:
+        """query [tokens, heads, head_dim], tokens may be strided -> [tokens, heads, head_dim]. The
+        step's own keys and values are in the cache already."""
+
+    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
+        """KV at the places source [tokens] to the places destination [tokens], counted like
+        PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source
+        or named twice."""
+
+
+class Norm(Protocol):
+    """RMS norms (Zhang and Sennrich, 2019) with statistics in float32."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
+        `dtype`, by default the weight's, in which it is computed."""
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        multiplier: float,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place.
+
+        x [tokens, size], residual [tokens, size] (float32, or x's dtype; rows may be strided) ->
+        norm in `dtype` (by default the weight's), sum in residual's.
+        """
+
+    @property
+    def add_rms_norm_over_ranks(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """add_rms_norm of the sum over ranks, where a kernel can do both; see norm/triton.py."""
+
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        group_size: int,
+        eps: float,
+        norm_first: bool = False,
+    ) -> Tensor:
+        """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate);
+        each group of channels is normalised by itself.
+
+        x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
+        """
+
+
+class Rope(Protocol):
+    """Rotary position embedding (Su et al., "RoFormer", 2021) of a head's first dimensions."""
+
+    def plan(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Plan:
+        """positions [tokens], frequencies [rotary_dim / 2] float32; once a step."""
+
+    def rotate(self, x: Tensor, plan: Plan) -> Tensor:
+        """x [tokens, heads, head_dim], heads may be strided -> the same, its first rotary_dim
+        dimensions rotated; x may be overwritten."""
+
+
+class Activation(Protocol):
+    """`activation` is a key of activation.reference.ACTIVATIONS."""
+
+    def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor:
+        """act(x), or, where `gated`, act(first half of the columns) * second half.
+
+        x [tokens, columns] (rows may be strided) -> [tokens, columns or columns / 2] in x's dtype.
+        """
+
+    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts on this rank, and what they compute."""
+
+    up: Tensor  # [experts, inner (twice that where gated: gate, then up), width]
+    down: Tensor  # [experts, width, inner]
+    activation: str  # see Activation
+    gated: bool
+    # More experts that other ranks hold: an id past the last one here stands for any of them, and
+    # adds nothing.
+    elsewhere: int = 0
+
+
+class Experts(Protocol):
+    """Mixtures of experts, behind the router's projection."""
+
+    def route(self, logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+        """The `chosen` best experts of every token and the softmax over their logits; unless
+        `normalize`, over those of all experts.
+
+        logits [tokens, experts] -> experts (integers) and weights float32, [tokens, chosen] each,
+        the best first; of equal logits the one of the lower expert on a GPU.
+        """
+
+    def mix(self, x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+        """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j].
+
+        x [tokens, width], experts and weights [tokens, chosen] (weights float32) ->
+        [tokens, width] in x's dtype.
+        """
+
+
+class Filters(NamedTuple):
+    """What tokens may be drawn, by row: [rows] each."""
+
+    temperature: Tensor  # float32, above 0
+    top_k: Tensor  # int32; 0 or less: off
+    top_p: Tensor  # float32; 1: off
+    min_p: Tensor  # float32; 0: off
+    # False when no row uses the filter; a row's token does not depend on these.
+    uses_top_k: bool = True
+    uses_top_p: bool = True
+    uses_min_p: bool = True
+
+
+class Sampling(Protocol):
+    """Logits to tokens."""
+
+    def draw(self, logits: Tensor, filters: Filters, point: Tensor) -> Tensor:
+        """logits [rows, vocabulary] in any float type, point [rows] float64 in [0, 1) -> token ids
+        [rows] int64.
+
+        top-k first, then top-p and min-p of what is left; the most likely token always stays.
+        """
+
+    def penalise(
+        self, logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tensor,
+        frequency: Tensor, presence: Tensor, /,
+    ) -> Tensor:  # fmt: skip
+        """logits float32, counts int16 (of the answer), in_prompt bool, all [rows, vocabulary]; the
+        penalties float32 [rows] -> logits [rows, vocabulary], as in SamplingParams: repetition
+        first, then the other two, of which a row without them (1, 0, 0) notices nothing."""
