@@ -20,6 +20,7 @@ from convert.config_json import with_model_type
 from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
 from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
 from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
 from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
@@ -27,7 +28,6 @@ from megatron_hybrid.models.checkpoints.weight_checks import (
     check_all_used,
     check_rotary_tables,
     check_same,
-    possible_places,
 )
 from megatron_hybrid.models.checkpoints.weight_source import FolderSource, Index, open_folder
 from megatron_hybrid.models.config import HybridModelConfig
@@ -94,7 +94,7 @@ class _HuggingFaceRoles:
         return self._places(role)[0]
 
     def _places(self, role: Role) -> list[Location]:
-        places = possible_places(self._family, self._config, role.block, role.role)
+        places = self._family.places(self._config, role.block, role.role)
         found = [place for place in places if place.name in self._source.names]
         if not found:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {self._source.where}.")
@@ -216,11 +216,11 @@ def to_hugging_face(
                 "it can be served as it is, but not converted."
             )
     family = family_of(config.model_type)
-    weights = MegatronSource.open(folder.checkpoint, config)
+    weights = MegatronSource(MegatronCheckpoint(folder.checkpoint), config)
     check_all_used(weights, weights, config, ())
     if config.tie_word_embeddings and HEAD in weights.names:
-        places = Location(weights.embedding), Location(HEAD)
-        check_same(weights, weights, config, *places, partial(_whole, weights))
+        first, copy = weights.places(config, None, "embedding")
+        check_same(weights, weights, config, first, copy, partial(_whole, weights))
     _make(target)
     tensors = _HuggingFaceTensors(weights, family, config, _recorded_names(folder))
     _write_safetensors(target, tensors, max_shard_bytes, progress)
@@ -273,7 +273,7 @@ class _HuggingFaceTensors:
         for role, name in source.roles():
             if config.tie_word_embeddings and role.role == "lm_head":
                 continue
-            places = possible_places(family, config, role.block, role.role)
+            places = family.places(config, role.block, role.role)
             place = next((place for place in places if place.name in own), places[0])
             shape = source.shape(name)
             written = own.get(place.name, place.name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.mlp import MLPConfig
+from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
@@ -38,29 +39,27 @@ def check_expressible(config: HybridModelConfig) -> None:
 
 def _reasons(config: HybridModelConfig) -> Iterator[str]:
     """What the model has and Megatron has not."""
-    for letter, kind in _LAYERS.items():
-        if letter in config.pattern:
-            yield kind
+    yield from (kind for letter, kind in _LAYERS.items() if letter in config.pattern)
     if GATED_DELTA_NET in config.pattern and not is_gpt_pattern(config.pattern) and config.rope:
         yield "rotary positions in a HybridModel with gated delta nets"
-    multipliers = {
-        "embedding multiplier": config.embedding_multiplier,
-        "residual multiplier": config.residual_multiplier,
-        "divisor of logits": config.logits_divisor,
-    }
-    if (attention := config.attention) is not None:
-        multipliers["multiplier of attention's input"] = attention.input_multiplier
-        multipliers["multiplier of attention's output"] = attention.out_multiplier
+    attention, mamba, moe = config.attention, config.mamba, config.moe
+    mlps = [mlp for mlp in (config.mlp, None if moe is None else moe.expert) if mlp is not None]
+    multipliers = [
+        ("embedding multiplier", config.embedding_multiplier),
+        ("residual multiplier", config.residual_multiplier),
+        ("divisor of logits", config.logits_divisor),
+    ]
+    if attention is not None:
+        multipliers.append(("multiplier of attention's input", attention.input_multiplier))
+        multipliers.append(("multiplier of attention's output", attention.out_multiplier))
         if attention.scale != attention.head_dim**-0.5:
             yield f"scale of attention other than head_dim ** -0.5 (here {attention.scale})"
         if attention.qk_norm and attention.zero_centered_norm != config.zero_centered_norm:
             yield "norms of q and k that are centered otherwise than the other norms"
-    if (mamba := config.mamba) is not None:
-        multipliers["multiplier of Mamba's input"] = mamba.input_multiplier
-        multipliers["multiplier of Mamba's output"] = mamba.out_multiplier
-        for value in mamba.in_multipliers:
-            multipliers["multiplier inside Mamba"] = value
-            yield from _unless_one(multipliers)
+    if mamba is not None:
+        multipliers.append(("multiplier of Mamba's input", mamba.input_multiplier))
+        multipliers.append(("multiplier of Mamba's output", mamba.out_multiplier))
+        multipliers += [("multiplier inside Mamba", value) for value in mamba.in_multipliers]
         if mamba.proj_bias or mamba.out_bias:
             yield "bias in Mamba's projections"
         if not mamba.conv_bias:
@@ -70,49 +69,33 @@ def _reasons(config: HybridModelConfig) -> Iterator[str]:
         eps = config.norm_eps if mamba.norm_eps is None else mamba.norm_eps
         if eps != _MAMBA_NORM_EPS:
             yield f"epsilon of the norm in Mamba other than {_MAMBA_NORM_EPS} (here {eps})"
-    yield from _unless_one(multipliers)
-    for mlp in (config.mlp, None if config.moe is None else config.moe.expert):
-        if mlp is not None:
-            yield from _mlp_reasons(mlp)
-    yield from _moe_reasons(config)
-
-
-def _unless_one(multipliers: dict[str, float]) -> Iterator[str]:
-    for name, value in multipliers.items():
-        if value != 1.0:
-            yield f"{name} (here {value})"
-
-
-def _mlp_reasons(mlp: MLPConfig) -> Iterator[str]:
-    yield from _unless_one(
-        {
-            "multiplier of an MLP's gate": mlp.gate_multiplier,
-            "multiplier of an MLP's output": mlp.out_multiplier,
-        }
-    )
-    if (mlp.gated, mlp.activation) not in ((True, "silu"), (False, "relu2")):
-        gate = "with" if mlp.gated else "without"
-        yield f"MLP of {mlp.activation!r} {gate} a gate, only of silu with one and relu2 without"
-
-
-def _moe_reasons(config: HybridModelConfig) -> Iterator[str]:
-    moe = config.moe
-    if moe is None:
-        return
-    expert = moe.expert
-    if expert.bias:
-        yield "biases around experts that have none"
-    for other in filter(None, (config.mlp, moe.shared)):
-        if (other.gated, other.activation) != (expert.gated, expert.activation):
-            yield "experts with another activation than the other MLPs"
-    if moe.scoring == "sigmoid":
-        if moe.normalize_weights != (moe.experts_per_token > 1):
-            yield "sigmoid router whose weights are not normalised"
-        # It adds up the best experts_per_token / chosen_groups experts of a group, we two.
-        if moe.num_groups > 1 and moe.experts_per_token // moe.chosen_groups != 2:
+    for mlp in mlps:
+        multipliers.append(("multiplier of an MLP's gate", mlp.gate_multiplier))
+        multipliers.append(("multiplier of an MLP's output", mlp.out_multiplier))
+        if (mlp.gated, mlp.activation) not in ((True, "silu"), (False, "relu2")):
+            gate = "with" if mlp.gated else "without"
             yield (
-                "choice of expert groups by their two best experts, with "
-                f"{moe.experts_per_token} experts a token in {moe.chosen_groups} groups"
+                f"MLP of {mlp.activation!r} {gate} a gate, only of silu with one and relu2 without"
             )
-        if moe.weights_eps != 1e-20:
-            yield f"sum of sigmoid weights with {moe.weights_eps} added, only with 1e-20"
+    yield from (f"{name} (here {value})" for name, value in multipliers if value != 1.0)
+    if moe is not None:
+        yield from _moe_reasons(moe, [*mlps, *filter(None, [moe.shared])])
+
+
+def _moe_reasons(moe: MoEConfig, mlps: list[MLPConfig]) -> Iterator[str]:
+    if moe.expert.bias:
+        yield "biases around experts that have none"
+    if len({(mlp.gated, mlp.activation) for mlp in mlps}) > 1:
+        yield "experts with another activation than the other MLPs"
+    if moe.scoring != "sigmoid":
+        return
+    if moe.normalize_weights != (moe.experts_per_token > 1):
+        yield "sigmoid router whose weights are not normalised"
+    # It adds up the best experts_per_token / chosen_groups experts of a group, we two.
+    if moe.num_groups > 1 and moe.experts_per_token // moe.chosen_groups != 2:
+        yield (
+            "choice of expert groups by their two best experts, with "
+            f"{moe.experts_per_token} experts a token in {moe.chosen_groups} groups"
+        )
+    if moe.weights_eps != 1e-20:
+        yield f"sum of sigmoid weights with {moe.weights_eps} added, only with 1e-20"

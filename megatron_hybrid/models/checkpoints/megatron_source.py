@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.models.checkpoints.megatron_arguments import has_zero_centered_norms
-from megatron_hybrid.models.checkpoints.megatron_checkpoint import Index, MegatronCheckpoint
+from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
 from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
 from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
+from megatron_hybrid.models.checkpoints.weight_source import Index, WeightSource
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import Location
 
 
-class MegatronSource:
+class MegatronSource(WeightSource):
     """A WeightSource and at the same time what says the names in it (WeightNames).
 
     Every role is a tensor of its own here, shaped as the model has it: neither how many ranks
     wrote the checkpoint nor how Megatron lays out its tensors is to be seen.
     """
-
-    embedding: str
-    final_norm: str
-    lm_head: str
 
     def __init__(self, checkpoint: MegatronCheckpoint, config: HybridModelConfig) -> None:
         """Raises ConfigurationError for a model that Megatron has no layers for, WeightsError for
@@ -48,21 +44,19 @@ class MegatronSource:
             # The embedding once more, where a stage of its own: to be compared.
             self._roles[HEAD] = Role(None, "lm_head", [Rows(HEAD, 0, config.vocab_size)])
         self._check_extents()
-        self.embedding = self._found[None, "embedding"]
-        self.final_norm = self._found[None, "final_norm"]
-        self.lm_head = HEAD
         used = {rows.name for role in self._roles.values() for rows in role.rows}
         others = {name for name in checkpoint.shapes if not self._layout.ignores(name)} - used
-        self.names: Mapping[str, str] = {name: name for name in (*self._roles, *sorted(others))}
-
-    @classmethod
-    def open(cls, folder: Path, config: HybridModelConfig) -> MegatronSource:
-        return cls(MegatronCheckpoint(folder), config)
+        self.names = {name: name for name in (*self._roles, *sorted(others))}
 
     # ------------------------------------------------------------------ names
 
-    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
-        return [Location(self._found.get((block, role), f"block {block}, {role}"))]
+    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
+        """Where a role is; of a tied embedding also the head, where a stage has it once more."""
+        name = HEAD if role == "lm_head" else f"block {block}, {role}"
+        places = [Location(self._found.get((block, role), name))]
+        if config.tie_word_embeddings and role == "embedding":
+            places.append(Location(HEAD))
+        return places
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
         """A role that this rank does not have is another rank's."""

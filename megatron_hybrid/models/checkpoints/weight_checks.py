@@ -16,19 +16,6 @@ from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
 
 
-def possible_places(
-    names: WeightNames, config: HybridModelConfig, block: int | None, role: str
-) -> list[Location]:
-    """Where a role of a block, or of none, may be, the usual place first. Several may be there: the
-    model has the weight once, and check_same compares them."""
-    if block is not None:
-        return names.locate(config, block, role)
-    roles = [role]
-    if config.tie_word_embeddings and role == "embedding":
-        roles.append("lm_head")
-    return [Location(str(getattr(names, one))) for one in roles]
-
-
 def check_shape(source: WeightSource, place: Location, shape: tuple[int, ...]) -> None:
     """`shape`: the role's. Raises WeightsError for another one."""
     expected = (shape[0] * place.parts, *shape[1:])
@@ -67,7 +54,7 @@ def check_same(
     if torch.equal(first, second.to(first.device, first.dtype)):
         return
     advice = ""
-    if copy.name == names.lm_head:
+    if copy in names.places(config, None, "lm_head"):
         advice = ' A head of its own needs "tie_word_embeddings": false in config.json.'
     raise WeightsError(
         f"Weights {source.names[place.name]!r} and {source.names[copy.name]!r} in {source.where} "

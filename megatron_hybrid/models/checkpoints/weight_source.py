@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ _DTYPES = {
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Tensors by their canonical names (see Family.canonical); nothing is read before `read`."""
 
     where: str  # for messages
@@ -38,39 +39,35 @@ class WeightSource(Protocol):
 
     def file_of(self, name: str) -> str:
         """What to sort reads by."""
+        return ""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
 
+    @abstractmethod
     def read(self, name: str, index: Index) -> Tensor:
-        """A rectangle of a tensor, or of one of those that are stacked in it."""
+        """A rectangle of a tensor, or of one of those that are stacked in it: for each dimension a
+        range, or a number to drop it."""
 
 
 class WeightNames(Protocol):
     """What says where in a source a model's weights are: a Family, or a Megatron checkpoint."""
 
-    @property
-    def embedding(self) -> str: ...
-
-    @property
-    def final_norm(self) -> str: ...
-
-    @property
-    def lm_head(self) -> str: ...
-
-    def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
-        """See Family.locate."""
+    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
+        """See Family.places."""
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
-        """Whether a tensor that no part of the model is from may be there all the same."""
+        """See Family.ignores."""
 
 
-class FolderSource:
+class FolderSource(WeightSource):
     """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""
 
     def __init__(self, folder: Path, names: dict[str, tuple[str, str]], files: dict[str, Any]):
         """`names`: canonical name -> (name in its file, file)."""
         self.where = str(folder)
-        self.names: Mapping[str, str] = {canonical: name for canonical, (name, _) in names.items()}
+        self.names = {canonical: name for canonical, (name, _) in names.items()}
         self._names, self._files = names, files
 
     def file_of(self, name: str) -> str:
@@ -103,10 +100,10 @@ class FolderSource:
             ) from error
 
 
-class TensorSource:
+class TensorSource(WeightSource):
     """Tensors in memory, on any device and in any dtype."""
 
-    where: str = "the tensors given"
+    where = "the tensors given"
 
     def __init__(self, tensors: Tensors, family: Family) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -120,10 +117,7 @@ class TensorSource:
             canonical = family.canonical(name)
             _refuse_twice(names.get(canonical, name), name, self.where)
             self._tensors[canonical], names[canonical] = tensor.detach(), name
-        self.names: Mapping[str, str] = names
-
-    def file_of(self, name: str) -> str:
-        return ""
+        self.names = names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

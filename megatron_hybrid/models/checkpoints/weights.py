@@ -23,7 +23,6 @@ from megatron_hybrid.models.checkpoints.weight_checks import (
     check_rotary_tables,
     check_same,
     check_shape,
-    possible_places,
 )
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
@@ -161,9 +160,10 @@ def _open(
     """The weights in a folder of either kind, and what says where in it they are."""
     if folder.is_megatron:
         # torch.distributed.checkpoint takes a while to import.
+        from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
         from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
 
-        megatron = MegatronSource.open(folder.checkpoint, config)
+        megatron = MegatronSource(MegatronCheckpoint(folder.checkpoint), config)
         yield megatron, megatron
         return
     family = family_of(config.model_type)
@@ -186,7 +186,7 @@ def _place(
     shape, or is missing, unless `some` are enough. Reads no weight."""
     placed = []
     for block, part in model.weight_parts():
-        places = possible_places(names, model.config, block, part.role)
+        places = names.places(model.config, block, part.role)
         stored = [place for place in places if place.name in source.names]
         for place in stored:
             check_shape(source, place, part.shape)

@@ -48,6 +48,16 @@ class Family(ABC):
         """The model that config.json describes. Raises ConfigurationError for an option that is not
         supported."""
 
+    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
+        """What `locate` gives, or where a weight outside of blocks may be: embedding, final_norm or
+        lm_head."""
+        if block is not None:
+            return self.locate(config, block, role)
+        names = [str(getattr(self, role))]
+        if config.tie_word_embeddings and role == "embedding":
+            names.append(self.lm_head)
+        return [Location(name) for name in names]
+
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first; where it is in several of them, it
         has to be the same. `role` is "norm.weight" for the norm before the mixer, else "mixer."
