@@ -139,8 +139,9 @@ class LLM:
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
     ) -> Iterator[RequestOutput]:
-        """The output so far, again after every step that adds to it. Ending the loop early
-        aborts the request. Raises InvalidRequestError for n > 1."""
+        """The output so far, again after every step that adds to it: always the same object, which
+        grows, so copy what is to be kept as it is. Ending the loop early aborts the request.
+        Raises InvalidRequestError for n > 1."""
         options = _Options(cache_salt, priority, cache_checkpoints)
         with self._joining_if_refused():
             if params is not None and not isinstance(params, SamplingParams):

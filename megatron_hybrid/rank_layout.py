@@ -61,6 +61,7 @@ class ParallelSizes:
 
     @property
     def replicas_in_lockstep(self) -> int:
+        """Replicas that share their experts; 1 where each has its own."""
         return max(1, self.expert_group // self.tensor)
 
     @property
@@ -114,6 +115,7 @@ class RankLayout:
 
     @property
     def tensor_rank(self) -> int:
+        """Which part of every layer this rank has."""
         return self.lockstep_rank % self.sizes.tensor
 
     @property
@@ -133,6 +135,7 @@ class RankLayout:
 
     @property
     def num_replicas(self) -> int:
+        """Of all that were started together."""
         return self.world_size // self.sizes.replica
 
     @property

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -256,25 +257,23 @@ class _Plan:
             symmetric_memory=config.symmetric_memory_all_reduce,
         )
         mtp = drafts_from_head(config, folder, parallel, model)
-        shapes = _without_weights(config, model_config, device, parallel, mtp)
+        dtypes = _dtypes(config, model_config, device)
+        with torch.device("meta"):  # so that memory is planned before anything large is read
+            shapes = HybridModel(model_config, parallel, *dtypes, mtp)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
 
 def _load(plan: _Plan) -> HybridModel:
-    config = plan.config
-    conv_dtype, ssm_dtype = _state_dtypes(config)
     return load_model(
         plan.folder,
         device=plan.device,
-        dtype=_dtype(config, plan.model_config, plan.device),
         parallel=plan.parallel,
-        conv_states_dtype=conv_dtype,
-        ssm_states_dtype=ssm_dtype,
-        load_format=config.load_format,
-        seed=config.seed,
+        load_format=plan.config.load_format,
+        seed=plan.config.seed,
         progress=plan.parallel.is_first,
         mtp=plan.mtp,
+        **_dtypes(plan.config, plan.model_config, plan.device)._asdict(),
     )
 
 
@@ -318,33 +317,20 @@ def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
     return limit if wanted is None else wanted
 
 
-def _dtype(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> torch.dtype:
+class _Dtypes(NamedTuple):
+    """Of weights and activations, of the convolution's states and of the recurrent ones."""
+
+    dtype: torch.dtype
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+
+
+def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> _Dtypes:
+    dtype = resolve_dtype(config.dtype, model.dtype)
     if config.dtype is None and device.type == "cpu":
-        return torch.float32  # small matrix products in 16 bits take several times as long there
-    return resolve_dtype(config.dtype, model.dtype)
-
-
-def _state_dtypes(config: EngineConfig) -> tuple[torch.dtype | None, torch.dtype]:
-    """Of the convolution's states (None: the model's) and of the recurrent ones."""
-    conv = config.mamba_inference_conv_states_dtype
-    return (
-        None if conv is None else resolve_dtype(conv),
-        resolve_dtype(config.mamba_inference_ssm_states_dtype),
-    )
-
-
-def _without_weights(
-    config: EngineConfig,
-    model_config: HybridModelConfig,
-    device: torch.device,
-    parallel: ParallelContext,
-    mtp: bool,
-) -> HybridModel:
-    """The model's shapes alone, so that memory is planned before anything large is read."""
-    dtype = _dtype(config, model_config, device)
-    conv_dtype, ssm_dtype = _state_dtypes(config)
-    with torch.device("meta"):
-        return HybridModel(model_config, parallel, dtype, conv_dtype or dtype, ssm_dtype, mtp)
+        dtype = torch.float32  # small matrix products in 16 bits take several times as long there
+    conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
+    return _Dtypes(dtype, conv, resolve_dtype(config.mamba_inference_ssm_states_dtype))
 
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:

@@ -44,6 +44,7 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> Attention | None:
+        """The layer that has KV; None for a block without one."""
         return self.mixer.attention
 
     def weight_parts(self) -> Parts:
@@ -72,15 +73,18 @@ class SharedTransformerBlock(Block):
 
     @property
     def attention(self) -> Attention:
+        """The shared transformer's."""
         return self.transformer.shared.self_attn
 
     def weight_parts(self) -> Parts:
+        """With this block's own adapters in the transformer."""
         yield from super().weight_parts()
         yield from prefixed("transformer", self.transformer.weight_parts())
 
     def enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Tensor, Tensor]:
+        """See Block.enter."""
         if mixed is not None:
             residual = residual + multiplier * self.ranks.all_reduce(mixed)
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
@@ -105,6 +109,7 @@ class BlockBuilder:
         self._state_dtypes = conv_states_dtype, ssm_states_dtype
 
     def norm(self) -> RMSNorm:
+        """One of the model's norms, with weights still to be read."""
         config = self.config
         return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
 

@@ -57,19 +57,23 @@ class MTPHead(nn.Module):
 
     @property
     def attention(self) -> Attention:
+        """Of its first block, the only one with KV."""
         layer = self._block(0).attention
         assert layer is not None
         return layer
 
     @property
     def kv_specs(self) -> dict[int, KVSpec]:
+        """What the caches hold of its KV, by the number of its first block."""
         return {self.first: self.attention.kv_spec()}
 
     @property
     def state_specs(self) -> dict[int, StateSpec]:
+        """The same, of the hidden state that waits for its next token."""
         return {self.first: self.delay.spec}
 
     def shape(self, block_size: int) -> AttentionShape:
+        """Of its attention, in which position 0 is not seen."""
         return replace(self.attention.shape(block_size), first_position=1)
 
     def weight_parts(self) -> Iterator[tuple[int, WeightPart]]:

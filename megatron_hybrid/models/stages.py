@@ -50,6 +50,7 @@ class ModelStages:
         )
 
     def without_head(self) -> ModelStages:
+        """Of the model alone."""
         end = self.blocks[-1].stop
         return replace(
             self,

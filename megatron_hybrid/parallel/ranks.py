@@ -34,10 +34,12 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
+        """Whether this rank is number 0."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether nobody comes after this rank."""
         return self.rank == self.size - 1
 
     def use_symmetric_memory(self) -> None:
@@ -127,6 +129,7 @@ class RankGroup:
         return everybody
 
     def send(self, tensor: Tensor, destination: int) -> None:
+        """To rank `destination`, which receives one of the same shape and dtype."""
         dist.send(tensor.contiguous(), self._global(destination), group=self.group)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:

@@ -41,6 +41,7 @@ class SharedRows:
 
     @classmethod
     def make(cls, ranks: RankGroup, width: int, dtype: torch.dtype) -> SharedRows:
+        """Room for rows of this width; all ranks call it at the same time."""
         rows, device = MOST_SHARED_ROWS, ranks.device
         data, data_handle = _shared(ranks, 2 * rows * width, dtype)
         flags, flags_handle = _shared(ranks, rows * ranks.size, torch.int32)

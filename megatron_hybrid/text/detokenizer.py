@@ -147,6 +147,7 @@ def _decoding_for(tokenizer: Tokenizer) -> _Decoding:
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether every token is a string of bytes, in GPT-2's spelling."""
     return type(tokenizer.backend.decoder).__name__ == "ByteLevel"
 
 

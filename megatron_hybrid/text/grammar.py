@@ -203,6 +203,7 @@ class GrammarCompiler:
         return AnswerMatcher(matcher.deep_copy(), never, self._size)
 
     def has(self, grammar: Grammar) -> bool:
+        """Whether `compile` need not read it."""
         return grammar in self._compiled
 
     def keep(self, grammar: Grammar, matcher: LLMatcher) -> None:

@@ -84,15 +84,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Ids that it knows, with added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """Its own end of sequence; models often have more."""
         eos = self._hf.eos_token_id
         return () if eos is None else (int(eos),)
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether it can render conversations."""
         return bool(self._hf.chat_template)
 
     @property
@@ -123,12 +126,14 @@ class Tokenizer:
         return token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # Unlike `encode`, it lets other threads go on, and it does not look for offsets.
+        """Token ids of a text. `add_special_tokens`: with those that begin or end every text."""
+        # Unlike the backend's `encode`, it lets other threads go on, and looks for no offsets.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; `skip_special_tokens`: without those that stand for none."""
         if skip_special_tokens:
             token_ids = [token_id for token_id in token_ids if not self.is_special(token_id)]
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
@@ -232,7 +237,7 @@ class Tokenizer:
             raise InvalidRequestError("messages", "messages is empty; it needs a message at least.")
         arguments = dict(template_arguments or {})
         for name in arguments:
-            if name in _TEMPLATE_PARAMETERS:
+            if name in _template_parameters():
                 raise InvalidRequestError(
                     "chat_template_kwargs",
                     f"chat_template_kwargs.{name} is not a variable of the chat template.",
@@ -312,11 +317,10 @@ def _load_hf_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
+@functools.cache
 def _template_parameters() -> frozenset[str]:
-    from transformers import PreTrainedTokenizerBase
+    """Arguments of apply_chat_template itself, which a request must not set."""
+    from transformers import PreTrainedTokenizerBase  # takes a second: token ids do without
 
-    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-
-
-# Arguments of apply_chat_template itself, which a request must not set.
-_TEMPLATE_PARAMETERS = _template_parameters() - {"kwargs"} | {"messages"}
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(names) - {"kwargs"} | {"messages"}

@@ -49,6 +49,8 @@ class Piece:
 
 @dataclass(slots=True)
 class StoredTensor:
+    """A tensor of a checkpoint by Megatron's name, in rectangles."""
+
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

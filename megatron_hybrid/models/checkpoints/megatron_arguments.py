@@ -46,6 +46,7 @@ class MegatronArguments:
         return next((v for v in map(self.values.get, names) if v is not None), default)
 
     def require(self, *names: str) -> Any:
+        """The same; raises ConfigurationError where there is none."""
         value = self.get(*names)
         if value is None:
             raise ConfigurationError(
@@ -55,6 +56,7 @@ class MegatronArguments:
         return value
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
+        """Raise ConfigurationError, which names the flag, for another value; None is fine."""
         value = self.get(name)
         if value is not None and value not in supported:
             flag = "--" + name.replace("_", "-")

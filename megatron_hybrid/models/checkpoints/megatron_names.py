@@ -133,6 +133,7 @@ class MegatronNames:
                 yield f"{name}_norm.weight", [self._norm(norm, config.zero_centered_norm)]
 
     def mamba(self, layer: _Layer) -> Iterator[tuple[str, list[Rows]]]:
+        """in_proj and conv1d are a tensor for each of their sections."""
         config = self.config.mamba
         assert config is not None
         inner, groups = config.inner_size, config.num_groups * config.state_size
@@ -147,6 +148,7 @@ class MegatronNames:
         yield "out_proj.weight", [Rows("mixer.out_proj.weight")]
 
     def gated_delta_net(self, layer: _Layer) -> Iterator[tuple[str, list[Rows]]]:
+        """The same; a family's projections may go from key head to key head instead."""
         config, prefix = self.config.gated_delta_net, "self_attention"
         assert config is not None
         keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
@@ -187,10 +189,12 @@ class MegatronNames:
         yield "out_proj.weight", [Rows(f"{prefix}.out_proj.weight")]
 
     def mlp(self, layer: _Layer) -> Iterator[tuple[str, list[Rows]]]:
+        """linear_fc1 has the gate before the up projection."""
         assert self.config.mlp is not None
         yield from _mlp(self.config.mlp, "mlp.", layer)
 
     def moe(self, layer: _Layer) -> Iterator[tuple[str, list[Rows]]]:
+        """Router, experts, and what is around them."""
         config = self.config.moe
         assert config is not None
         yield "router.weight", [Rows("mlp.router.weight", 0, config.num_experts)]

@@ -52,10 +52,10 @@ class Unknown:
         pass
 
     def append(self, item: Any) -> None:
-        pass
+        """As of a list: forgotten."""
 
     def extend(self, items: Any) -> None:
-        pass
+        """As of a list: forgotten."""
 
 
 class _Unpickler(pickle.Unpickler):

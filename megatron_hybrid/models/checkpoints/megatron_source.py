@@ -78,11 +78,13 @@ class MegatronSource(WeightSource):
         return self._checkpoint.dtypes[self._roles[name].rows[0].name]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """As the model has it."""
         rows = self._roles[name].rows
         first = self._checkpoint.shapes[rows[0].name][len(rows[0].lead) :]
         return (sum(self._count(one) for one in rows), *first[1:])
 
     def read(self, name: str, index: Index) -> Tensor:
+        """A rectangle of a role, put together from rows of what is stored."""
         first, *rest = index
         assert isinstance(first, slice)
         start, stop = first.start, first.stop

@@ -62,19 +62,17 @@ def load_model(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigurationError(f"--load-format is {load_format!r}; it can be auto or dummy.")
-    if not isinstance(folder, ModelFolder):
-        folder = ModelFolder.open(folder)
-    config = folder.config
-    dtype = resolve_dtype(dtype, config.dtype)
+    folder = folder if isinstance(folder, ModelFolder) else ModelFolder.open(folder)
+    dtype = resolve_dtype(dtype, folder.config.dtype)
     with torch.device(device):
         model = HybridModel(
-            config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype, mtp
+            folder.config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype, mtp
         )
     model.eval()
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
-        with _open(folder, config) as (source, names):
+        with _open(folder, folder.config) as (source, names):
             placed = _place(model, source, names)
             _check(model, placed, source, names)
             _put(placed, source, progress and parallel.is_first)

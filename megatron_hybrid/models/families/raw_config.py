@@ -38,6 +38,8 @@ class RawConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> RawConfig:
+        """Raises ConfigurationError for a folder without one that can be read, or with weights that
+        are quantised."""
         path = folder / "config.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder} is not a model folder: it has no config.json.")
@@ -58,6 +60,7 @@ class RawConfig:
 
     @property
     def model_type(self) -> str:
+        """The family's name."""
         return str(self.values.get("model_type", "unknown"))
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -68,6 +71,7 @@ class RawConfig:
         return default
 
     def require(self, *names: str) -> Any:
+        """The same; raises ConfigurationError where there is none."""
         value = self.get(*names)
         if value is None:
             raise ConfigurationError(f"{self.where} has no {names[0]!r}.")
@@ -96,6 +100,7 @@ class RawConfig:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type that weights were saved in."""
         return resolve_dtype(self.get("dtype", "torch_dtype", default="float32"))
 
     @property
@@ -150,6 +155,7 @@ class RawConfig:
         return "".join(names[layer] for layer in layers)
 
     def time_step_limit(self) -> tuple[float, float]:
+        """The least and the greatest step size of Mamba2."""
         limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, float("inf")))
         return float(limit[0]), float(limit[1])
 
