@@ -7,11 +7,11 @@ from typing import TypeVar
 from flask import request
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from megatron_hybrid.server.http.protocol.parsing import parse_body, read
+from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 
 MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
 _PIECE = 2**16
-T = TypeVar("T")
+T = TypeVar("T", bound=Body)
 
 
 def read_body() -> list[bytes]:

@@ -15,6 +15,7 @@ from megatron_hybrid.engine.pause import PauseMode
 from megatron_hybrid.server.http.bodies import small_body
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.parsing import Body
 from megatron_hybrid.server.http.protocol.requests import (
     PauseRequest,
     ResumeRequest,
@@ -24,7 +25,7 @@ from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Body)
 
 
 def install(app: Flask, serving: Serving) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from inspect import cleandoc
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
-from msgspec.json import schema_components
+from msgspec import Struct
+from msgspec.json import schema, schema_components
 
 from megatron_hybrid.server.http.access_log import REQUEST_ID
 from megatron_hybrid.server.http.http_errors import json_response
@@ -150,39 +152,35 @@ def install(app: Flask, serving: Serving) -> None:
         return json_response(describe(serving, rules))
 
 
-def _schemas(*kinds: Any) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
-    """A schema of each type, and by name those that they refer to."""
-    place = "#/components/schemas/{name}"
-    return schema_components(kinds, ref_template=place, schema_hook=_own_schema)
-
-
-def _own_schema(kind: type[Own]) -> JsonSchema:
-    return kind.schema()
-
-
 def _reference(*kinds: Any) -> JsonSchema:
-    schemas = _schemas(*kinds)[0]
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    """What refers to one of these types."""
+    if len(kinds) > 1:
+        return {"anyOf": [_reference(kind) for kind in kinds]}
+    if isinstance(kinds[0], type) and issubclass(kinds[0], Struct):
+        return {"$ref": f"#/components/schemas/{kinds[0].__name__}"}
+    return schema(kinds[0])
 
 
+@cache
 def _components(largest_id: int) -> dict[str, JsonSchema]:
     """What is under components/schemas, for a model with these token ids."""
     kinds = [kind for one in ROUTES for kind in (one.answer, *one.bodies, one.events) if kind]
-    _, components = _schemas(*kinds, answers.Error)
+    place = "#/components/schemas/{name}"
+    hook: Callable[[type[Own]], JsonSchema] = lambda kind: kind.schema()  # noqa: E731
+    _, found = schema_components([*kinds, answers.Error], ref_template=place, schema_hook=hook)
     for kind in _all_kinds(Body):
-        if (schema := components.get(kind.__name__)) is not None:
-            schema["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+        if kind.__name__ in found:
+            found[kind.__name__]["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
             for name, text in field_descriptions(kind).items():
-                schema["properties"][name]["description"] = text
+                found[kind.__name__]["properties"][name]["description"] = text
     # Their fields are the same, but described once.
-    chat, tokenized = (
-        components[name]["properties"] for name in ("ChatRequest", "TokenizeChatRequest")
-    )
+    chat, tokenized = (found[name]["properties"] for name in ("ChatRequest", "TokenizeChatRequest"))
     tokenized.update({name: chat[name] for name in tokenized})
-    prompt = components["CompletionRequest"]["properties"]["prompt"]
+    # One kind of entries at a time.
+    prompt = found["CompletionRequest"]["properties"]["prompt"]
     text, lists = prompt["anyOf"]
     prompt["anyOf"] = [text, *({**lists, "items": one} for one in lists["items"]["anyOf"])]
-    return {name: _tidied(schema, largest_id) for name, schema in components.items()}
+    return {name: _tidied(one, largest_id) for name, one in found.items()}
 
 
 def _all_kinds(kind: type) -> Iterator[type]:
@@ -192,13 +190,13 @@ def _all_kinds(kind: type) -> Iterator[type]:
         yield from _all_kinds(inner)
 
 
-def _tidied(schema: Any, largest_id: int) -> Any:
+def _tidied(value: Any, largest_id: int) -> Any:
     """As short as it can be said: null beside the type, and no default where that is null."""
-    if isinstance(schema, list):
-        return [_tidied(one, largest_id) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {name: _tidied(value, largest_id) for name, value in schema.items()}
+    if isinstance(value, list):
+        return [_tidied(one, largest_id) for one in value]
+    if not isinstance(value, dict):
+        return value
+    schema = {name: _tidied(one, largest_id) for name, one in value.items()}
     if schema.get("title") == requests.TOKEN_ID:
         schema["maximum"] = largest_id
     if isinstance(pattern := schema.get("pattern"), str):

@@ -49,7 +49,7 @@ def shown_pattern(pattern: str) -> str:
     return pattern.replace(r"\Z", "$")
 
 
-def types_of(kind: type) -> tuple[inspect.Type, ...]:
+def types_of(kind: Any) -> tuple[inspect.Type, ...]:
     """The plain types that an annotation is made of."""
     return _plain(_type_info(kind))
 

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from functools import cache
 from inspect import cleandoc
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import msgspec
-from msgspec import inspect
 
-from megatron_hybrid.server.http.protocol.complaints import (
-    FieldError,
-    explain,
-    show,
-    types_inside,
-    types_of,
-)
+from megatron_hybrid.server.http.protocol.complaints import FieldError, explain, show
 from megatron_hybrid.server.options import ParseOptions
 
 Bytes = bytes | bytearray
 JsonSchema = dict[str, Any]
-T = TypeVar("T")
+T = TypeVar("T", bound="Body")
 
 BY_DEFAULT = ParseOptions()
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # paired or not
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,7 +79,67 @@ def field_descriptions(kind: type) -> dict[str, str]:
 
 def parse_body(body: Bytes) -> dict[str, Any]:
     """The JSON object of a request body, with every string valid Unicode."""
-    # Wrong bytes become lone surrogates here, so that the field that holds them can be named.
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = _parse_slowly(body)
+    if not isinstance(value, dict):
+        raise FieldError("body", f"The body is {show(value)}; it must be a JSON object.")
+    return value
+
+
+def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> T:
+    """The values as that structure.
+
+    Raises FieldError naming the first that is wrong, or unknown unless the options drop those.
+    """
+    wanted: type[T] = _open(kind) if options.ignore_unknown_fields else kind
+    try:
+        return msgspec.convert(values, wanted, dec_hook=_read_own, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise explain(error, wanted, values) from error
+
+
+def _read_own(kind: type[Own], value: Any) -> Any:
+    return kind.read(value)
+
+
+@cache
+def _open(kind: Any) -> Any:
+    """A Body whose objects, and those inside them, may have more fields, which are dropped."""
+    config = kind.__struct_config__
+    fields = [
+        (one.name, _open_inside(one.type), msgspec.field(default=one.default))
+        for one in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(
+        kind.__name__,
+        fields,
+        bases=(kind,),
+        namespace={"__doc__": kind.__doc__},
+        kw_only=True,
+        forbid_unknown_fields=False,
+        tag=config.tag,
+        tag_field=config.tag_field,
+    )
+
+
+def _open_inside(kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Body):
+        return _open(kind)
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return Union[tuple(map(_open_inside, get_args(kind)))]  # noqa: UP007
+    if get_origin(kind) is Annotated:
+        return Annotated[(_open_inside(kind.__origin__), *kind.__metadata__)]
+    if get_origin(kind) is list:
+        return list[_open_inside(get_args(kind)[0])]  # type: ignore[misc]
+    return kind
+
+
+def _parse_slowly(body: Bytes) -> Any:
+    """What can't be read as it should be: says why, by the field that holds what is no Unicode. But
+    numbers without end, which no field takes, are no mistake of JSON's."""
+    # Wrong bytes become lone surrogates, so that they are found in the values.
     text = body.decode("utf-8", "surrogateescape")
     try:
         value = json.loads(text)
@@ -96,65 +149,6 @@ def parse_body(body: Bytes) -> dict[str, Any]:
         reason = str(error).encode("utf-8", "replace").decode()
         message = f"The body is not valid JSON: {reason}."
         raise FieldError("body", message, "invalid_json") from error
-    if not isinstance(value, dict):
-        raise FieldError("body", f"The body is {show(value)}; it must be a JSON object.")
-    if _SURROGATE.search(body) or not _is_utf8(body):
-        _refuse_surrogates(value)
-    return value
-
-
-def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> T:
-    """The values as that structure.
-
-    Raises FieldError naming the first that is wrong, or unknown unless the options drop those.
-    """
-    if options.ignore_unknown_fields:
-        values = _known(values, types_of(kind))
-    try:
-        return msgspec.convert(values, kind, dec_hook=_read_own, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise explain(error, kind, values) from error
-
-
-def _read_own(kind: type[Own], value: Any) -> Any:
-    return kind.read(value)
-
-
-def _known(value: Any, types: Sequence[inspect.Type]) -> Any:
-    """The value without fields that its types don't have."""
-    if isinstance(value, list):
-        inner = types_inside(types, value, 0)
-        return [_known(one, inner) for one in value] if _have_fields(inner) else value
-    structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
-    if not isinstance(value, dict) or not structs:
-        return value
-    found = {name: (one, types_inside(types, value, name)) for name, one in value.items()}
-    return {name: _known(one, inner) for name, (one, inner) in found.items() if inner}
-
-
-def _have_fields(types: Sequence[inspect.Type]) -> bool:
-    """Whether objects with fields may stand in lists of these types."""
-    return any(
-        isinstance(kind, inspect.StructType) or _have_fields(types_inside([kind], [], 0))
-        for kind in types
-    )
-
-
-def _is_utf8(body: Bytes) -> bool:
-    try:
-        body.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _refuse_surrogates(value: dict[str, Any]) -> None:
-    """Name the first text that is no valid Unicode."""
-    try:
-        msgspec.json.encode(value)  # much faster than to look at each text here
-        return
-    except (ValueError, RecursionError):
-        pass
     pending: list[tuple[str, Any]] = [("", value)]
     while pending:
         path, item = pending.pop()
@@ -166,6 +160,7 @@ def _refuse_surrogates(value: dict[str, Any]) -> None:
             for key, entry in item.items():
                 _check_text(path or "body", key)
                 pending.append((f"{path}.{key}" if path else key, entry))
+    return value
 
 
 def _check_text(path: str, text: str) -> None:
