@@ -73,22 +73,23 @@ def types_inside(types: Sequence[inspect.Type], value: Any, step: Step) -> tuple
 def explain(error: msgspec.ValidationError, kind: type, values: dict[str, Any]) -> FieldError:
     """The first mistake in `values`, which were to become a `kind`."""
     complaint, at, path = str(error).rpartition(" - at `")
-    if not at:
-        complaint, path = path, ""
+    outermost = _UNKNOWN.fullmatch(str(error))
+    if not at or (outermost and outermost[1] in values):  # whatever that name looks like
+        complaint, path = str(error), ""
     is_key = path.startswith(_A_KEY)
     steps: list[Step] = [name or int(place) for name, place in _STEP.findall(path)]
     if path.endswith("[...]`"):
         steps.append(_wrong_entry(kind, str(steps[0]), values, str(error)))
     name, value, types = "", values, types_of(kind)
     for step in steps:
-        name = f"{name}[{step}]" if isinstance(step, int) else f"{name}.{step}".lstrip(".")
+        name = _joined(name, step)
         types = types_inside(types, value, step)
         value = value[step]  # type: ignore[index]
     if found := _UNKNOWN.fullmatch(complaint):
-        name = f"{name}.{found[1]}".lstrip(".")
+        name = _joined(name, found[1])
         return FieldError(name, f"Unknown field: {name}.", "unknown_parameter")
     if found := _MISSING.fullmatch(complaint):
-        name = f"{name}.{found[1]}".lstrip(".")
+        name = _joined(name, found[1])
     if found or (value is None and not path.endswith("]`")):
         return FieldError(name, f"{name} is required.", "missing_required_parameter")
     # Plain values of a list have no names of their own.
@@ -101,7 +102,7 @@ def explain(error: msgspec.ValidationError, kind: type, values: dict[str, Any]) 
     if is_key:
         subject, types = "each of its keys", _plain(_only(types, inspect.DictType).key_type)
     code = "invalid_type" if ", got `" in complaint and not is_key else "invalid_value"
-    rule = " or ".join(dict.fromkeys(filter(None, map(_rule, types))))
+    rule = _either(list(dict.fromkeys(filter(None, map(_rule, types)))))
     return FieldError(field, f"{name} is {show(value)}; {subject} must be {rule}.", code)
 
 
@@ -114,6 +115,12 @@ def _plain(kind: inspect.Type) -> tuple[inspect.Type, ...]:
     if isinstance(kind, inspect.UnionType):
         return tuple(one for part in kind.types for one in _plain(part))
     return (kind,)
+
+
+def _joined(path: str, step: Step) -> str:
+    if isinstance(step, int):
+        return f"{path}[{step}]"
+    return f"{path}.{step}" if path else step
 
 
 def _only(types: Sequence[inspect.Type], kind: Any) -> Any:
@@ -151,10 +158,15 @@ def _rule(kind: inspect.Type) -> str:
         case inspect.StructType():
             return "an object"
         case inspect.LiteralType():
-            return " or ".join(map(str, kind.values))
+            return _either(list(map(str, kind.values)))
         case inspect.EnumType():
-            return " or ".join(one.value for one in kind.cls)
+            return _either([one.value for one in kind.cls])
     return ""
+
+
+def _either(words: list[str]) -> str:
+    *most, last = words or ["left out"]
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _range(low: float | None, above: float | None, high: float | None) -> str:

@@ -79,8 +79,7 @@ LENIENT = ParseOptions(ignore_unknown_fields=True)
             {"messages": [{"role": "robot"}]},
             "messages[0].role",
             "invalid_value",
-            'messages[0].role is "robot"; it must be system or developer or user or assistant or '
-            "tool.",
+            'messages[0].role is "robot"; it must be system, developer, user, assistant or tool.',
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
@@ -110,6 +109,19 @@ def test_a_complaint_names_field_value_and_rule(
     with pytest.raises(FieldError) as caught:
         parse_chat({"messages": [HELLO], **fields}, options)
     assert (caught.value.field, caught.value.code, str(caught.value)) == (field, code, sentence)
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "", "x` - at `$.n[99]", "\n`", "x` - at `$.messages[0]", ".a"]
+)
+def test_an_unknown_field_may_have_any_name(name: str) -> None:
+    for body, path in (
+        ({"messages": [HELLO], name: 1}, ""),
+        ({"messages": [{**HELLO, name: 1}]}, "messages[0]."),
+    ):
+        with pytest.raises(FieldError) as caught:
+            parse_chat(body)
+        assert caught.value.field == path + name
 
 
 def test_a_long_value_is_cut_short_without_being_written_out() -> None:
