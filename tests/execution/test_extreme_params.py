@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
 from megatron_hybrid.request import (
     MAX_REPETITION_PENALTY,
@@ -39,7 +40,8 @@ def test_the_likeliest_token_is_drawn(options, point):
     )  # fmt: skip
     assert rows.top_p[0] > 0
     columns = [torch.from_numpy(c) for c in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)]
-    token = reference.draw(LOGITS, *columns, torch.tensor([point], dtype=torch.float64))
+    filters, at = Filters(*columns), torch.tensor([point], dtype=torch.float64)
+    token = reference.draw(LOGITS, filters, at)
     assert token.tolist() == [2]
 
 
