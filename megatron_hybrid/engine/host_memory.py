@@ -3,6 +3,7 @@ of Linux allow, which kill what takes more."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,14 +37,11 @@ def _machine_available() -> int:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     for folder, files in _groups(root):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             limit = (folder / files.limit).read_text().strip()
-            if limit == "max":
-                continue
-            used = int((folder / files.usage).read_text())
-            yield int(limit) - used + _cached(folder, files)
-        except (OSError, ValueError):
-            continue
+            if limit != "max":
+                used = int((folder / files.usage).read_text())
+                yield int(limit) - used + _cached(folder, files)
 
 
 def _cached(folder: Path, files: _Files) -> int:
@@ -64,18 +62,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
     except (OSError, ValueError):
         return
     for line in own:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            files = _V2
-        elif "memory" in controllers.split(","):
-            files = _V1
-        else:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
             continue
+        files = _V1 if controllers else _V2
         for top, inside in _mounts(mounts, files):
             mounted = root / top.lstrip("/")
             # In a container only the group itself may be mounted, under the name of the whole.
-            folder = mounted / _below(path, inside)
+            parts, outer = Path(path).parts[1:], Path(inside).parts[1:]
+            is_inside = parts[: len(outer)] == outer and ".." not in parts
+            folder = mounted.joinpath(*parts[len(outer) :]) if is_inside else mounted
             while folder != mounted:
                 yield folder, files
                 folder = folder.parent
@@ -92,11 +88,3 @@ def _mounts(lines: list[str], files: _Files) -> Iterator[tuple[str, str]]:
         is_v1 = right[0] == "cgroup" and "memory" in right[2].split(",")
         if right[0] == "cgroup2" if files is _V2 else is_v1:
             yield left[4], left[3]
-
-
-def _below(path: str, inside: str) -> str:
-    """A group's path relative to what is mounted; empty where that is not around it."""
-    parts, outer = Path(path).parts[1:], Path(inside).parts[1:]
-    if parts[: len(outer)] != outer or ".." in parts:
-        return ""
-    return "/".join(parts[len(outer) :])

@@ -117,11 +117,10 @@ def derive_geometry(
     own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
     pays_for_states = keeps_states and own_slot > 0
-    if gpu_bytes is None:
-        assert cpu_bytes is not None
-        buffer, states = _cpu_budgets(config, pays_for_states, minimum(cpu_bytes))
-    else:
-        buffer, states = _gpu_budgets(config, pays_for_states, minimum(gpu_bytes))
+    limit = cpu_bytes if gpu_bytes is None else gpu_bytes
+    assert limit is not None
+    on_gpu = gpu_bytes is not None
+    buffer, states = _budgets(config, pays_for_states, minimum(limit), on_gpu=on_gpu)
     max_requests = minimum(_max_requests(config, buffer, own_live if state_specs else 0))
     cached = 0
     if keeps_states:
@@ -179,53 +178,34 @@ def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> Con
     )
 
 
-def _given_budgets(
-    config: EngineConfig, keeps_states: bool
-) -> tuple[int | None, int | None, str, int]:
-    """The two budgets in bytes (None: to be chosen), those that were given in words, and their
-    sum."""
+def _budgets(
+    config: EngineConfig, keeps_states: bool, limit: int, *, on_gpu: bool
+) -> tuple[int, int]:
+    """Bytes for KV blocks and live states, and bytes for cached states. What is not given gets on a
+    GPU what is left, or half of it each; on a CPU what is rarely exceeded, and at most a part of
+    what is left."""
     buffer = _bytes(config.inference_dynamic_batching_buffer_size_gb)
     states = _bytes(config.inference_dynamic_batching_prefix_caching_mamba_gb)
-    if not keeps_states:
-        states = 0
-    given = [
-        (flag, size)
-        for flag, size in (
-            ("--inference-dynamic-batching-buffer-size-gb", buffer),
-            ("--inference-dynamic-batching-prefix-caching-mamba-gb", states),
-        )
-        if size
-    ]
-    flags = " and ".join(f"{flag} is {size / GIB:.2f}" for flag, size in given)
-    return buffer, states, flags, sum(size for _, size in given)
-
-
-def _cpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
-    """Bytes for KV blocks and live states, and bytes for cached states. What is not given gets
-    what is rarely exceeded, and at most a part of what is left."""
-    buffer, states, flags, wanted = _given_budgets(config, keeps_states)
+    states = states if keeps_states else 0
+    wanted = (buffer or 0) + (states or 0)
     if wanted > limit or limit == 0:
-        raise ConfigurationError(
-            f"{flags or 'There is no memory for caches'}; beside the model's weights, "
-            f"{limit / GIB:.2f} GB of memory are available."
-        )
-    if buffer is None:
-        buffer = min(CPU_BUFFER_BYTES, (limit - wanted) // 2)
-    if states is None:
-        states = min(CPU_STATE_BYTES, (limit - buffer) // 4)
-    return buffer, states
-
-
-def _gpu_budgets(config: EngineConfig, keeps_states: bool, limit: int) -> tuple[int, int]:
-    """As above; what is not given gets what is left, or half of it each."""
-    buffer, states, flags, wanted = _given_budgets(config, keeps_states)
-    if wanted > limit or limit == 0:
-        raise ConfigurationError(
-            f"{flags or 'There is no memory for caches'}; beside the weights, the activations of "
-            "--inference-dynamic-batching-max-tokens "
-            f"{config.inference_dynamic_batching_max_tokens} and CUDA graphs, {limit / GIB:.2f} GB "
-            "of the GPU are left for caches."
-        )
+        given = {
+            "--inference-dynamic-batching-buffer-size-gb": buffer,
+            "--inference-dynamic-batching-prefix-caching-mamba-gb": states,
+        }
+        flags = " and ".join(f"{flag} is {n / GIB:.2f}" for flag, n in given.items() if n)
+        left = f"beside the model's weights, {limit / GIB:.2f} GB of memory are available."
+        if on_gpu:
+            left = (
+                "beside the weights, the activations of --inference-dynamic-batching-max-tokens "
+                f"{config.inference_dynamic_batching_max_tokens} and CUDA graphs, "
+                f"{limit / GIB:.2f} GB of the GPU are left for caches."
+            )
+        raise ConfigurationError(f"{flags or 'There is no memory for caches'}; {left}")
+    if not on_gpu:
+        if buffer is None:
+            buffer = min(CPU_BUFFER_BYTES, (limit - wanted) // 2)
+        return buffer, min(CPU_STATE_BYTES, (limit - buffer) // 4) if states is None else states
     if buffer is None:
         states = limit // 2 if states is None else states
         return limit - states, states

@@ -320,7 +320,7 @@ def _load_hf_tokenizer(path: Path) -> Any:
 @functools.cache
 def _template_parameters() -> frozenset[str]:
     """Arguments of apply_chat_template itself, which a request must not set."""
-    from transformers import PreTrainedTokenizerBase  # takes a second: token ids do without
+    from transformers import PreTrainedTokenizerBase
 
     names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset(names) - {"kwargs"} | {"messages"}

@@ -152,30 +152,17 @@ class MegatronNames:
         config, prefix = self.config.gated_delta_net, "self_attention"
         assert config is not None
         keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
-        sizes = {
-            "query": keys,
-            "key": keys,
-            "value": values,
-            "z": values,
-            "beta": config.value_heads,
-            "alpha": config.value_heads,
-        }
+        sizes = {"query": keys, "key": keys, "value": values, "z": values}
+        sizes |= dict.fromkeys(("beta", "alpha"), config.value_heads)
         name = f"{prefix}.in_proj.weight"
         if config.interleaved:
-            heads = config.key_heads
-            for role, parts in (
-                ("in_proj_qkvz.weight", ("query", "key", "value", "z")),
-                ("in_proj_ba.weight", ("beta", "alpha")),
-            ):
+            heads = range(config.key_heads)
+            fused = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
+            for role, parts in fused.items():
                 # From key head to key head, each part's share of it.
-                yield (
-                    role,
-                    [
-                        Rows(f"{name}.{part}", head * (sizes[part] // heads), sizes[part] // heads)
-                        for head in range(heads)
-                        for part in parts
-                    ],
-                )
+                shares = [(f"{name}.{part}", sizes[part] // len(heads)) for part in parts]
+                rows = [Rows(one, head * n, n) for head in heads for one, n in shares]
+                yield f"in_proj_{role}.weight", rows
         else:
             yield "in_proj_qkv.weight", _sections(name, sizes, ("query", "key", "value"))
             for role, part in (("z", "z"), ("b", "beta"), ("a", "alpha")):
