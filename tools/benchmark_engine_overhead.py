@@ -116,7 +116,7 @@ def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
         tokens = random.integers(2**15, size=length * BLOCK_SIZE, dtype=np.int32)
         blocks = allocator.allocate(length)
         for block, key in zip(blocks, extend_keys(root_key(0), tokens, BLOCK_SIZE), strict=True):
-            allocator.publish(block, key)
+            allocator.map(block, key)
         allocator.release(blocks)
 
     for start in range(0, cached_blocks, CHAIN):
@@ -135,9 +135,9 @@ def time_evictions(cached_blocks: int, evictions: int) -> dict[str, Any]:
     before = allocator.evictions
     for _ in range(evictions):
         start_ns = time.perf_counter_ns()
-        (block,) = allocator.allocate(1)
+        (block,) = cache.store.allocate_blocks(1)
         microseconds.append((time.perf_counter_ns() - start_ns) / 1e3)
-        allocator.publish(block, next(keys))
+        allocator.map(block, next(keys))
         allocator.release((block,))
     assert allocator.evictions - before == evictions
     cache.check_integrity([])

@@ -30,10 +30,9 @@ from megatron_hybrid.cache.checkpoint_placement import (
 )
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint, TailCopy
+from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
 from megatron_hybrid.cache.listener import CacheListener
-from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
-from megatron_hybrid.cache.prefix_store import Occupancy, PrefixStore
+from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
@@ -66,7 +65,7 @@ class HybridCache:
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
-        self._generation = 0
+        self._version = 0
         self._epoch = 0
         self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
 
@@ -94,7 +93,7 @@ class HybridCache:
     def match(self, keys: SequenceKeys, length: int, *, may_skip: bool = True) -> PrefixMatch:
         """What the cache holds of a prompt of `length` tokens. Changes nothing."""
         if not self.enabled:
-            return NOTHING._replace(blocks=[], may_skip=may_skip)
+            return PrefixMatch([], 0, 0, may_skip=may_skip)
         return self.store.match(keys, length, may_skip=may_skip)
 
     def admit(
@@ -131,13 +130,13 @@ class HybridCache:
             self.states.pin(read_slot)
         if geometry.has_recurrent:
             try:
-                write_slot = self.states.allocate()
+                write_slot = self.store.allocate_slot()
             except StatePoolExhausted:
                 if reads_slot:
                     self.states.unpin(read_slot, used=False)
                 raise
         self.kv.acquire((*match.blocks, *source))
-        own = self.kv.allocate(new_blocks)
+        own = self.store.allocate_blocks(new_blocks)
         fill = match.skip % geometry.block_size
         planned = []
         if self.enabled and geometry.num_slots:
@@ -150,7 +149,7 @@ class HybridCache:
             read_slot=read_slot,
             write_slot=write_slot,
             checkpoints=planned,
-            generation=self._generation,
+            version=self._version,
             copy=TailCopy(match.tail_block, own[0], fill) if source else None,
             lost_tokens=lost,
             num_published=len(match.blocks),
@@ -165,13 +164,13 @@ class HybridCache:
 
     def extend(self, lease: Lease) -> int:
         """One more block at the end of the table. Raises KVBlocksExhausted without any effect."""
-        (block,) = self.kv.allocate(1)
+        (block,) = self.store.allocate_blocks(1)
         lease.blocks.append(block)
         return block
 
     def publishes(self, lease: Lease) -> bool:
         """Whether what the request computes can be found by others."""
-        return self.enabled and lease.generation == self._generation
+        return self.enabled and lease.version == self._version
 
     def is_cached(self, lease: Lease, position: int) -> bool:
         """Whether the state after the first `position` tokens is cached already."""
@@ -225,7 +224,7 @@ class HybridCache:
     def tail_was_copied(self, lease: Lease) -> None:
         """The step that copies the tail of a matched prefix was launched."""
         if lease.copy is not None:
-            self.kv.release((lease.copy.source,))
+            self.store.release_blocks((lease.copy.source,))
             lease.copy = None
 
     def publish_blocks(self, lease: Lease, computed: int) -> bool:
@@ -240,7 +239,7 @@ class HybridCache:
         lease.keys.extend_to(computed)
         changed = False
         if self.geometry.has_attention:
-            changed = self.store.publish_blocks(lease.keys, lease.blocks, lease.num_published, full)
+            changed = self.store.map_blocks(lease.keys, lease.blocks, lease.num_published, full)
         lease.num_published = full
         return changed
 
@@ -277,7 +276,7 @@ class HybridCache:
         if not self.publishes(lease) or not self.placement.keeps_end(position):
             return
         if not self.geometry.has_recurrent:
-            self.store.publish_tail(lease.keys, lease.blocks, position)
+            self.store.map_tail(lease.keys, lease.blocks, position)
         elif lease.read_slot == lease.write_slot:
             slot, lease.write_slot = lease.write_slot, NULL_SLOT
             self._publish(lease, slot, CachedState(b"", position, kind, lease.deepest))
@@ -287,7 +286,7 @@ class HybridCache:
         if checkpoint.slot != NULL_SLOT:
             self.states.release(checkpoint.slot)
 
-    def hold(self, lease: Lease, position: int) -> Hold | None:
+    def pin(self, lease: Lease, position: int) -> Pin | None:
         """Keep the prefix of `position` tokens, which the lease has just published, from being
         evicted; None if its state is gone."""
         state = self.states.get(lease.keys.at(position))
@@ -300,12 +299,13 @@ class HybridCache:
         if tail is not None and tail.block:
             blocks = [*blocks, tail.block]
         self.kv.acquire(blocks)
-        return Hold(NULL_SLOT if state is None else state.slot, blocks)
+        return Pin(NULL_SLOT if state is None else state.slot, blocks)
 
-    def unhold(self, hold: Hold) -> None:
-        if hold.slot != NULL_SLOT:
-            self.states.unpin(hold.slot, used=False)
-        self.kv.release(hold.blocks)
+    def unpin(self, pin: Pin) -> None:
+        """Let what a pin keeps be evicted."""
+        if pin.slot != NULL_SLOT:
+            self.states.unpin(pin.slot, used=False)
+        self.store.release_blocks(pin.blocks)
 
     def release(self, lease: Lease) -> None:
         """Give back everything that the lease holds. What was published stays cached."""
@@ -317,7 +317,7 @@ class HybridCache:
             self.states.release(lease.write_slot)
             lease.write_slot = NULL_SLOT
         self._leave(lease)
-        self.kv.release(lease.blocks)
+        self.store.release_blocks(lease.blocks)
         lease.blocks = []
         for key in lease.used_keys:
             self._users[key] -= 1
@@ -331,7 +331,7 @@ class HybridCache:
 
     def reset(self) -> None:
         """Empty the cache. Running requests keep what they hold and publish nothing any more."""
-        self._generation += 1
+        self._version += 1
         self.store.clear()
         if self.store.listener is not None:
             self.store.listener.cleared(self._epoch)
@@ -352,20 +352,20 @@ class HybridCache:
     def check_integrity(
         self,
         leases: Iterable[Lease] | None = None,
-        holds: Iterable[Hold] = (),
+        pins: Iterable[Pin] = (),
         reserved: Iterable[int] = (),
     ) -> None:
-        """Assert every invariant; between steps, with all running requests' leases, all holds and
+        """Assert every invariant; between steps, with all running requests' leases, all pins and
         the slots of checkpoints that are reserved, the references too."""
         tables = owned = pinned = None
         if leases is not None:
-            leases, holds = list(leases), list(holds)
-            tables = [lease.blocks for lease in leases] + [hold.blocks for hold in holds]
+            leases, pins = list(leases), list(pins)
+            tables = [lease.blocks for lease in leases] + [pin.blocks for pin in pins]
             tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
             owned = [lease.write_slot for lease in leases if lease.write_slot != NULL_SLOT]
             owned += reserved
             pinned = [lease.read_slot for lease in leases if lease.pinned]
-            pinned += [hold.slot for hold in holds if hold.slot != NULL_SLOT]
+            pinned += [pin.slot for pin in pins if pin.slot != NULL_SLOT]
         self.store.check_integrity(tables, owned, pinned)
         assert self._keeps_idle or self.kv.num_cached == 0
 
@@ -380,7 +380,9 @@ class HybridCache:
     def _reserve(self, state: CachedState) -> StepCheckpoint | None:
         evicts = state.kind not in self.placement.speculative_kinds
         try:
-            return StepCheckpoint(state, self.states.allocate(for_checkpoint=True, evicts=evicts))
+            return StepCheckpoint(
+                state, self.store.allocate_slot(for_checkpoint=True, evicts=evicts)
+            )
         except StatePoolExhausted:
             self.checkpoints_skipped += 1
             return None
@@ -393,7 +395,7 @@ class HybridCache:
         state.runners = 1
         if last is not None:
             last.runners -= 1  # the request goes on from the new state, which takes its place
-        cached = self.store.publish_state(lease.keys, lease.blocks, slot, state)
+        cached = self.store.map_state(lease.keys, lease.blocks, slot, state)
         if cached is state:
             self.checkpoints_published[state.kind] += 1
             self._follow(lease, state)

@@ -1,6 +1,6 @@
 """KV blocks: allocated, shared by reference count, kept for reuse, evicted leaves first.
 
-    free  --allocate-->  referenced (private)  --publish-->  referenced (mapped)
+    free  --allocate-->  referenced (private)  ----map---->  referenced (mapped)
      ^                            |                            |        ^
      |                         release                      release   acquire
      +----------------------------+                            v        |
@@ -20,48 +20,38 @@ while there is one; uncovered blocks wait in a queue of their own, which goes fi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.tail_index import Tail, TailIndex
-from megatron_hybrid.errors import KVBlocksExhausted
 
 DUMMY_BLOCK = 0  # takes masked writes and idle steps; never allocated, hashed, counted or freed
+
+
+class DroppedBlock(NamedTuple):
+    """What a block was found by when it was evicted."""
+
+    block: int
+    key: BlockKey | None
+    tails: list[BlockKey]
 
 
 class KVBlockAllocator:
     """Blocks 1 to num_blocks. Every ancestor of a mapped block is mapped too.
 
-    on_evict, on_tail_evict: called with each key that a block loses to make room: its own, and
-        those of the tails in it (on_evict for both, if on_tail_evict is left out).
     needs_cover: whether KV without a state behind it is useless (a hybrid model).
-    uncover_some: may give up states when all idle KV is covered, so that the policy for states
-        decides about KV too.
-    keeps_idle: whether a block outlives its last reference (not under `ref_zero`).
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        on_evict: Callable[[BlockKey], None] = lambda key: None,
-        *,
-        on_tail_evict: Callable[[BlockKey], None] | None = None,
-        needs_cover: bool = False,
-        uncover_some: Callable[[], None] = lambda: None,
-        keeps_idle: bool = True,
-    ) -> None:
+    def __init__(self, num_blocks: int, *, needs_cover: bool = False) -> None:
         self.num_blocks = num_blocks
         self.kv_hash_to_block_id: dict[BlockKey, int] = {}
         self.tails = TailIndex()
         self.evictions = 0
-        self._on_evict = on_evict
-        self._on_tail_evict = on_evict if on_tail_evict is None else on_tail_evict
         self._needs_cover = needs_cover
-        self._uncover_some = uncover_some
-        self._keeps_idle = keeps_idle
         self._free = list(range(num_blocks, 0, -1))  # a stack; low numbers first
         self._references = [0] * (num_blocks + 1)
         self._key: list[BlockKey | None] = [None] * (num_blocks + 1)
@@ -92,7 +82,7 @@ class KVBlockAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can deliver, by eviction where needed."""
+        """Blocks that are free or can be evicted."""
         return len(self._free) + len(self._cached) + len(self._uncovered)
 
     @property
@@ -121,20 +111,7 @@ class KVBlockAllocator:
         self._step = step
 
     def allocate(self, count: int) -> list[int]:
-        """`count` private blocks with one reference each; evicts what it must.
-
-        Raises KVBlocksExhausted, without any effect, when there are not that many.
-        """
-        if count > self.num_available:
-            raise KVBlocksExhausted(
-                f"{count} KV blocks are wanted; {len(self._free)} are free and "
-                f"{self.num_cached} can be evicted."
-            )
-        while len(self._free) < count:
-            if self._needs_cover and not self._uncovered:
-                self._uncover_some()  # which may free the ends of sequences at once
-            if len(self._free) < count:
-                self.evict()
+        """`count` private blocks with one reference each, which have to be free."""
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -162,19 +139,17 @@ class KVBlockAllocator:
             if references[block] == 0:
                 if keys[block] is None and block not in self._tails_of:
                     self._free.append(block)
-                elif not self._keeps_idle:
-                    self._drop(block)
                 elif self._needs_cover and self._cover[block] == 0:
                     self._uncovered[block] = self._step
                 else:
                     self._cached[block] = self._step
 
-    def publish(self, block: int, key: BlockKey, parent: int = DUMMY_BLOCK) -> int:
+    def map(self, block: int, key: BlockKey, parent: int = DUMMY_BLOCK) -> int:
         """Map `key` to `block`, whose KV is complete, and return the block that holds the key.
 
         `parent`: the block before it, 0 for the first. When the key is mapped already, the
         caller's reference moves to that block, with the tails, and its own is freed. A sequence's
-        blocks are published in their order.
+        blocks are mapped in their order.
         """
         mapped = self.kv_hash_to_block_id.get(key)
         if mapped is None:
@@ -195,7 +170,7 @@ class KVBlockAllocator:
             self.release((block,))
         return mapped
 
-    def publish_tail(self, block: int, key: BlockKey, tail: Tail, parent: int) -> None:
+    def map_tail(self, block: int, key: BlockKey, tail: Tail, parent: int) -> None:
         """Make the first `tail.fill` tokens of a referenced block findable under a new key."""
         self.tails.add(key, tail)
         self._tails_of.setdefault(block, []).append(key)
@@ -239,15 +214,22 @@ class KVBlockAllocator:
                 self._uncovered[block] = self._cached.pop(block)
             block = self._parent[block]
 
-    def evict(self) -> int | None:
-        """Free the least recently used leaf; None when nothing is cached."""
+    def evict(self) -> DroppedBlock | None:
+        """Unmap and free the least recently used leaf; None when nothing is cached. Whoever calls
+        it has to forget what stands on the keys."""
         queue = self._uncovered or self._cached
         if not queue:
             return None
-        block, _ = queue.popitem(last=False)
-        self._drop(block)
         self.evictions += 1
-        return block
+        return self._drop(queue.popitem(last=False)[0])
+
+    def drop_idle(self) -> list[DroppedBlock]:
+        """Unmap and free every cached block, children first; that makes room for nobody, so it
+        counts as no eviction."""
+        dropped = []
+        while queue := self._uncovered or self._cached:
+            dropped.append(self._drop(queue.popitem(last=False)[0]))
+        return dropped
 
     def clear(self) -> None:
         """Unmap everything. Blocks in use stay with their users and are freed when released."""
@@ -263,7 +245,7 @@ class KVBlockAllocator:
 
     # ---------------------------------------------------------------- details
 
-    def _drop(self, block: int) -> None:
+    def _drop(self, block: int) -> DroppedBlock:
         """Unmap an idle block, which is in no queue any more, and free it."""
         tails = self._tails_of.pop(block, [])
         for tail in tails:
@@ -278,10 +260,7 @@ class KVBlockAllocator:
             self.uncover(self._parent[block])
         self._parent[block] = 0
         self._free.append(block)
-        for tail in tails:
-            self._on_tail_evict(tail)
-        if key is not None:
-            self._on_evict(key)
+        return DroppedBlock(block, key, tails)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `tables`: the blocks that each user holds, with multiplicity."""

@@ -29,7 +29,7 @@ class TailCopy(NamedTuple):
     num_tokens: int
 
 
-class Hold(NamedTuple):
+class Pin(NamedTuple):
     """Keeps a published state and its KV until a request that waited for it was tried."""
 
     slot: int
@@ -47,7 +47,7 @@ class Lease:
     read_slot: int  # where its state is read next
     write_slot: int  # where its state is written next
     checkpoints: list[PlannedCheckpoint]  # not captured yet, ascending
-    generation: int  # of the cache at admission; an older one publishes nothing
+    version: int  # of the cache at admission; with an older one it publishes nothing
     deepest: CachedState | None = None  # the last state that it read or left
     fork: CachedState | None = None  # the last of those that others share
     turn: int = 0  # how often its conversation has gone on from a cached answer

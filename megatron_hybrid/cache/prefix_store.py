@@ -1,4 +1,5 @@
-"""PrefixStore: what can be found. KV blocks, tails and states under the keys of their prefixes.
+"""PrefixStore: what can be found, and what goes to make room. KV blocks, tails and states under the
+keys of their prefixes.
 
 It keeps the two pools consistent: a state never outlives the KV that it needs, a tail never the
 state without which nobody could use it, and KV behind which no state is left goes first.
@@ -14,15 +15,26 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
+from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, DroppedBlock, KVBlockAllocator
 from megatron_hybrid.cache.listener import CacheListener
-from megatron_hybrid.cache.prefix_index import PrefixIndex, PrefixMatch
 from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.cache.tail_index import Tail
+from megatron_hybrid.errors import KVBlocksExhausted
 
 STATES_GIVEN_UP_AT_ONCE = 8
 LOST_CAUSES = ("grid", "prompt_logprobs", "state_evicted", "state_missing")  # of `lost_tokens`
 EVICTED_KEYS_REMEMBERED = 16384  # for telling "evicted" from "never there"
+
+
+class PrefixMatch(NamedTuple):
+    """What the cache holds of one prompt."""
+
+    blocks: list[int]  # the leading KV blocks found, to be shared
+    matched_tokens: int  # how far KV was found
+    skip: int  # tokens that need no computing: KV and state are both there
+    state: CachedState | None = None  # at `skip`; None at 0 and where no state is needed
+    tail_block: int = DUMMY_BLOCK  # holds the KV behind `blocks` up to `skip`, to be copied
+    may_skip: bool = True  # False: the request wants every prompt token computed
 
 
 class Occupancy(NamedTuple):
@@ -45,25 +57,75 @@ class PrefixStore:
     """Both pools of one engine and what is mapped in them."""
 
     def __init__(self, geometry: CacheGeometry, queue: EvictionQueue, *, keeps_idle: bool) -> None:
+        """`queue`: which state goes first. `keeps_idle`: whether a block outlives its last
+        reference (not under `ref_zero`)."""
         self.geometry = geometry
-        self.kv = KVBlockAllocator(
-            geometry.num_blocks,
-            on_evict=self._block_was_evicted,
-            on_tail_evict=self._tail_was_evicted,
-            needs_cover=geometry.has_recurrent,
-            uncover_some=self._give_up_a_path,
-            keeps_idle=keeps_idle,
-        )
-        self.states = StatePool(geometry.num_slots, on_evict=self._state_was_evicted, queue=queue)
-        self._index = PrefixIndex(geometry, self.kv, self.states)
+        self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
+        self.states = StatePool(geometry.num_slots, queue)
+        self._keeps_idle = keeps_idle
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.listener: CacheListener | None = None
 
-    def match(self, keys: SequenceKeys, length: int, *, may_skip: bool) -> PrefixMatch:
-        """What is there of a prompt of `length` tokens. Changes nothing."""
-        return self._index.match(keys, length, may_skip=may_skip)
+    # ---------------------------------------------------------------- matching
 
-    def publish_blocks(self, keys: SequenceKeys, blocks: list[int], first: int, end: int) -> bool:
+    def match(self, keys: SequenceKeys, length: int, *, may_skip: bool) -> PrefixMatch:
+        """The longest reusable prefix of a prompt of `length` tokens.
+
+        It leaves at least one token to compute, unless the state at the prompt's very end comes
+        with the logits of its last token. (Without them that state can't be used: the last token
+        would be applied to it twice.) `may_skip=False` still shares KV blocks, for a request that
+        needs every logit. Changes nothing.
+        """
+        size, has_attention = self.geometry.block_size, self.geometry.has_attention
+        keys.extend_to(length)
+        blocks: list[int] = []
+        full = length // size
+        if has_attention:
+            mapped = self.kv.kv_hash_to_block_id
+            for key in keys.blocks[:full]:
+                block = mapped.get(key)
+                if block is None:
+                    break
+                blocks.append(block)
+            full = len(blocks)
+        if not may_skip:
+            del blocks[(length - 1) // size :]
+            return PrefixMatch(blocks, len(blocks) * size, 0, may_skip=False)
+        skip, state, tail_block = self._deepest(keys, length, full)
+        if skip < length:
+            del blocks[(length - 1) // size :]
+        if skip // size < len(blocks):
+            tail_block = DUMMY_BLOCK  # a shared block holds it anyway
+        return PrefixMatch(blocks, max(len(blocks) * size, skip), skip, state, tail_block)
+
+    def _deepest(
+        self, keys: SequenceKeys, length: int, full: int
+    ) -> tuple[int, CachedState | None, int]:
+        """(position, state, block of the tail) of the deepest usable prefix of the first `full`
+        blocks and what follows them."""
+        size, tails, states = self.geometry.block_size, self.kv.tails, self.states
+        needs_state = self.geometry.has_recurrent
+        for count in range(full, -1, -1):
+            parent = keys.of_block(count)
+            boundary = count * size
+            for fill in tails.fills(parent):
+                if boundary + fill > length:
+                    continue
+                key = keys.at(boundary + fill)
+                tail = tails.get(key)
+                if tail is not None:
+                    state = states.get(key)
+                    if _is_usable(state, boundary + fill, length, needs_state):
+                        return boundary + fill, state, tail.block
+            if count:
+                state = states.get(parent)
+                if _is_usable(state, boundary, length, needs_state):
+                    return boundary, state, DUMMY_BLOCK
+        return 0, None, DUMMY_BLOCK
+
+    # ----------------------------------------------------------------- mapping
+
+    def map_blocks(self, keys: SequenceKeys, blocks: list[int], first: int, end: int) -> bool:
         """Map the full blocks [first, end) of a sequence's table. Where the content is mapped
         already, that block takes the place of the one in `blocks`; returns whether any did."""
         changed = False
@@ -71,14 +133,14 @@ class PrefixStore:
         if self.listener is not None:
             self._tell_of_blocks(self.listener, keys, first, end)
         for index in range(first, end):
-            mapped = self.kv.publish(blocks[index], keys.blocks[index], parent)
+            mapped = self.kv.map(blocks[index], keys.blocks[index], parent)
             if mapped != blocks[index]:
                 changed = True
                 blocks[index] = mapped
             parent = mapped
         return changed
 
-    def publish_tail(self, keys: SequenceKeys, blocks: Sequence[int], position: int) -> None:
+    def map_tail(self, keys: SequenceKeys, blocks: Sequence[int], position: int) -> None:
         """Map the KV behind the last full block below `position`, if there is any."""
         count, fill = divmod(position, self.geometry.block_size)
         if not fill or (key := keys.at(position)) in self.kv.tails:
@@ -87,22 +149,22 @@ class PrefixStore:
         if self.geometry.has_attention:
             parent = blocks[count - 1] if count else DUMMY_BLOCK
             tail = Tail(parent_key, fill, blocks[count])
-            self.kv.publish_tail(blocks[count], key, tail, parent)
+            self.kv.map_tail(blocks[count], key, tail, parent)
         else:
             self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
         if self.listener is not None and not self.geometry.has_recurrent:
             self.listener.state_stored(keys, position, False)
 
-    def publish_state(
+    def map_state(
         self, keys: SequenceKeys, blocks: Sequence[int], slot: int, state: CachedState
     ) -> CachedState:
         """Map what an owned slot holds, after the KV that it needs; returns what is cached under
         its key, which may have been there before."""
         state.key = keys.at(state.position)
-        self.publish_tail(keys, blocks, state.position)
+        self.map_tail(keys, blocks, state.position)
         known = self.states.get(state.key)
         had_logits = known is not None and known.has_logits
-        cached = self.states.publish(slot, state)
+        cached = self.states.cache(slot, state)
         if self.listener is not None and (known is None or cached.has_logits != had_logits):
             self.listener.state_stored(keys, state.position, cached.has_logits)
         if cached is state and self.geometry.has_recurrent:
@@ -113,6 +175,49 @@ class PrefixStore:
         """Drop a cached state, and the tail that nobody can use without it."""
         self.states.drop(state.key)
         self._state_is_gone(state)
+
+    # ---------------------------------------------------------------- eviction
+
+    def allocate_blocks(self, count: int) -> list[int]:
+        """`count` private blocks, which may be those of what is cached. Raises KVBlocksExhausted,
+        without any effect, when there are not that many."""
+        kv = self.kv
+        if count > kv.num_available:
+            raise KVBlocksExhausted(
+                f"{count} KV blocks are wanted; {kv.num_free} are free and "
+                f"{kv.num_cached} can be evicted."
+            )
+        while kv.num_free < count:
+            if self.geometry.has_recurrent and not kv.num_uncovered:
+                self._uncover_a_path()  # which may free the ends of sequences at once
+            if kv.num_free < count and (dropped := kv.evict()) is not None:
+                self._forget_block(dropped)
+        return kv.allocate(count)
+
+    def allocate_slot(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
+        """A slot that the caller owns: a free one, else, if it `evicts`, that of the state that
+        goes first. Raises StatePoolExhausted, without any effect, when there is none."""
+        if evicts and not self.states.num_free:
+            self.evict_state()
+        return self.states.allocate(for_checkpoint=for_checkpoint)
+
+    def evict_state(self) -> bool:
+        """Give up the state that goes first; whether there was one."""
+        state = self.states.evict()
+        if state is None:
+            return False
+        self._state_is_gone(state)
+        self._remember_evicted(state.key)
+        return True
+
+    def release_blocks(self, blocks: Sequence[int]) -> None:
+        """Give back a reference to each block of a sequence's table."""
+        self.kv.release(blocks)
+        if not self._keeps_idle:
+            for dropped in self.kv.drop_idle():
+                self._forget_block(dropped)
+
+    # ------------------------------------------------------------------- whole
 
     def block_of(self, key: BlockKey) -> int:
         """The block that holds the last KV of a cached prefix."""
@@ -175,16 +280,12 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- details
 
-    def _give_up_a_path(self) -> None:
-        """Evict states until there is KV without one behind it. Few have to go besides: those that
-        others cover."""
+    def _uncover_a_path(self) -> None:
+        """Give up states until there is KV without one behind it, so that the policy for states
+        decides about KV too. Few have to go besides: those that others cover."""
         for _ in range(STATES_GIVEN_UP_AT_ONCE):
-            if not self.states.evict() or self.kv.num_uncovered:
+            if not self.evict_state() or self.kv.num_uncovered:
                 return
-
-    def _state_was_evicted(self, state: CachedState) -> None:
-        self._state_is_gone(state)
-        self._remember_evicted(state.key)
 
     def _state_is_gone(self, state: CachedState) -> None:
         if self.listener is not None:
@@ -196,19 +297,22 @@ class PrefixStore:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
 
-    def _block_was_evicted(self, key: BlockKey) -> None:
-        if self.states.drop(key) is not None:
-            self._remember_evicted(key)
-            if self.listener is not None:
-                self.listener.state_removed(key)
-        if self.listener is not None:
-            self.listener.block_removed(key)
-
-    def _tail_was_evicted(self, key: BlockKey) -> None:
-        if self.states.drop(key) is not None:
-            self._remember_evicted(key)
-        if self.listener is not None:
-            self.listener.state_removed(key)
+    def _forget_block(self, dropped: DroppedBlock) -> None:
+        """The states that need the KV of an evicted block go with it."""
+        listener = self.listener
+        for tail in dropped.tails:
+            if self.states.drop(tail) is not None:
+                self._remember_evicted(tail)
+            if listener is not None:
+                listener.state_removed(tail)
+        if dropped.key is None:
+            return
+        if self.states.drop(dropped.key) is not None:
+            self._remember_evicted(dropped.key)
+            if listener is not None:
+                listener.state_removed(dropped.key)
+        if listener is not None:
+            listener.block_removed(dropped.key)
 
     def _tell_of_blocks(
         self, listener: CacheListener, keys: SequenceKeys, first: int, end: int
@@ -228,3 +332,9 @@ class PrefixStore:
         self._evicted.move_to_end(key)
         if len(self._evicted) > EVICTED_KEYS_REMEMBERED:
             self._evicted.popitem(last=False)
+
+
+def _is_usable(state: CachedState | None, position: int, length: int, needs_state: bool) -> bool:
+    if position == length:
+        return state is not None and state.has_logits
+    return state is not None or not needs_state

@@ -1,6 +1,6 @@
 """Slots for recurrent states: live ones of running requests and cached ones, from one pool.
 
-    free --allocate--> owned (live, or a checkpoint being written) --publish--> cached
+    free --allocate--> owned (live, or a checkpoint being written) ---cache---> cached
      ^                    |                                                       |
      +------release-------+----------------------evict / drop---------------------+
 
@@ -9,7 +9,7 @@ A slot changes owner, never place: publishing and reading a state cost no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,13 @@ NULL_SLOT = 0  # reads as zeros, writes to it are dropped; never allocated, coun
 
 
 class StatePool:
-    """Slots 1 to num_slots. `on_evict(state)` is called when a state is dropped to make room."""
+    """Slots 1 to num_slots. `queue`: decides which state goes first; None: by age."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        on_evict: Callable[[CachedState], None] = lambda state: None,
-        queue: EvictionQueue | None = None,
-    ) -> None:
+    def __init__(self, num_slots: int, queue: EvictionQueue | None = None) -> None:
         self.num_slots = num_slots
         self.mamba_hash_to_slot_id: dict[BlockKey, int] = {}
         self.evictions = 0
         self.uses = 0  # publications and hits: the pool's clock
-        self._on_evict = on_evict
         self._evictable = EvictionQueue(LeastRecentlyUsed()) if queue is None else queue
         # Live slots are taken from the low end, checkpoints' from the high one: the states of a
         # batch then tend to lie side by side, where kernels can update them in place.
@@ -76,28 +70,23 @@ class StatePool:
         """What is used from now on is used in this step."""
         self._evictable.now = step
 
-    def allocate(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
-        """An owned slot: a free one, else, if it `evicts`, that of the state that goes first.
-
-        Raises StatePoolExhausted, without any effect, when there is none.
-        """
-        if not self._free and not (evicts and self.evict()):
+    def allocate(self, *, for_checkpoint: bool = False) -> int:
+        """A free slot, owned from now on. Raises StatePoolExhausted, without any effect, when there
+        is none."""
+        if not self._free:
             raise StatePoolExhausted(f"All {self.num_slots} state slots are in use.")
         slot = self._free.take_highest() if for_checkpoint else self._free.take_lowest()
         self._owned[slot] = True
         return slot
 
-    def evict(self) -> bool:
-        """Free the slot of the state that goes first; whether there was one."""
+    def evict(self) -> CachedState | None:
+        """Free the slot of the state that goes first, and return that state; None when there is
+        none. Whoever calls it has to forget what needs the state."""
         victim = self._evictable.pop()
-        if victim is None:
-            return False
-        self._evictable.rule.was_lost(victim, self._evictable.now)
-        self._forget(victim)
-        self._free.add(victim.slot)
-        self.evictions += 1
-        self._on_evict(victim)
-        return True
+        if victim is not None:
+            self.evictions += 1
+            self._forget(victim)
+        return victim
 
     def release(self, slot: int) -> None:
         """Free an owned slot."""
@@ -105,7 +94,7 @@ class StatePool:
         self._owned[slot] = False
         self._free.add(slot)
 
-    def publish(self, slot: int, state: CachedState) -> CachedState:
+    def cache(self, slot: int, state: CachedState) -> CachedState:
         """Cache what an owned slot holds; returns the cached state of the key.
 
         When the key is cached already, the caller's slot is freed, unless it holds logits that the
@@ -162,13 +151,9 @@ class StatePool:
     def drop(self, key: BlockKey) -> CachedState | None:
         """Forget the state of `key`, if there is one, and return it."""
         state = self.get(key)
-        if state is None:
-            return None
-        self._evictable.discard(state.slot)
-        self._evictable.rule.was_lost(state, self._evictable.now)
-        self._forget(state)
-        if self._pins[state.slot] == 0:
-            self._free.add(state.slot)
+        if state is not None:
+            self._evictable.discard(state.slot)
+            self._forget(state)
         return state
 
     def clear(self) -> None:
@@ -191,9 +176,13 @@ class StatePool:
         state.used_at = self._evictable.now
 
     def _forget(self, state: CachedState) -> None:
+        """A cached state, which is not evictable any more, is lost."""
+        self._evictable.rule.was_lost(state, self._evictable.now)
         self._state[state.slot] = None
         del self.mamba_hash_to_slot_id[state.key]
         self.rescore(state.leave())
+        if self._pins[state.slot] == 0:
+            self._free.add(state.slot)
 
     def _move(self, state: CachedState, slot: int) -> None:
         """Let a cached state be what an owned slot holds, from now on."""

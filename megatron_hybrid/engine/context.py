@@ -12,8 +12,8 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
-from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint
-from megatron_hybrid.cache.prefix_index import PrefixMatch
+from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint
+from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.tracked_request import NO_ROW, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
@@ -280,19 +280,22 @@ class DynamicInferenceContext:
         what was."""
         self.cache.set_epoch(self.cache.epoch + 1)
 
-    def check_integrity(self, holds: Iterable[Hold] = (), reserved: Iterable[int] = ()) -> None:
-        """Assert every invariant; call between steps. `holds`, `reserved`: those that the scheduler
+    def check_integrity(self, pins: Iterable[Pin] = (), reserved: Iterable[int] = ()) -> None:
+        """Assert every invariant; call between steps. `pins`, `reserved`: those that the scheduler
         has, and the slots that it has reserved."""
         running = list(self.running())
         leases = [request.lease for request in running if request.lease is not None]
         assert len(leases) == len(running) == self.geometry.max_requests - self.rows.num_free
-        self.cache.check_integrity(leases, holds, reserved)
+        self.cache.check_integrity(leases, pins, reserved)
         for request in running:
             lease = request.lease
             assert lease is not None and self.requests[request.row] is request
             table = self.rows.block_table[request.row, : len(lease.blocks)]
             assert table.tolist() == lease.blocks, "a row's block table differs from its lease"
             assert self.rows.num_blocks[request.row] == len(lease.blocks)
+            if self.rows.decoding[request.row]:
+                slots = self.rows.read_slot[request.row], self.rows.write_slot[request.row]
+                assert slots == (lease.read_slot, lease.write_slot), "a row has its lease's slots"
 
     def _fill_row(self, request: TrackedRequest, lease: Lease) -> None:
         rows, row, params = self.rows, request.row, request.params

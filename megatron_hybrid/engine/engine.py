@@ -132,25 +132,31 @@ class DynamicInferenceEngine:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        if scheduler.pause_mode is PauseMode.KEEP:
-            self._join_others(self._has_own_work())
-            scheduler.settle(self._receive())
-            return
-        had_work = self._has_own_work()
         if self._in_flight is not None and scheduler.needs_tokens:
             scheduler.settle(self._receive())
         plan = scheduler.schedule()
+        launched = self._launch(plan)
+        received = self._receive()  # of the step before, if it is in flight
+        if launched is not None:
+            scheduler.publish(plan)
+            self._in_flight = plan, launched
+            self._log()
+        scheduler.settle(received)
+        if not self.runner.asynchronous:
+            scheduler.settle(self._receive())
+
+    def _launch(self, plan: StepPlan) -> Launched | None:
+        """Begin a planned step. None: it computes nothing, or it failed; then its requests give
+        back what they hold, and end once the tokens in flight have been handed out."""
         self._step_times.note(plan.step, self._clock())
         if plan.is_empty:
-            self._join_others(had_work)
-            scheduler.settle(self._receive())
-            return
+            self._join_others()
+            return None
         try:
-            if self.lockstep is None:
-                launched = self.runner.launch(plan)
-            else:
-                agreed = self.lockstep.agree(StepDemand.of(plan), has_work=had_work)
-                launched = self.runner.launch(plan, agreed)
+            agreed = None
+            if self.lockstep is not None:
+                agreed = self.lockstep.agree(StepDemand.of(plan), has_work=True)
+            launched = self.runner.launch(plan, agreed)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -159,18 +165,10 @@ class DynamicInferenceEngine:
             logger.exception("step %d failed", plan.step)
             if plan.catch_ups:  # into states that are cached already
                 self.reset()
-            scheduler.drop(plan)
-            scheduler.settle(self._receive())
-            scheduler.fail(plan.owners, error)
-            return
+            self.scheduler.drop(plan, error)
+            return None
         self.latencies.was_launched(plan)
-        received = self._receive()  # of the step before, if it is in flight
-        scheduler.publish(plan)
-        scheduler.settle(received)
-        self._in_flight = plan, launched
-        if not self.runner.asynchronous:
-            scheduler.settle(self._receive())
-        self._log()
+        return launched
 
     def _receive(self) -> Received:
         """Wait for the step in flight and note its tokens; none if there is no such step."""
@@ -218,15 +216,14 @@ class DynamicInferenceEngine:
         if self.lockstep is None:
             self.runner.dummy_forward()
         else:
-            self._join_others(self._has_own_work())
+            self._join_others()
 
-    def _join_others(self, has_work: bool) -> None:
+    def _join_others(self) -> None:
         """Nothing is launched here in this turn; in a lockstep group others may need us."""
-        if self.lockstep is None:
-            return
-        agreed = self.lockstep.agree(StepDemand(), has_work=has_work)
-        if agreed.tokens:
-            self.runner.dummy_forward(agreed)
+        if self.lockstep is not None:
+            agreed = self.lockstep.agree(StepDemand(), has_work=self._has_own_work())
+            if agreed.tokens:
+                self.runner.dummy_forward(agreed)
 
     # --------------------------------------------------------------- requests
 
@@ -428,7 +425,7 @@ class DynamicInferenceEngine:
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
-        self.context.check_integrity(scheduler.holds, scheduler.decodes.reserved_slots)
+        self.context.check_integrity(scheduler.pins, scheduler.decodes.reserved_slots)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Each once; ids that the model does not know never come."""

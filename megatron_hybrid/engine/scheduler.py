@@ -4,7 +4,7 @@
     publish    it was launched, and all its inputs are known: what it computes becomes visible
     receive    its tokens are here
     settle     hand them out; whoever they end gives back what it holds
-    drop, fail   its launch raised: its requests end, nothing is published
+    drop       its launch raised: its requests end with the next `settle`, nothing is published
 
 While a step is in flight, the next one may be scheduled, but not published:
 
@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from megatron_hybrid.cache import checkpoint_placement as placement
-from megatron_hybrid.cache.lease import Hold, StepCheckpoint
-from megatron_hybrid.cache.prefix_index import NOTHING, PrefixMatch
+from megatron_hybrid.cache.lease import Pin, StepCheckpoint
+from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.decodes import Decodes
 from megatron_hybrid.engine.pause import PauseMode
@@ -84,6 +86,7 @@ class Scheduler:
         # of the planned step's prompts, by row
         self._checkpoints: dict[int, list[StepCheckpoint]] = {}
         self._events: list[RequestEvent] = []  # not handed out yet
+        self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self._pause: PauseMode | None = None
         # answers that have not ended, by request and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
@@ -157,9 +160,9 @@ class Scheduler:
         self._pause = None
 
     @property
-    def holds(self) -> Iterable[Hold]:
+    def pins(self) -> Iterable[Pin]:
         """What is kept in the cache for requests that wait."""
-        return self._twins.holds
+        return self._twins.pins
 
     def advance_to(self, step: int) -> None:
         """Let time pass: the coming step has this number. Ages are counted in steps."""
@@ -182,7 +185,10 @@ class Scheduler:
         return len(self._context.rows_that_need_a_block()) > self._cache.kv.num_available
 
     def schedule(self) -> StepPlan:
-        """Plan a step of at most `max_tokens` computed tokens. Skipped tokens cost nothing."""
+        """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
+        a pause that keeps everybody where they are it is empty."""
+        if self._pause is PauseMode.KEEP:
+            return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
         self._cache.begin_step(self._step)
         self._extend_block_tables()
@@ -200,7 +206,7 @@ class Scheduler:
             budget -= self._plan_chunk(plan, request, budget)
         if len(self._waiting) and budget > 0:
             self._admit_waiting(plan, budget)
-            if plan.is_empty and len(self._waiting) and self._twins.release_holds():
+            if plan.is_empty and len(self._waiting) and self._twins.release_pins():
                 self._admit_waiting(plan, budget)
         self.decodes.plan(plan)
         statistics.step = plan.step
@@ -214,7 +220,7 @@ class Scheduler:
             while request.status is RequestStatus.RUNNING:
                 if self._context.extend_block_table(request):
                     break
-                if not self._twins.release_holds():
+                if not self._twins.release_pins():
                     self._preempt(max(self._running.values(), key=_importance))
 
     def _preempt(self, request: TrackedRequest) -> None:
@@ -279,7 +285,7 @@ class Scheduler:
             if self._running:
                 return False
             # alone, and yet what it matched leaves no room for the rest: then nothing matches
-            match = NOTHING._replace(blocks=[], may_skip=request.may_skip)
+            match = PrefixMatch([], 0, 0, may_skip=request.may_skip)
             if not self._context.admit(request, match, 0):
                 return False
         self._waiting.remove(request)
@@ -460,8 +466,9 @@ class Scheduler:
         return received
 
     def settle(self, received: Received) -> None:
-        """Hand out the tokens of `receive`, and end the requests that end with them. The step
-        that was launched meanwhile is published: their states include what it fed."""
+        """Hand out the tokens of `receive`, and end the requests that end with them, and those of
+        a step that was dropped. A step that was launched meanwhile is published: the states of
+        these requests include what it fed."""
         for request, event in received:
             token = event.token_ids[-1]  # an end is never drafted: it comes last
             grammar = request.grammar
@@ -479,12 +486,15 @@ class Scheduler:
                 self._finish(request, FinishReason.LENGTH, event)
             else:
                 self._events.append(event)
+        while self._dropped:
+            self.fail(*self._dropped.pop())
 
-    def drop(self, plan: StepPlan) -> None:
+    def drop(self, plan: StepPlan, error: BaseException) -> None:
         """A step could not be launched, which may have spoiled the states of its requests: they
-        give back what they hold. `fail` ends them."""
+        give back what they hold. Their tokens in flight are still theirs, so `settle` ends them."""
         for request in plan.owners:
             self._leave(request, keeps_end=False)
+        self._dropped.append((plan.owners, error))
 
     def fail(self, requests: Iterable[TrackedRequest], error: BaseException) -> None:
         """End those of the requests that have not ended; nothing more of theirs is published."""

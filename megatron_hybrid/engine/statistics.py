@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.prefix_index import PrefixMatch
+from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.latency import Latencies
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.request import FinishReason

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.lease import Hold, Lease, StepCheckpoint
+from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import PrefillChunk
 
@@ -107,11 +107,11 @@ class Twins:
         self._unspared = 0  # tokens that this step computes because somebody does not wait
         self._step_tokens = min(STEP_TOKENS, STEP_BLOCKS * cache.geometry.block_size)
         self._awaited: dict[BlockKey, set[TrackedRequest]] = {}
-        self._holds: dict[BlockKey, Hold] = {}
+        self._pins: dict[BlockKey, Pin] = {}
 
     @property
-    def holds(self) -> Iterable[Hold]:
-        return self._holds.values()
+    def pins(self) -> Iterable[Pin]:
+        return self._pins.values()
 
     def begin_step(self, budget: int) -> None:
         """A step is planned, which may compute so many tokens of prompts."""
@@ -176,13 +176,13 @@ class Twins:
     def was_published(self, lease: Lease, position: int) -> None:
         """A promise came true: keep it until all who wait for it were tried."""
         key = lease.keys.at(position)
-        if key in self._awaited and key not in self._holds:
-            hold = self._cache.hold(lease, position)
-            if hold is not None:
-                self._holds[key] = hold
+        if key in self._awaited and key not in self._pins:
+            pin = self._cache.pin(lease, position)
+            if pin is not None:
+                self._pins[key] = pin
 
     def was_tried(self, request: TrackedRequest) -> None:
-        """The request was admitted, could not be, or waits no more: nothing is held for it."""
+        """The request was admitted, could not be, or waits no more: nothing is kept for it."""
         key, request.awaits, request.awaited_tokens = request.awaits, None, 0
         if key is None:
             return
@@ -190,16 +190,16 @@ class Twins:
         waiting.discard(request)
         if not waiting:
             del self._awaited[key]
-            if (hold := self._holds.pop(key, None)) is not None:
-                self._cache.unhold(hold)
+            if (pin := self._pins.pop(key, None)) is not None:
+                self._cache.unpin(pin)
 
-    def release_holds(self) -> bool:
-        """Let everything be evicted; whether anything was held."""
-        held = bool(self._holds)
-        for hold in self._holds.values():
-            self._cache.unhold(hold)
-        self._holds.clear()
-        return held
+    def release_pins(self) -> bool:
+        """Let everything be evicted; whether anything was kept."""
+        pins = list(self._pins.values())
+        self._pins.clear()
+        for pin in pins:
+            self._cache.unpin(pin)
+        return bool(pins)
 
 
 def _steps(tokens: int, budget: int) -> int:

@@ -62,7 +62,7 @@ class CacheContents:
 
     def skippable(self, keys: SequenceKeys, length: int) -> int:
         """Tokens that a prompt of `length` tokens would not have to compute: the same figure as
-        `PrefixIndex.match` finds. `keys` are those under the root of this `epoch`."""
+        `PrefixStore.match` finds. `keys` are those under the root of this `epoch`."""
         if not self.block_size:
             return 0
         size = self.block_size

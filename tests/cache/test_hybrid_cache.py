@@ -1,4 +1,4 @@
-"""HybridCache: transactional admission, publishing, exact ends, holds, resets."""
+"""HybridCache: transactional admission, publishing, exact ends, pins, resets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_hybrid.cache.checkpoint_placement import (
 )
 from megatron_hybrid.cache.geometry import CacheGeometry, slots_for_budget
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.lease import Hold, Lease
+from megatron_hybrid.cache.lease import Lease, Pin
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
 B = 4
@@ -181,7 +181,7 @@ def test_evicting_the_state_of_a_tail_frees_the_block_that_holds_only_that():
     cache = make_cache(exact_ends=True)
     run(cache, tokens(3))
     assert cache.kv.num_free == 15
-    assert cache.states.evict()
+    assert cache.store.evict_state()
     assert cache.kv.num_free == 16 and not len(cache.kv.tails)
     cache.check_integrity([])
 
@@ -195,7 +195,7 @@ def test_kv_behind_the_last_state_goes_before_everything_else():
     cache.publish_blocks(second, 16)  # four blocks, no state: as if its slots had run out
     cache.release(second)
     cache.check_integrity([])
-    cache.kv.allocate(6)  # two are free
+    cache.store.allocate_blocks(6)  # two are free
     assert set(cache.kv.kv_hash_to_block_id) == set(first.keys.blocks)
 
 
@@ -265,7 +265,7 @@ def test_a_failed_admission_for_want_of_a_slot_has_no_effect_at_all():
     cache = make_cache(max_requests=2, cached_slots=1)
     run(cache, tokens(9))
     assert cache.states.num_cached == 1
-    held = [cache.states.allocate(), cache.states.allocate()]
+    held = [cache.store.allocate_slot(), cache.store.allocate_slot()]
     order, (state,) = evictable_order(cache), cache.states.cached()
     before = state.hits, state.last_use, cache.states.uses
     kv = copy.deepcopy((cache.kv._references, list(cache.kv._cached), cache.kv._free))
@@ -424,7 +424,7 @@ def test_checkpoints_without_a_slot_are_skipped_and_counted():
     cache = make_cache(max_requests=2, cached_slots=1)
     prompt = tokens(9)
     lease = admit(cache, prompt)
-    others = [cache.states.allocate(), cache.states.allocate()]
+    others = [cache.store.allocate_slot(), cache.store.allocate_slot()]
     prefill(cache, lease, prompt)
     assert cache.checkpoints_skipped == 1 and not cache.states.mamba_hash_to_slot_id
     assert others
@@ -522,16 +522,16 @@ def test_what_is_held_is_not_evicted_and_given_back_unused():
         prompt = tokens(6)
         lease = admit(cache, prompt)
         prefill(cache, lease, prompt)
-        hold = cache.hold(lease, 6)
-        assert isinstance(hold, Hold) and len(hold.blocks) == 2
+        pin = cache.pin(lease, 6)
+        assert isinstance(pin, Pin) and len(pin.blocks) == 2
         cache.release(lease)
-        cache.check_integrity([], [hold])
+        cache.check_integrity([], [pin])
         assert cache.kv.num_available == 2
-        other = cache.kv.allocate(2)
+        other = cache.store.allocate_blocks(2)
         assert cache.match(keys_of(cache, prompt), 6).skip == 6
         cache.kv.release(other)
         hits = [state.hits for state in cache.states.cached()]
-        cache.unhold(hold)
+        cache.unpin(pin)
         assert [state.hits for state in cache.states.cached()] == hits
         cache.check_integrity([])
         assert cache.kv.num_available == 4
@@ -542,7 +542,7 @@ def test_nothing_is_held_where_the_state_is_gone():
     lease = admit(cache, tokens(6))
     prefill(cache, lease, tokens(6))
     cache.state_was_read(lease)
-    assert cache.hold(lease, 5) is None
+    assert cache.pin(lease, 5) is None
     cache.release(lease)
     cache.check_integrity([])
 
@@ -581,7 +581,7 @@ def test_a_model_without_recurrent_layers_keeps_kv_anywhere_and_logits_in_slots(
     lease = admit(cache, tokens(9))
     assert lease.skip == 6 and lease.copy is not None and not lease.pinned
     cache.release(lease)
-    assert cache.states.evict()
+    assert cache.store.evict_state()
     cache.check_integrity([])
     assert admit(cache, tokens(7)).skip == 6  # its KV needs no state
 
@@ -599,7 +599,7 @@ def test_lost_tokens_are_told_apart_by_their_cause(evicted: bool):
     cache = make_cache(cached_slots=2)
     if evicted:
         run(cache, tokens(13))  # leaves a state at 12
-        assert cache.states.evict()
+        assert cache.store.evict_state()
     else:
         first = admit(cache, tokens(13))
         cache.publish_blocks(first, 13)

@@ -1,4 +1,4 @@
-"""KVBlockAllocator: sharing, publishing, leaf-first eviction."""
+"""KVBlockAllocator, with the store that evicts: sharing, mapping, leaf-first eviction."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
+from megatron_hybrid.cache.prefix_store import PrefixStore
 from megatron_hybrid.cache.tail_index import Tail
 from megatron_hybrid.errors import KVBlocksExhausted
+from tests.cache.stores import make_store
 
 
-def publish_path(allocator: KVBlockAllocator, names: str) -> list[int]:
-    """Allocate and publish a path; its i-th key is the first i + 1 letters."""
-    blocks = []
+def map_path(store: PrefixStore, names: str) -> list[int]:
+    """Allocate and map a path; its i-th key is the first i + 1 letters."""
+    blocks: list[int] = []
+    allocator = store.kv
     for i in range(len(names)):
         key = names[: i + 1].encode()
         mapped = allocator.kv_hash_to_block_id.get(key)
         if mapped is None:
-            (block,) = allocator.allocate(1)
-            mapped = allocator.publish(block, key, blocks[-1] if blocks else 0)
+            (block,) = store.allocate_blocks(1)
+            mapped = allocator.map(block, key, blocks[-1] if blocks else 0)
         else:
             allocator.acquire([mapped])
         blocks.append(mapped)
@@ -32,8 +35,9 @@ def keys(allocator: KVBlockAllocator) -> set[str]:
 
 
 def test_private_blocks_are_free_again_after_release():
-    allocator = KVBlockAllocator(4)
-    blocks = allocator.allocate(4)
+    store = make_store(4)
+    allocator = store.kv
+    blocks = store.allocate_blocks(4)
     assert sorted(blocks) == [1, 2, 3, 4]
     allocator.release(blocks)
     assert allocator.num_free == 4
@@ -41,74 +45,81 @@ def test_private_blocks_are_free_again_after_release():
 
 
 def test_allocating_more_than_there_is_changes_nothing():
-    allocator = KVBlockAllocator(4)
-    held = publish_path(allocator, "abc")
+    store = make_store(4)
+    allocator = store.kv
+    held = map_path(store, "abc")
     allocator.release(held)
     with pytest.raises(KVBlocksExhausted, match="5 KV blocks"):
-        allocator.allocate(5)
+        store.allocate_blocks(5)
     assert allocator.num_free == 1 and keys(allocator) == {"a", "ab", "abc"}
     assert allocator.evictions == 0
 
 
 def test_leaves_go_before_their_parents():
     evicted: list[bytes] = []
-    allocator = KVBlockAllocator(3, on_evict=evicted.append)
-    allocator.release(publish_path(allocator, "abc"))
-    allocator.allocate(3)
+    store = make_store(3, evicted=evicted)
+    allocator = store.kv
+    allocator.release(map_path(store, "abc"))
+    store.allocate_blocks(3)
     assert evicted == [b"abc", b"ab", b"a"]
 
 
 def test_the_least_recently_used_leaf_goes_first_and_the_newest_outlives_it():
-    allocator = KVBlockAllocator(6)
-    old = publish_path(allocator, "ab")
-    new = publish_path(allocator, "xy")
+    store = make_store(6)
+    allocator = store.kv
+    old = map_path(store, "ab")
+    new = map_path(store, "xy")
     allocator.release(old)
     allocator.release(new)
-    old = publish_path(allocator, "ab")  # used again
+    old = map_path(store, "ab")  # used again
     allocator.release(old)
-    allocator.allocate(3)  # two are free
+    store.allocate_blocks(3)  # two are free
     assert keys(allocator) == {"a", "ab", "x"}
 
 
 def test_a_parent_becomes_a_leaf_with_the_age_it_has():
-    allocator = KVBlockAllocator(4)
-    allocator.release(publish_path(allocator, "ab"))
-    allocator.release(publish_path(allocator, "x"))
-    allocator.release(publish_path(allocator, "a"))  # a is the newest now, ab is still the oldest
-    allocator.allocate(2)  # one is free, ab goes
+    store = make_store(4)
+    allocator = store.kv
+    allocator.release(map_path(store, "ab"))
+    allocator.release(map_path(store, "x"))
+    allocator.release(map_path(store, "a"))  # a is the newest now, ab is still the oldest
+    store.allocate_blocks(2)  # one is free, ab goes
     assert keys(allocator) == {"a", "x"}
-    allocator.allocate(1)
+    store.allocate_blocks(1)
     assert keys(allocator) == {"a"}
 
 
 def test_a_referenced_block_and_its_ancestors_are_never_evicted():
-    allocator = KVBlockAllocator(4)
-    held = publish_path(allocator, "abc")
-    allocator.release(publish_path(allocator, "abcd"))
-    allocator.allocate(1)
+    store = make_store(4)
+    allocator = store.kv
+    held = map_path(store, "abc")
+    allocator.release(map_path(store, "abcd"))
+    store.allocate_blocks(1)
     assert keys(allocator) == {"a", "ab", "abc"}
     with pytest.raises(KVBlocksExhausted):
-        allocator.allocate(1)
+        store.allocate_blocks(1)
     allocator.release(held)
     assert allocator.num_available == 3
 
 
 def test_a_block_with_a_mapped_child_is_no_leaf_even_when_it_is_published_last():
-    allocator = KVBlockAllocator(3)
-    a = publish_path(allocator, "a")
+    store = make_store(3)
+    allocator = store.kv
+    a = map_path(store, "a")
     allocator.release(a)
-    ab = publish_path(allocator, "ab")  # the child comes while a is evictable
+    ab = map_path(store, "ab")  # the child comes while a is evictable
     allocator.release(ab)
     allocator.check_integrity([])
-    evicted = allocator.evict()
-    assert evicted == ab[1]
+    dropped = allocator.evict()
+    assert dropped is not None and dropped.block == ab[1] and dropped.key == b"ab"
 
 
 def test_a_newcomer_with_known_content_gets_the_mapped_block_and_frees_its_own():
-    allocator = KVBlockAllocator(4)
-    (first,) = publish_path(allocator, "a")
-    (twin,) = allocator.allocate(1)
-    assert allocator.publish(twin, b"a") == first
+    store = make_store(4)
+    allocator = store.kv
+    (first,) = map_path(store, "a")
+    (twin,) = store.allocate_blocks(1)
+    assert allocator.map(twin, b"a") == first
     assert allocator.references(first) == 2 and allocator.num_free == 3
     allocator.release([first])
     allocator.release([first])
@@ -117,14 +128,15 @@ def test_a_newcomer_with_known_content_gets_the_mapped_block_and_frees_its_own()
 
 
 def test_clearing_frees_idle_blocks_now_and_used_ones_at_their_release():
-    allocator = KVBlockAllocator(4)
-    held = publish_path(allocator, "ab")
-    allocator.release(publish_path(allocator, "xy"))
+    store = make_store(4)
+    allocator = store.kv
+    held = map_path(store, "ab")
+    allocator.release(map_path(store, "xy"))
     allocator.clear()
     assert keys(allocator) == set() and allocator.num_free == 2
     allocator.check_integrity([held])
     # the same content, computed anew: the old block's release must not touch its entry
-    allocator.release(publish_path(allocator, "a"))
+    allocator.release(map_path(store, "a"))
     allocator.release(held)
     assert keys(allocator) == {"a"} and allocator.num_available == 4
     allocator.check_integrity([])
@@ -134,7 +146,8 @@ def test_clearing_frees_idle_blocks_now_and_used_ones_at_their_release():
 def test_evictions_follow_a_brute_force_simulation(seed):
     """Against a simulator that looks at every block each time."""
     rng = np.random.default_rng(seed)
-    allocator = KVBlockAllocator(12)
+    store = make_store(12)
+    allocator = store.kv
     last_use: dict[str, int] = {}
     for now in range(300):
         path = "".join(rng.choice(list("abc"), size=int(rng.integers(1, 5))))
@@ -154,10 +167,10 @@ def test_evictions_follow_a_brute_force_simulation(seed):
         held = [allocator.kv_hash_to_block_id[path[:i].encode()] for i in range(1, len(path) + 1)
                 if path[:i] in mapped]  # fmt: skip
         allocator.acquire(held)
-        new = allocator.allocate(len(missing))
+        new = store.allocate_blocks(len(missing))
         for name, block in zip(missing, new, strict=True):
             parent = allocator.kv_hash_to_block_id.get(name[:-1].encode(), 0)
-            allocator.publish(block, name.encode(), parent)
+            allocator.map(block, name.encode(), parent)
         allocator.release(held + new)
         for i in range(1, len(path) + 1):
             last_use[path[:i]] = now
@@ -166,11 +179,12 @@ def test_evictions_follow_a_brute_force_simulation(seed):
 
 
 def test_a_block_with_a_tail_alone_is_free_when_the_tail_goes():
-    allocator = KVBlockAllocator(4)
-    (a,) = publish_path(allocator, "a")
-    (block,) = allocator.allocate(1)
+    store = make_store(4)
+    allocator = store.kv
+    (a,) = map_path(store, "a")
+    (block,) = store.allocate_blocks(1)
     for fill in (1, 2):
-        allocator.publish_tail(block, b"a" + b"." * fill, Tail(b"a", fill, block), a)
+        allocator.map_tail(block, b"a" + b"." * fill, Tail(b"a", fill, block), a)
     assert allocator.num_mapped == 2
     allocator.drop_tail(b"a.")
     allocator.release([a, block])
@@ -184,25 +198,27 @@ def test_a_block_with_a_tail_alone_is_free_when_the_tail_goes():
 
 def test_a_tails_block_is_evicted_before_the_block_that_it_continues():
     evicted: list[bytes] = []
-    allocator = KVBlockAllocator(3, on_evict=evicted.append)
-    a, ab = publish_path(allocator, "ab")
-    (block,) = allocator.allocate(1)
-    allocator.publish_tail(block, b"ab.", Tail(b"ab", 1, block), ab)
-    allocator.publish_tail(block, b"ab..", Tail(b"ab", 2, block), ab)
+    store = make_store(3, evicted=evicted)
+    allocator = store.kv
+    a, ab = map_path(store, "ab")
+    (block,) = store.allocate_blocks(1)
+    allocator.map_tail(block, b"ab.", Tail(b"ab", 1, block), ab)
+    allocator.map_tail(block, b"ab..", Tail(b"ab", 2, block), ab)
     allocator.release([a, ab, block])
-    allocator.allocate(1)
+    store.allocate_blocks(1)
     assert sorted(evicted) == [b"ab.", b"ab.."] and not len(allocator.tails)
-    allocator.allocate(2)
+    store.allocate_blocks(2)
     assert evicted[2:] == [b"ab", b"a"]
 
 
 def test_a_newcomers_tails_move_to_the_block_that_is_mapped_already():
-    allocator = KVBlockAllocator(4, needs_cover=True)
-    (first,) = publish_path(allocator, "a")
-    (twin,) = allocator.allocate(1)
-    allocator.publish_tail(twin, b".", Tail(b"", 1, twin), 0)
+    store = make_store(4, is_hybrid=True)
+    allocator = store.kv
+    (first,) = map_path(store, "a")
+    (twin,) = store.allocate_blocks(1)
+    allocator.map_tail(twin, b".", Tail(b"", 1, twin), 0)
     allocator.cover(twin)
-    assert allocator.publish(twin, b"a") == first
+    assert allocator.map(twin, b"a") == first
     tail = allocator.tails.get(b".")
     assert tail is not None and tail.block == first
     allocator.check_cover([first])
@@ -215,12 +231,13 @@ def test_a_newcomers_tails_move_to_the_block_that_is_mapped_already():
 
 def test_without_idle_blocks_everything_goes_with_its_last_user():
     evicted: list[bytes] = []
-    allocator = KVBlockAllocator(4, on_evict=evicted.append, keeps_idle=False)
-    first, second = publish_path(allocator, "ab"), publish_path(allocator, "abc")
-    allocator.publish_tail(second[2], b"ab.", Tail(b"ab", 1, second[2]), second[1])
-    allocator.release(second)
+    store = make_store(4, evicted=evicted, keeps_idle=False)
+    allocator = store.kv
+    first, second = map_path(store, "ab"), map_path(store, "abc")
+    allocator.map_tail(second[2], b"ab.", Tail(b"ab", 1, second[2]), second[1])
+    store.release_blocks(second)
     assert keys(allocator) == {"a", "ab"} and not len(allocator.tails)
-    allocator.release(first)
+    store.release_blocks(first)
     assert allocator.num_free == 4 and sorted(evicted) == [b"a", b"ab", b"ab.", b"abc"]
     allocator.check_integrity([])
 
@@ -273,7 +290,8 @@ def test_sharing_covering_and_evicting_agree_with_a_plain_model(seed):
     rng = np.random.default_rng(seed)
     size, naive = 14, NaiveBlocks()
     evicted: list[bytes] = []
-    allocator = KVBlockAllocator(size, on_evict=evicted.append, needs_cover=True)
+    store = make_store(size, evicted=evicted, is_hybrid=True)
+    allocator = store.kv
     held: list[tuple[str, list[int]]] = []
     tails: dict[bytes, str] = {}  # tail -> the path of the block that holds it
 
@@ -300,11 +318,11 @@ def test_sharing_covering_and_evicting_agree_with_a_plain_model(seed):
                 naive.references[part] += 1
             allocator.acquire(found)
             evict_for(len(missing))
-            blocks = found + allocator.allocate(len(missing))
+            blocks = found + store.allocate_blocks(len(missing))
             naive.mapped |= set(missing)
             for i in range(len(found), len(parts)):
                 parent = blocks[i - 1] if i else 0
-                assert allocator.publish(blocks[i], parts[i].encode(), parent) == blocks[i]
+                assert allocator.map(blocks[i], parts[i].encode(), parent) == blocks[i]
             held.append((path, blocks))
         elif action < 0.65 and held:
             path, blocks = held.pop(int(rng.integers(len(held))))
@@ -315,7 +333,7 @@ def test_sharing_covering_and_evicting_agree_with_a_plain_model(seed):
             if rng.random() < 0.5:
                 tail = f"{path}.{turn}".encode()
                 parent = path[:-1].encode()
-                allocator.publish_tail(
+                allocator.map_tail(
                     blocks[-1], tail, Tail(parent, turn, blocks[-1]), ([0] + blocks)[-2]
                 )
                 tails[tail] = path

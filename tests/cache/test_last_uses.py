@@ -14,7 +14,7 @@ def released_at(kv: KVBlockAllocator, *steps: int) -> list[int]:
     blocks = kv.allocate(len(steps))
     parent = 0
     for block in blocks:
-        parent = kv.publish(block, f"{block}".encode(), parent)
+        parent = kv.map(block, f"{block}".encode(), parent)
     for block, step in reversed(list(zip(blocks, steps, strict=True))):
         kv.begin_step(step)
         kv.release([block])
@@ -53,6 +53,7 @@ def test_private_and_evicted_blocks_have_no_last_use():
     released_at(kv, 4, 3)
     kv.release(kv.allocate(1))
     assert sorted(kv.last_uses()) == [3, 4]
+    kv.evict()
     kv.allocate(2)  # the free one, and the leaf
     assert sorted(kv.last_uses()) == [4]
 
@@ -61,7 +62,7 @@ def test_a_states_last_use_is_when_it_was_left_or_read():
     pool = StatePool(4)
     for step, name in ((3, b"a"), (5, b"b")):
         pool.begin_step(step)
-        pool.publish(pool.allocate(), CachedState(name, step, "fork"))
+        pool.cache(pool.allocate(), CachedState(name, step, "fork"))
     assert sorted(pool.last_uses()) == [3, 5]
     slot = pool.mamba_hash_to_slot_id[b"a"]
     pool.begin_step(8)

@@ -1,4 +1,4 @@
-"""StatePool: live and cached slots from one pool."""
+"""StatePool, with the store that evicts: live and cached slots from one pool."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ import random
 import pytest
 
 from megatron_hybrid.cache.cached_state import CachedState
-from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.free_slots import FreeSlots
+from megatron_hybrid.cache.prefix_store import PrefixStore
 from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.errors import StatePoolExhausted
-
-
-def make_pool(num_slots: int, evicted: list[str] | None = None) -> StatePool:
-    """A pool that evicts by age; `evicted` gets the names."""
-    return StatePool(
-        num_slots,
-        on_evict=lambda state: None if evicted is None else evicted.append(state.key.decode()),
-        queue=EvictionQueue(LeastRecentlyUsed()),
-    )
+from tests.cache.stores import make_store
 
 
 def new_state(
@@ -28,8 +20,8 @@ def new_state(
     return CachedState(name.encode(), position, kind, has_logits=has_logits)
 
 
-def cached(pool: StatePool, name: str, **options) -> int:  # type: ignore[no-untyped-def]
-    return pool.publish(pool.allocate(), new_state(name, **options)).slot
+def cached(store: PrefixStore, name: str, **options) -> int:  # type: ignore[no-untyped-def]
+    return store.states.cache(store.allocate_slot(), new_state(name, **options)).slot
 
 
 def names(pool: StatePool) -> set[str]:
@@ -37,54 +29,59 @@ def names(pool: StatePool) -> set[str]:
 
 
 def test_exhaustion_is_an_error_without_effect():
-    pool = make_pool(2)
-    first, second = pool.allocate(), pool.allocate()
+    store = make_store(num_slots=2)
+    pool = store.states
+    first, second = store.allocate_slot(), store.allocate_slot()
     assert {first, second} == {1, 2}
     with pytest.raises(StatePoolExhausted, match="All 2 state slots"):
-        pool.allocate()
+        store.allocate_slot()
     pool.check_integrity(owned=[1, 2], pinned=[])
     pool.release(first)
-    assert pool.allocate() == first
+    assert store.allocate_slot() == first
 
 
 def test_the_null_slot_is_never_handed_out():
-    pool = make_pool(3)
-    assert 0 not in [pool.allocate() for _ in range(3)]
+    store = make_store(num_slots=3)
+    assert 0 not in [store.allocate_slot() for _ in range(3)]
 
 
 def test_the_least_recently_read_state_is_evicted_first():
-    evicted: list[str] = []
-    pool = make_pool(3, evicted)
-    a, _, _ = cached(pool, "a"), cached(pool, "b"), cached(pool, "c")
+    evicted: list[bytes] = []
+    store = make_store(num_slots=3, evicted=evicted)
+    pool = store.states
+    a, _, _ = cached(store, "a"), cached(store, "b"), cached(store, "c")
     pool.pin(a)
     pool.unpin(a, used=True)
-    pool.allocate()
-    pool.allocate()
-    assert evicted == ["b", "c"] and names(pool) == {"a"} and pool.evictions == 2
+    store.allocate_slot()
+    store.allocate_slot()
+    assert evicted == [b"b", b"c"] and names(pool) == {"a"} and pool.evictions == 2
 
 
 def test_a_pin_that_is_taken_back_unused_leaves_the_order_alone():
-    pool = make_pool(2)
-    a, _ = cached(pool, "a"), cached(pool, "b")
+    store = make_store(num_slots=2)
+    pool = store.states
+    a, _ = cached(store, "a"), cached(store, "b")
     pool.pin(a)
     pool.unpin(a, used=False)
-    pool.allocate()
+    store.allocate_slot()
     assert names(pool) == {"b"}
 
 
 def test_a_pinned_state_is_not_evicted():
-    pool = make_pool(2)
-    a, _ = cached(pool, "a"), cached(pool, "b")
+    store = make_store(num_slots=2)
+    pool = store.states
+    a, _ = cached(store, "a"), cached(store, "b")
     pool.pin(a)
-    pool.allocate()
+    store.allocate_slot()
     with pytest.raises(StatePoolExhausted):
-        pool.allocate()
+        store.allocate_slot()
     assert names(pool) == {"a"}
 
 
 def test_a_state_dropped_while_pinned_is_free_after_the_last_pin():
-    pool = make_pool(1)
-    a = cached(pool, "a")
+    store = make_store(num_slots=1)
+    pool = store.states
+    a = cached(store, "a")
     pool.pin(a)
     pool.pin(a)
     assert pool.drop(b"a") and not pool.drop(b"a")
@@ -96,32 +93,35 @@ def test_a_state_dropped_while_pinned_is_free_after_the_last_pin():
 
 
 def test_a_duplicate_state_frees_its_own_slot():
-    pool = make_pool(3)
-    a = cached(pool, "a")
-    assert cached(pool, "a") == a
+    store = make_store(num_slots=3)
+    pool = store.states
+    a = cached(store, "a")
+    assert cached(store, "a") == a
     assert pool.num_free == 2 and pool.num_cached == 1
     pool.check_integrity(owned=[], pinned=[])
 
 
 def test_a_duplicate_with_logits_takes_the_place_of_one_without():
-    pool = make_pool(3)
-    old = cached(pool, "a")
+    store = make_store(num_slots=3)
+    pool = store.states
+    old = cached(store, "a")
     state = pool.get(b"a")
-    new = cached(pool, "a", has_logits=True)
+    new = cached(store, "a", has_logits=True)
     assert new != old and pool.get(b"a") is state
     assert state is not None and state.has_logits and state.slot == new
     assert pool.num_free == 2
     pool.check_integrity(owned=[], pinned=[])
-    assert cached(pool, "a") == new, "a third one adds nothing"
-    assert cached(pool, "a", has_logits=True) == new
+    assert cached(store, "a") == new, "a third one adds nothing"
+    assert cached(store, "a", has_logits=True) == new
     pool.check_integrity(owned=[], pinned=[])
 
 
 def test_a_slot_that_is_being_read_outlives_the_move_of_its_state():
-    pool = make_pool(4)
-    old = cached(pool, "a")
+    store = make_store(num_slots=4)
+    pool = store.states
+    old = cached(store, "a")
     pool.pin(old)
-    new = cached(pool, "a", has_logits=True)
+    new = cached(store, "a", has_logits=True)
     pool.check_integrity(owned=[], pinned=[old])
     assert pool.num_free == 2 and pool.state_in(old) is None
     pool.pin(new)
@@ -132,31 +132,34 @@ def test_a_slot_that_is_being_read_outlives_the_move_of_its_state():
 
 
 def test_what_may_not_evict_takes_free_slots_alone():
-    pool = make_pool(2)
-    cached(pool, "a")
-    assert pool.allocate(for_checkpoint=True, evicts=False)
+    store = make_store(num_slots=2)
+    pool = store.states
+    cached(store, "a")
+    assert store.allocate_slot(for_checkpoint=True, evicts=False)
     with pytest.raises(StatePoolExhausted):
-        pool.allocate(for_checkpoint=True, evicts=False)
+        store.allocate_slot(for_checkpoint=True, evicts=False)
     assert names(pool) == {"a"} and pool.evictions == 0
     pool.check_integrity()
-    pool.allocate(for_checkpoint=True)
+    store.allocate_slot(for_checkpoint=True)
     assert names(pool) == set() and pool.evictions == 1
 
 
 def test_clearing_keeps_owned_slots():
-    pool = make_pool(3)
-    live = pool.allocate()
-    cached(pool, "a")
+    store = make_store(num_slots=3)
+    pool = store.states
+    live = store.allocate_slot()
+    cached(store, "a")
     pool.clear()
     assert names(pool) == set() and pool.num_free == 2
     pool.check_integrity(owned=[live], pinned=[])
 
 
 def test_a_state_that_loses_its_ancestor_is_worth_more_from_then_on():
-    pool = make_pool(4)
-    root = pool.publish(pool.allocate(), new_state("a", position=8))
+    store = make_store(num_slots=4)
+    pool = store.states
+    root = pool.cache(store.allocate_slot(), new_state("a", position=8))
     leaf = CachedState(b"b", 20, "fork", root)
-    pool.publish(pool.allocate(), leaf)
+    pool.cache(store.allocate_slot(), leaf)
     assert (leaf.replay_tokens, root.children) == (12, 1)
     pool.drop(b"a")
     assert leaf.replay_tokens == 20
@@ -167,9 +170,10 @@ def test_a_state_that_loses_its_ancestor_is_worth_more_from_then_on():
 def test_any_order_of_calls_agrees_with_a_plain_model(seed: int):
     """The model: names by age; who is pinned; who owns how many slots."""
     rng = random.Random(seed)
-    evicted: list[str] = []
+    evicted: list[bytes] = []
     size = rng.randrange(1, 9)
-    pool = make_pool(size, evicted)
+    store = make_store(num_slots=size, evicted=evicted)
+    pool = store.states
     age: dict[str, int] = {}  # of cached states: the time of their last use
     owned: list[int] = []
     pins: list[tuple[int, str]] = []
@@ -184,19 +188,19 @@ def test_any_order_of_calls_agrees_with_a_plain_model(seed: int):
             wanted = {"for_checkpoint": rng.random() < 0.5, "evicts": rng.random() < 0.7}
             if not free and not (idle and wanted["evicts"]):
                 with pytest.raises(StatePoolExhausted):
-                    pool.allocate(**wanted)
+                    store.allocate_slot(**wanted)
             else:
-                owned.append(pool.allocate(**wanted))
+                owned.append(store.allocate_slot(**wanted))
                 if not free:
                     victim = min(idle, key=lambda name: age[name])
-                    assert evicted[-1] == victim
+                    assert evicted[-1] == victim.encode()
                     del age[victim]
         elif action < 0.65 and owned:
             slot = owned.pop(rng.randrange(len(owned)))
             name = f"s{rng.randrange(12)}"
             known = name in age
             state = new_state(name, rng.choice(["fork", "interval"]), rng.random() < 0.5)
-            assert pool.publish(slot, state) is pool.get(name.encode())
+            assert pool.cache(slot, state) is pool.get(name.encode())
             if not known:
                 age[name] = now
         elif action < 0.75 and owned:
@@ -226,12 +230,13 @@ def test_any_order_of_calls_agrees_with_a_plain_model(seed: int):
 
 
 def test_live_slots_are_low_and_checkpoints_high_whatever_happened_before():
-    pool = make_pool(8)
-    held = [pool.allocate() for _ in range(4)] + [pool.allocate(for_checkpoint=True)]
+    store = make_store(num_slots=8)
+    pool = store.states
+    held = [store.allocate_slot() for _ in range(4)] + [store.allocate_slot(for_checkpoint=True)]
     assert held == [1, 2, 3, 4, 8]
     for slot in (3, 1, 8):
         pool.release(slot)
-    again = [pool.allocate(), pool.allocate(for_checkpoint=True), pool.allocate()]
+    again = [store.allocate_slot(), store.allocate_slot(for_checkpoint=True), store.allocate_slot()]
     assert again == [1, 8, 3]
 
 
@@ -254,11 +259,12 @@ def test_free_slots_are_the_lowest_and_highest_of_a_set():
 
 def test_a_state_that_is_gone_is_not_ranked_in_the_place_of_its_slots_next_one():
     """Requests remember the last state that they read, evicted or not."""
-    pool = make_pool(1)
-    cached(pool, "a")
+    store = make_store(num_slots=1)
+    pool = store.states
+    cached(store, "a")
     gone = pool.get(b"a")
-    slot = pool.allocate()
-    state = pool.publish(slot, new_state("b"))
+    slot = store.allocate_slot()
+    state = pool.cache(slot, new_state("b"))
     pool.rescore(gone)
     pool.rescore(None)
     pool.check_integrity(owned=[], pinned=[])

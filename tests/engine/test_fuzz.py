@@ -140,11 +140,11 @@ class Crowd:
                 assert computed + event.cached_tokens == len(self.prompts[key])
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == use.state_used == 0
-        assert not list(self.engine.scheduler.holds)
+        assert not list(self.engine.scheduler.pins)
         # everything can be allocated again
         cache = self.engine.context.cache
-        assert len(cache.kv.allocate(use.kv_blocks)) == use.kv_blocks
-        slots = [cache.states.allocate() for _ in range(use.state_slots)]
+        assert len(cache.store.allocate_blocks(use.kv_blocks)) == use.kv_blocks
+        slots = [cache.store.allocate_slot() for _ in range(use.state_slots)]
         assert len(set(slots)) == use.state_slots
         assert not cache.kv.kv_hash_to_block_id and not cache.states.mamba_hash_to_slot_id
 

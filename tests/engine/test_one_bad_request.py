@@ -150,9 +150,9 @@ def test_a_grammar_that_raises_ends_its_answer_with_an_error(name, monkeypatch):
     engine._grammars = BadGrammars(name)
     adjustments, launch = LogitAdjustments(engine.context.rows, None), engine.runner.launch
 
-    def ask_and_launch(plan):
+    def ask_and_launch(plan, agreed=None):
         adjustments.ask_grammars(plan.sampled_rows)  # as a stage without logits does
-        return launch(plan)
+        return launch(plan, agreed)
 
     monkeypatch.setattr(engine.runner, "launch", ask_and_launch)
     add_others(engine)

@@ -44,18 +44,18 @@ def test_what_is_held_is_given_up_before_anybody_is_preempted(monkeypatch: pytes
     given_up = 0
 
     def preempt(scheduler: Scheduler, request: TrackedRequest) -> None:
-        assert not list(scheduler.holds)
+        assert not list(scheduler.pins)
         really_preempt(scheduler, request)
 
-    def release_holds(twins: Twins) -> bool:
+    def release_pins(twins: Twins) -> bool:
         nonlocal given_up
         held = really_release(twins)
         given_up += held
         return held
 
-    really_preempt, really_release = Scheduler._preempt, Twins.release_holds
+    really_preempt, really_release = Scheduler._preempt, Twins.release_pins
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
-    monkeypatch.setattr(Twins, "release_holds", release_holds)
+    monkeypatch.setattr(Twins, "release_pins", release_pins)
     for length in range(5, 17):
         for num_blocks in (9, 10, 11):
             engine = make_engine(
@@ -78,12 +78,12 @@ def test_what_is_held_is_given_up_when_nobody_could_run_otherwise():
     engine.add_request("first", T[:9], greedy(1))
     engine.add_request("twin", T[:9], greedy(3))
     engine.step()
-    assert len(list(engine.scheduler.holds)) == 1
+    assert len(list(engine.scheduler.pins)) == 1
     engine.add_request("large", U[:30], greedy(2), priority=-5)
     events = run(engine)
     assert answer(events["large"]) == expected_answer(U[:30], 2)
     assert answer(events["twin"]) == expected_answer(T[:9], 3)
-    assert not list(engine.scheduler.holds)
+    assert not list(engine.scheduler.pins)
 
 
 def test_answers_of_one_request_draw_from_streams_of_their_own():

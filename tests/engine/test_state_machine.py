@@ -233,7 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert key in self.aborted
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == 0 and use.state_used == 0, "something leaked"
-        assert not list(self.engine.scheduler.holds), "something is held for nobody"
+        assert not list(self.engine.scheduler.pins), "something is kept for nobody"
         stats = self.engine.stats()
         if not any(r in (FinishReason.ABORT, FinishReason.ERROR) for r in self.reasons.values()):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]
