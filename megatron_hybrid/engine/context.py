@@ -12,9 +12,9 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
-from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint
+from megatron_hybrid.cache.lease import Pin, StepCheckpoint
 from megatron_hybrid.cache.prefix_store import PrefixMatch
-from megatron_hybrid.engine.tracked_request import NO_ROW, TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
@@ -94,11 +94,15 @@ class DynamicInferenceContext:
             return False
         return request.num_tokens - keys.known < self.geometry.block_size
 
+    def begin_step(self, step: int) -> None:
+        """Ages are counted in the engine's steps."""
+        self.cache.begin_step(step)
+
     def _begun_keys(self, request: TrackedRequest) -> SequenceKeys:
         epoch = self.cache.epoch
         if request.keys is not None and request.keys_epoch == epoch:
             return request.keys
-        first = request.first_answer
+        first = request.first
         request.keys_epoch = epoch
         if first is not None and first.keys is not None and first.keys_epoch == epoch:
             request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
@@ -112,52 +116,52 @@ class DynamicInferenceContext:
         )
         return request.keys
 
-    def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
-        """Give a waiting request its row and lease; False, without any effect, if it must wait.
+    def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> Running | None:
+        """Give a waiting request its row and lease; None, without any effect, if it must wait.
 
         `headroom`: KV blocks that have to stay free or evictable for others.
         """
-        if not self.rows.num_free:
-            return False
-        assert request.keys is not None
-        length = request.num_tokens
+        rows, keys, length = self.rows, request.keys, request.num_tokens
+        if not rows.num_free:
+            return None
+        assert keys is not None
         try:
-            lease = self.cache.admit(
-                match, request.keys, length, headroom=headroom, hints=request.hints
-            )
+            lease = self.cache.admit(match, keys, length, headroom=headroom, hints=request.hints)
         except (KVBlocksExhausted, StatePoolExhausted):
-            return False
+            return None
         if request.output:
             lease.checkpoints = []  # it goes on from where it was; its prompt has been placed
-        request.lease = lease
-        request.position, request.prefill_tokens = lease.skip, length
-        request.row = self.rows.take()
-        request.status = RequestStatus.RUNNING
         self._admissions += 1
-        request.admission = self._admissions
-        self.requests[request.row] = request
-        self._fill_row(request, lease)
-        return True
+        row = rows.take()
+        running = Running(request, row, lease, prefill_tokens=length, admission=self._admissions)
+        rows.position[row] = lease.skip
+        self._fill_row(running)
+        self.requests[row], request.running = request, running
+        request.status = RequestStatus.RUNNING
+        return running
 
-    def rows_that_need_a_block(self) -> list[TrackedRequest]:
+    def rows_that_need_a_block(self) -> list[Running]:
         """Decoding requests whose next token starts a block, the most important ones first."""
         if not self.geometry.has_attention:
             return []
         rows = self.rows
         decoding = rows.decoding.nonzero()[0]
         has_room = rows.next_position(decoding) < self._tokens_with_room(decoding)
-        found = map(self.request_in, decoding[~has_room].tolist())
-        return sorted(found, key=lambda r: (r.priority, r.admission))
+        found = map(self.running_in, decoding[~has_room].tolist())
+        return sorted(found, key=lambda running: running.importance)
 
-    def extend_block_table(self, request: TrackedRequest) -> bool:
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether not every decoding request can have a place for its next token."""
+        return len(self.rows_that_need_a_block()) > self.cache.kv.num_available
+
+    def extend_block_table(self, running: Running) -> bool:
         """One more block for a decoding request; False if there is none."""
-        lease = request.lease
-        assert lease is not None
         try:
-            block = self.cache.extend(lease)
+            block = self.cache.extend(running.lease)
         except KVBlocksExhausted:
             return False
-        self.rows.add_block(request.row, block)
+        self.rows.add_block(running.row, block)
         return True
 
     def room_for_drafts(
@@ -171,7 +175,7 @@ class DynamicInferenceContext:
         lacking = behind + wanted - self._tokens_with_room(decode_rows)
         blocks = np.where(wanted > 0, -(-lacking // self.geometry.block_size), 0)
         for row in np.repeat(decode_rows, blocks.clip(min=0)).tolist():
-            if not self.cache.kv.num_free or not self.extend_block_table(self.request_in(row)):
+            if not self.cache.kv.num_free or not self.extend_block_table(self.running_in(row)):
                 break
         room = self._tokens_with_room(decode_rows) - behind
         return np.minimum(wanted, room.clip(min=0))
@@ -181,7 +185,7 @@ class DynamicInferenceContext:
 
     def rows_on_the_grid_next(
         self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1
-    ) -> list[tuple[TrackedRequest, int]]:
+    ) -> list[tuple[Running, int]]:
         """Decoding requests whose states may come to a grid position with accepted drafts and so
         many tokens more, with that position."""
         if not self.cache.enabled or not self.geometry.has_recurrent:
@@ -189,8 +193,8 @@ class DynamicInferenceContext:
         grid = self.geometry.grid
         next_on_grid = (self.rows.position[decode_rows] // grid + 1) * grid
         reached = next_on_grid <= self.rows.next_position(decode_rows) + feeds
-        requests = map(self.request_in, decode_rows[reached].tolist())
-        return list(zip(requests, next_on_grid[reached].tolist(), strict=True))
+        running = map(self.running_in, decode_rows[reached].tolist())
+        return list(zip(running, next_on_grid[reached].tolist(), strict=True))
 
     def advance(self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1) -> int:
         """The states of these rows have come to include their accepted drafts, and so many tokens
@@ -203,69 +207,62 @@ class DynamicInferenceContext:
         rows.accepted[decode_rows] = rows.unknown[decode_rows] = 0
         if self.cache.enabled and self.geometry.has_attention:
             for row in decode_rows[after // size > before // size].tolist():
-                self.publish_blocks(self.request_in(row), int(rows.position[row]))
+                self.publish_blocks(self.running_in(row), int(rows.position[row]))
         return int((after - before).sum())
 
-    def publish_blocks(self, request: TrackedRequest, computed: int) -> None:
+    def publish_blocks(self, running: Running, computed: int) -> None:
         """Make the request's full blocks below position `computed` visible."""
-        assert request.lease is not None
-        if self.cache.publish_blocks(request.lease, computed):
-            self.rows.set_blocks(request.row, request.lease.blocks)
+        if self.cache.publish_blocks(running.lease, computed):
+            self.rows.set_blocks(running.row, running.lease.blocks)
 
     def publish_decoded_state(
-        self, request: TrackedRequest, checkpoint: StepCheckpoint, *, at_end: bool
+        self, running: Running, checkpoint: StepCheckpoint, *, at_end: bool
     ) -> None:
         """Make a state that a decoding request has just left, or passed, visible."""
-        assert request.lease is not None
-        self.cache.publish_state(request.lease, checkpoint, at_end=at_end)
-        self.rows.read_slot[request.row] = request.lease.read_slot
-        self.rows.write_slot[request.row] = request.lease.write_slot
+        self.cache.publish_state(running.lease, checkpoint, at_end=at_end)
+        self._set_slots(running)
 
     def states_were_read(self, decode_rows: npt.NDArray[np.int64]) -> None:
         """The launched decodes read their states: from now on each reads its own slot."""
         rows = self.rows
         moved = decode_rows[rows.read_slot[decode_rows] != rows.write_slot[decode_rows]]
         for row in moved.tolist():
-            lease = self._lease(row)
+            lease = self.running_in(row).lease
             self.cache.state_was_read(lease)
             rows.read_slot[row] = lease.read_slot
 
-    def start_decoding(self, request: TrackedRequest) -> None:
+    def start_decoding(self, running: Running) -> None:
         """The request's prompt is computed: from now on its row table entry drives it."""
-        lease, rows, row = request.lease, self.rows, request.row
-        assert lease is not None
-        rows.position[row] = request.prefill_tokens
-        rows.read_slot[row] = lease.read_slot
-        rows.write_slot[row] = lease.write_slot
-        rows.decoding[row] = True
+        self._set_slots(running)
+        self.rows.decoding[running.row] = True
 
-    def computed_tokens(self, request: TrackedRequest) -> int:
-        """How many tokens of a running request have been computed or skipped, and are in its
-        state."""
-        decoding = bool(self.rows.decoding[request.row])
-        return int(self.rows.position[request.row]) if decoding else request.position
+    def _set_slots(self, running: Running) -> None:
+        self.rows.read_slot[running.row] = running.lease.read_slot
+        self.rows.write_slot[running.row] = running.lease.write_slot
 
-    def keep_end(self, request: TrackedRequest, kind: str) -> None:
+    def computed_tokens(self, running: Running) -> int:
+        """How many tokens of a request have been computed or skipped, and are in its state."""
+        return int(self.rows.position[running.row])
+
+    def keep_end(self, running: Running, kind: str) -> None:
         """Keep the state at which a running request ends or has to stop."""
-        assert request.lease is not None
-        self.cache.keep_end(request.lease, self.computed_tokens(request), kind)
+        self.cache.keep_end(running.lease, self.computed_tokens(running), kind)
 
-    def release(self, request: TrackedRequest) -> None:
+    def release(self, running: Running) -> None:
         """Take back a running request's row and lease. What it published stays cached."""
-        assert request.lease is not None and request.row != NO_ROW
-        self.cache.release(request.lease)
-        self.rows.give_back(request.row)
-        self.requests[request.row] = None
-        request.lease, request.row = None, NO_ROW
+        self.cache.release(running.lease)
+        self.rows.give_back(running.row)
+        self.requests[running.row] = running.request.running = None
 
-    def request_in(self, row: int) -> TrackedRequest:
+    def running_in(self, row: int) -> Running:
         """Who holds the row; somebody must."""
         request = self.requests[row]
-        assert request is not None
-        return request
+        assert request is not None and request.running is not None
+        return request.running
 
-    def running(self) -> Iterable[TrackedRequest]:
-        return (request for request in self.requests if request is not None)
+    def running(self) -> Iterable[Running]:
+        """All who have a row, in the order of these."""
+        return (request.running for request in self.requests if request and request.running)
 
     # ---------------------------------------------------------------- whole
 
@@ -283,23 +280,23 @@ class DynamicInferenceContext:
     def check_integrity(self, pins: Iterable[Pin] = (), reserved: Iterable[int] = ()) -> None:
         """Assert every invariant; call between steps. `pins`, `reserved`: those that the scheduler
         has, and the slots that it has reserved."""
-        running = list(self.running())
-        leases = [request.lease for request in running if request.lease is not None]
-        assert len(leases) == len(running) == self.geometry.max_requests - self.rows.num_free
-        self.cache.check_integrity(leases, pins, reserved)
-        for request in running:
-            lease = request.lease
-            assert lease is not None and self.requests[request.row] is request
-            table = self.rows.block_table[request.row, : len(lease.blocks)]
+        everybody, rows = list(self.running()), self.rows
+        assert len(everybody) == self.geometry.max_requests - rows.num_free
+        self.cache.check_integrity([running.lease for running in everybody], pins, reserved)
+        for running in everybody:
+            row, lease = running.row, running.lease
+            assert self.running_in(row) is running
+            table = rows.block_table[row, : len(lease.blocks)]
             assert table.tolist() == lease.blocks, "a row's block table differs from its lease"
-            assert self.rows.num_blocks[request.row] == len(lease.blocks)
-            if self.rows.decoding[request.row]:
-                slots = self.rows.read_slot[request.row], self.rows.write_slot[request.row]
+            assert rows.num_blocks[row] == len(lease.blocks)
+            if rows.decoding[row]:
+                slots = rows.read_slot[row], rows.write_slot[row]
                 assert slots == (lease.read_slot, lease.write_slot), "a row has its lease's slots"
 
-    def _fill_row(self, request: TrackedRequest, lease: Lease) -> None:
-        rows, row, params = self.rows, request.row, request.params
-        rows.set_blocks(row, lease.blocks)
+    def _fill_row(self, running: Running) -> None:
+        rows, row, request = self.rows, running.row, running.request
+        params = request.params
+        rows.set_blocks(row, running.lease.blocks)
         rows.generated[row] = len(request.output)
         rows.max_tokens[row] = request.max_tokens
         rows.temperature[row] = params.temperature
@@ -309,9 +306,9 @@ class DynamicInferenceContext:
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         if params.adjusts_logits:
-            self._adjust_row(request)
+            self._adjust_row(row, request)
 
-    def _adjust_row(self, request: TrackedRequest) -> None:
+    def _adjust_row(self, row: int, request: TrackedRequest) -> None:
         params, written, bias, stop_ids = request.params, None, None, None
         if params.is_penalised:
             written = Written(request.prompt, np.asarray(request.output, dtype=np.int32))
@@ -321,7 +318,7 @@ class DynamicInferenceContext:
         if params.min_tokens:
             stop_ids = np.asarray(request.stop_ids, dtype=np.int64)
         self.rows.adjust(
-            request.row,
+            row,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -331,8 +328,3 @@ class DynamicInferenceContext:
             stop_ids=stop_ids,
             grammar=request.grammar,
         )
-
-    def _lease(self, row: int) -> Lease:
-        lease = self.request_in(row).lease
-        assert lease is not None
-        return lease

@@ -12,7 +12,7 @@ from megatron_hybrid.cache.lease import StepCheckpoint
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.execution.plan import CatchUp, DraftPlan, StepPlan, StepResult
 
 Ints = npt.NDArray[np.int64]
@@ -41,23 +41,23 @@ class Decodes:
         """Of checkpoints that answers may come to when it is known which drafts are accepted."""
         return [checkpoint.slot for checkpoint in self._checkpoints.values() if checkpoint.slot]
 
-    def begin(self, request: TrackedRequest) -> None:
+    def begin(self, running: Running) -> None:
         """A request decodes from now on."""
         if self.speculation is not None:
+            request = running.request
             text = request.tokens(0, request.num_tokens)
-            self.speculation.begin(request.row, text, request.stop_ids, request.cache_salt)
+            self.speculation.begin(running.row, text, request.stop_ids, request.cache_salt)
 
     # ------------------------------------------------------------------- plan
 
     def reserve_checkpoints(self, decode_rows: Ints, *, feeds: int = 1) -> None:
         """For the positions of the grid that these rows may come to with so many tokens more."""
-        for request, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
-            assert request.lease is not None
-            if request.row in self._checkpoints:
+        for running, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
+            if running.row in self._checkpoints:
                 continue  # since a step that might have passed the position and did not
-            checkpoint = self._cache.reserve_decode_checkpoint(request.lease, position)
+            checkpoint = self._cache.reserve_decode_checkpoint(running.lease, position)
             if checkpoint is not None:
-                self._checkpoints[request.row] = checkpoint
+                self._checkpoints[running.row] = checkpoint
 
     def plan(self, plan: StepPlan) -> None:
         """Choose drafts for the decodes of a step whose prompts are known, and where states and
@@ -130,8 +130,8 @@ class Decodes:
         checkpoint = self._checkpoints.get(row)
         if checkpoint is not None and checkpoint.position <= self._rows.position[row]:
             del self._checkpoints[row]
-            request = self._context.request_in(row)
-            self._context.publish_decoded_state(request, checkpoint, at_end=at_end)
+            running = self._context.running_in(row)
+            self._context.publish_decoded_state(running, checkpoint, at_end=at_end)
 
     def receive(self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]) -> int:
         """Note which of a step's drafts were accepted, and the texts as they are now; written: the
@@ -139,7 +139,7 @@ class Decodes:
         if self.speculation is None:
             return 0
         owners = plan.sampled_owners
-        stay = np.asarray([request.lease is not None for request in owners], dtype=bool)
+        stay = np.asarray([request.running is not None for request in owners], dtype=bool)
         spared = 0
         if result.accepted is not None:
             assert plan.drafts is not None
@@ -158,19 +158,18 @@ class Decodes:
 
     # -------------------------------------------------------------------- end
 
-    def bring_up_to_date(self, request: TrackedRequest) -> None:
+    def bring_up_to_date(self, running: Running) -> None:
         """Have the state of a request that computes nothing more come to where it is without
         drafts, and written in every step: its unfolded tokens, and the accepted drafts of its
         last step, are folded at the beginning of the coming one."""
-        context, lease, row = self._context, request.lease, request.row
-        assert lease is not None
+        context, lease, row = self._context, running.lease, running.row
         unfolded = int(self._rows.accepted[row] + self._rows.unfolded[row])
         if not unfolded:
             return
         who = np.asarray([row])
         self.reserve_checkpoints(who, feeds=0)
         self._statistics.totals["decode_tokens"] += context.advance(who, feeds=0)
-        position = context.computed_tokens(request)
+        position = context.computed_tokens(running)
         passed, checkpoint = (0, 0), self._checkpoints.get(row)
         if checkpoint is not None and checkpoint.position <= position:
             passed = checkpoint.position, checkpoint.slot
@@ -179,9 +178,9 @@ class Decodes:
             self._catch_ups.append(CatchUp(row, position, unfolded, lease.write_slot, *passed))
         self._publish_state(row, at_end=False)
 
-    def leave(self, request: TrackedRequest) -> None:
+    def leave(self, running: Running) -> None:
         """A request decodes no more; what was reserved for it is not needed."""
-        checkpoint = self._checkpoints.pop(request.row, None)
+        checkpoint = self._checkpoints.pop(running.row, None)
         if checkpoint is not None:
             self._cache.discard_checkpoint(checkpoint)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 
 Clock = Callable[[], float]  # seconds, with the zero of `time.monotonic`: front ends read it too
@@ -111,10 +111,10 @@ class Latencies:
             request.admitted = self.clock()
             self._observe("request_queue_time_seconds", request.admitted - request.arrived)
 
-    def will_be_preempted(self, request: TrackedRequest) -> None:
+    def will_be_preempted(self, running: Running) -> None:
         """A running request is about to lose its row; all its tokens have been received."""
-        if request.output:
-            request.last_token = float(self._last_token[request.row])
+        if running.request.output:
+            running.request.last_token = float(self._last_token[running.row])
 
     def was_launched(self, plan: StepPlan) -> None:
         decoded = len(plan.decode_rows) + plan.num_drafts

@@ -26,23 +26,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron_hybrid.cache import checkpoint_placement as placement
-from megatron_hybrid.cache.lease import Pin, StepCheckpoint
+from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.decodes import Decodes
 from megatron_hybrid.engine.pause import PauseMode
+from megatron_hybrid.engine.prefills import Prefills
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
-from megatron_hybrid.execution.plan import (
-    BlockCopy,
-    PrefillChunk,
-    ResumedRow,
-    StepPlan,
-    StepResult,
-)
+from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 from megatron_hybrid.text.grammar import FIELD as GRAMMAR_FIELD
 
@@ -71,36 +66,38 @@ class Scheduler:
     ) -> None:
         """`speculation`: None for decodes of one token each."""
         self._context = context
-        self._cache = context.cache
         self._statistics = statistics
         self._totals = statistics.totals
         self._chunked_prefill = chunked_prefill
-        self._break_at_checkpoints = break_at_checkpoints
         self._waiting = WaitingQueue()
-        self._running: dict[tuple[str, int], TrackedRequest] = {}
-        self._prefilling: list[TrackedRequest] = []  # in order of admission
+        self._running: dict[tuple[str, int], Running] = {}
         if twins is None:
             twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
         self._twins = twins
         self.decodes = Decodes(context, statistics, speculation)
-        # of the planned step's prompts, by row
-        self._checkpoints: dict[int, list[StepCheckpoint]] = {}
+        self._prefills = Prefills(
+            context,
+            statistics,
+            self._waiting,
+            twins,
+            break_at_checkpoints=break_at_checkpoints,
+        )
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self._pause: PauseMode | None = None
-        # answers that have not ended, by request and index
+        # those that have not ended, by request_id and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
         self._epoch = context.cache.epoch  # of the keys by which those who wait are indexed
 
     # --------------------------------------------------------------- requests
 
-    def submit(self, answers: Sequence[TrackedRequest]) -> None:
-        """Queue a request: as many answers as it asks for, to one prompt."""
-        self._open[answers[0].request_id] = {request.index: request for request in answers}
-        for request in answers:
+    def submit(self, requests: Sequence[TrackedRequest]) -> None:
+        """Queue requests with one request_id and one prompt."""
+        self._open[requests[0].request_id] = {request.index: request for request in requests}
+        for request in requests:
             if request.index:
-                request.first_answer = answers[0]
+                request.first = requests[0]
             self._waiting.add(request, self._step)
 
     def abort(
@@ -109,10 +106,10 @@ class Scheduler:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> None:
-        """End a request, or one of its answers, wherever it is; a token in flight is dropped.
-        Ignored are unknown ids, and answers whose last token is in flight."""
+        """End all requests with this id, or one of them, wherever they are; a token in flight is
+        dropped. Ignored are unknown ids, and those whose last token is in flight."""
         for request in list(self._open.get(request_id, {}).values()):
-            computes = request.status is RequestStatus.WAITING or request.lease is not None
+            computes = request.status is RequestStatus.WAITING or request.running is not None
             if computes and index in (None, request.index):
                 self._finish(request, reason)
 
@@ -121,7 +118,7 @@ class Scheduler:
 
     def started(self) -> list[TrackedRequest]:
         """Those that run, and those whose last token is in flight."""
-        known = [request for answers in self._open.values() for request in answers.values()]
+        known = [request for same_id in self._open.values() for request in same_id.values()]
         return [request for request in known if request.status is RequestStatus.RUNNING]
 
     @property
@@ -153,7 +150,8 @@ class Scheduler:
         counts from now on."""
         self._pause = mode
         if mode is PauseMode.ABORT:
-            for request in [*self._running.values(), *self._waiting.preempted()]:
+            running = [running.request for running in self._running.values()]
+            for request in [*running, *self._waiting.preempted()]:
                 self._finish(request, FinishReason.ABORT)
 
     def resume(self) -> None:
@@ -180,9 +178,7 @@ class Scheduler:
         """Whether the coming step may preempt a request: its tokens in flight have to be known
         before, or what it has computed with them could not be found again. Or whether a grammar
         has to see them to say what may follow."""
-        if self._context.rows.grammars:
-            return True
-        return len(self._context.rows_that_need_a_block()) > self._cache.kv.num_available
+        return bool(self._context.rows.grammars) or self._context.lacks_blocks
 
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
@@ -190,7 +186,7 @@ class Scheduler:
         if self._pause is PauseMode.KEEP:
             return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
-        self._cache.begin_step(self._step)
+        context.begin_step(self._step)
         self._extend_block_tables()
         decode_rows = context.rows.decoding.nonzero()[0]
         self.decodes.reserve_checkpoints(decode_rows)
@@ -200,10 +196,7 @@ class Scheduler:
         budget = context.max_tokens - len(decode_rows)
         self._look_ahead()
         self._twins.begin_step(budget)
-        for request in self._prefilling:
-            if budget == 0:
-                break
-            budget -= self._plan_chunk(plan, request, budget)
+        budget = self._prefills.plan_started(plan, budget)
         if len(self._waiting) and budget > 0:
             self._admit_waiting(plan, budget)
             if plan.is_empty and len(self._waiting) and self._twins.release_pins():
@@ -216,19 +209,20 @@ class Scheduler:
     def _extend_block_tables(self) -> None:
         """A block for every decoding request whose next token starts one. Where there is none
         left, the least important request has to make room."""
-        for request in self._context.rows_that_need_a_block():
-            while request.status is RequestStatus.RUNNING:
-                if self._context.extend_block_table(request):
+        for running in self._context.rows_that_need_a_block():
+            while running.request.running is running:  # it has not made room itself
+                if self._context.extend_block_table(running):
                     break
                 if not self._twins.release_pins():
-                    self._preempt(max(self._running.values(), key=_importance))
+                    self._preempt(max(self._running.values(), key=lambda r: r.importance))
 
-    def _preempt(self, request: TrackedRequest) -> None:
+    def _preempt(self, running: Running) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
-        self._statistics.count_preemption(request)
-        self.decodes.bring_up_to_date(request)
-        self._context.keep_end(request, placement.PREEMPTED)
-        self._stop_running(request)
+        request = running.request
+        self._statistics.count_preemption(running)
+        self.decodes.bring_up_to_date(running)
+        self._context.keep_end(running, placement.PREEMPTED)
+        self._stop(running)
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
@@ -236,11 +230,11 @@ class Scheduler:
     def _look_ahead(self) -> None:
         """Hash prompts of those who wait: so that they can be admitted, and running prefills see
         who waits for what they compute."""
-        if not self._cache.enabled or not len(self._waiting):
-            return
         context, waiting = self._context, self._waiting
-        if self._epoch != self._cache.epoch:
-            self._epoch = self._cache.epoch
+        if not context.cache.enabled or not len(waiting):
+            return
+        if self._epoch != context.cache.epoch:
+            self._epoch = context.cache.epoch
             waiting.forget_keys()
         budget = max(HASHED_AT_ONCE, context.max_tokens)
         for request in waiting.to_index(self._first(context.rows.num_free)):
@@ -266,120 +260,31 @@ class Scheduler:
             if twins.must_wait(request, match.skip, budget):
                 self._totals["twin_deferrals"] += 1
                 continue
-            admitted = self._admit(request, match, budget)
+            running = self._admit(request, match, budget)
             twins.was_tried(request)
-            if not admitted:
+            if running is None:
                 break
-            budget -= self._plan_admitted(plan, request, budget)
+            budget -= self._prefills.plan_admitted(plan, running, budget)
 
     def _first(self, count: int) -> list[TrackedRequest]:
         """Who is tried, in order: during a pause only those who go on."""
         waiting = self._waiting
         return waiting.first(count) if self._pause is None else waiting.preempted()[:count]
 
-    def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> bool:
+    def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> Running | None:
         if not self._chunked_prefill and request.num_tokens - match.skip > budget:
-            return False
+            return None
         headroom = len(self._running)  # so that admitting and preempting don't chase each other
-        if not self._context.admit(request, match, headroom):
-            if self._running:
-                return False
+        running = self._context.admit(request, match, headroom)
+        if running is None and not self._running:
             # alone, and yet what it matched leaves no room for the rest: then nothing matches
             match = PrefixMatch([], 0, 0, may_skip=request.may_skip)
-            if not self._context.admit(request, match, 0):
-                return False
-        self._waiting.remove(request)
-        self._running[request.key] = request
-        self._statistics.count_admission(request, match)
-        return True
-
-    def _plan_admitted(self, plan: StepPlan, request: TrackedRequest, budget: int) -> int:
-        lease = request.lease
-        assert lease is not None
-        if lease.copy is not None:
-            plan.copies.append(BlockCopy(*lease.copy))
-        if request.position == request.prefill_tokens:
-            plan.resumed.append(ResumedRow(request.row, request, lease.read_slot))
-            return 0
-        self._prefilling.append(request)
-        return self._plan_chunk(plan, request, budget)
-
-    def _plan_chunk(self, plan: StepPlan, request: TrackedRequest, budget: int) -> int:
-        """Add the request's next chunk of at most `budget` tokens; returns its length."""
-        lease, cache = request.lease, self._cache
-        assert lease is not None
-        if cache.publishes(lease):
-            deepest = lease.deepest
-            reached = deepest.position if deepest is not None and deepest.alive else 0
-            forks = cache.placement.for_waiters(
-                self._shared_with(request, reached),
-                reached,
-                request.position,
-                request.prefill_tokens,
-            )
-            # once is enough
-            lease.forks = [c for c in forks if not self._twins.expects(lease.keys, c.position)]
-        start, end = request.position, self._chunk_end(request, budget)
-        checkpoints = cache.reserve_checkpoints(lease, start, end)
-        self._checkpoints[request.row] = checkpoints
-        last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
-        write_slot = lease.write_slot
-        if last is not None and last.slot and self._context.geometry.has_recurrent:
-            write_slot = last.slot
-        targets = None
-        if request.wants_prompt_logprobs:
-            targets = request.prompt[start + 1 : end + 1]
-        chunk = PrefillChunk(
-            row=request.row,
-            owner=request,
-            tokens=request.tokens(start, end),
-            start=start,
-            end=end,
-            write_from=lease.num_shared * self._context.geometry.block_size,
-            read_slot=lease.read_slot,
-            write_slot=write_slot,
-            # one at the chunk's end needs no capturing: the write slot is its own
-            checkpoints=tuple(
-                (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
-            ),
-            samples=end == request.prefill_tokens,
-            logprob_targets=targets,
-            num_top_logprobs=request.params.prompt_logprobs or 0,
-            logits_slot=last.slot if last is not None and last.state.has_logits else 0,
-        )
-        plan.prefills.append(chunk)
-        if len(self._waiting):
-            self._twins.promise(chunk, checkpoints)
-        return end - start
-
-    def _shared_with(self, request: TrackedRequest, reached: int) -> list[tuple[int, int]]:
-        """Where those who wait leave a prompt that has a state at `reached`: only where another one
-        could be of use."""
-        geometry = self._context.geometry
-        above = request.position
-        if geometry.has_recurrent:
-            above = max(above, geometry.floor_grid(reached) + geometry.grid)
-        return self._waiting.shared_with(
-            request, geometry.block_size, max(1, above // geometry.block_size)
-        )
-
-    def _chunk_end(self, request: TrackedRequest, budget: int) -> int:
-        lease, cache = request.lease, self._cache
-        assert lease is not None
-        start, length = request.position, request.prefill_tokens
-        end = min(length, start + budget)
-        if cache.publishes(lease):
-            for position, _ in lease.planned(start):
-                if position > end:
-                    break
-                forced = self._break_at_checkpoints or cache.placement.needs_break(position)
-                if forced and not cache.is_cached(lease, position):
-                    return position
-        if end < length:
-            # the next chunk should start on the grid, unless that would mean no progress
-            aligned = self._context.geometry.floor_grid(end)
-            end = aligned if aligned > start else end
-        return end
+            running = self._context.admit(request, match, 0)
+        if running is not None:
+            self._waiting.remove(request)
+            self._running[request.key] = running
+            self._statistics.count_admission(running, match)
+        return running
 
     # ----------------------------------------------------------------- commit
 
@@ -393,45 +298,15 @@ class Scheduler:
         feeds is known; requests whose last token it samples leave."""
         context, rows = self._context, self._context.rows
         self.decodes.publish(plan)
-        for chunk in plan.prefills:
-            self._publish_chunk(chunk)
-        for resumed in plan.resumed:
-            self._publish_resumed(resumed)
+        for running in self._prefills.publish(plan):
+            context.start_decoding(running)
+            self.decodes.begin(running)
         self.decodes.publish_states(plan)
         self._totals["steps"] += 1
         sampled = plan.sampled_rows
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
-            self._leave(context.request_in(row))
-
-    def _publish_chunk(self, chunk: PrefillChunk) -> None:
-        request: TrackedRequest = chunk.owner
-        context, cache, lease = self._context, self._cache, request.lease
-        assert lease is not None
-        self._statistics.count_computed(request, chunk.start, chunk.end)
-        request.position = chunk.end
-        cache.tail_was_copied(lease)
-        cache.state_was_read(lease)
-        context.publish_blocks(request, chunk.end)
-        for checkpoint in self._checkpoints.pop(chunk.row):
-            position = checkpoint.position
-            if cache.publish_state(lease, checkpoint, at_end=position == chunk.end):
-                self._twins.was_published(lease, position)
-        if chunk.samples:
-            self._prefilling.remove(request)
-            self._start_decoding(request)
-
-    def _publish_resumed(self, resumed: ResumedRow) -> None:
-        request: TrackedRequest = resumed.owner
-        assert request.lease is not None
-        self._cache.tail_was_copied(request.lease)
-        if not self._context.geometry.has_recurrent:  # else its first decode reads the state
-            self._cache.state_was_read(request.lease)
-        self._start_decoding(request)
-
-    def _start_decoding(self, request: TrackedRequest) -> None:
-        self._context.start_decoding(request)
-        self.decodes.begin(request)
+            self._leave(context.running_in(row))
 
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
@@ -439,10 +314,7 @@ class Scheduler:
         written = result.tokens_by_row()
         # where a row has changed hands: before its new owner's first one
         self._context.rows.last_token[plan.sampled_rows] = [tokens[-1] for tokens in written]
-        for chunk in plan.prefills:
-            if chunk.logprob_targets is not None and chunk.owner.is_open:
-                known = chunk.owner.prompt_logprobs or [None]
-                chunk.owner.prompt_logprobs = known + result.prompt_logprobs[chunk.row]
+        self._prefills.receive(plan, result)
         received: Received = []
         rows, logprobs, count = plan.sampled_rows.tolist(), result.logprobs, 0
         for row, request, tokens in zip(rows, plan.sampled_owners, written, strict=True):
@@ -462,7 +334,7 @@ class Scheduler:
         if spared := self.decodes.receive(plan, result, written):
             # Ages are those of a run without drafts, which would have taken so many steps more.
             self._step += spared
-            self._cache.begin_step(self._step - 1)
+            self._context.begin_step(self._step - 1)
         return received
 
     def settle(self, received: Received) -> None:
@@ -493,7 +365,7 @@ class Scheduler:
         """A step could not be launched, which may have spoiled the states of its requests: they
         give back what they hold. Their tokens in flight are still theirs, so `settle` ends them."""
         for request in plan.owners:
-            self._leave(request, keeps_end=False)
+            self._leave(request.running, keeps_end=False)
         self._dropped.append((plan.owners, error))
 
     def fail(self, requests: Iterable[TrackedRequest], error: BaseException) -> None:
@@ -511,9 +383,9 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
             self._twins.was_tried(request)
-        elif request.lease is not None:
+        elif request.running is not None:
             # a step that failed may have spoiled the state
-            self._leave(request, keeps_end=reason is not FinishReason.ERROR)
+            self._leave(request.running, keeps_end=reason is not FinishReason.ERROR)
         request.status = RequestStatus.FINISHED
         request.keys = None  # refers back to the request: without it, no cycle is left
         del self._open[request.request_id][request.index]
@@ -527,22 +399,18 @@ class Scheduler:
             event.queue_seconds = request.admitted - request.arrived
         self._events.append(event)
 
-    def _leave(self, request: TrackedRequest, *, keeps_end: bool = True) -> None:
+    def _leave(self, running: Running, *, keeps_end: bool = True) -> None:
         """A running request computes nothing more: take back its row and lease."""
-        # a prompt cut short is of no use
-        if keeps_end and request not in self._prefilling:
-            self.decodes.bring_up_to_date(request)
-            self._context.keep_end(request, placement.ANSWER_END)
-        self._stop_running(request)
+        if keeps_end and running not in self._prefills.started:  # a part of a prompt is of no use
+            self.decodes.bring_up_to_date(running)
+            self._context.keep_end(running, placement.ANSWER_END)
+        self._stop(running)
 
-    def _stop_running(self, request: TrackedRequest) -> None:
-        for checkpoint in self._checkpoints.pop(request.row, ()):
-            self._cache.discard_checkpoint(checkpoint)
-        self.decodes.leave(request)
-        if request in self._prefilling:
-            self._prefilling.remove(request)
-        del self._running[request.key]
-        self._context.release(request)
+    def _stop(self, running: Running) -> None:
+        self._prefills.leave(running)
+        self.decodes.leave(running)
+        del self._running[running.request.key]
+        self._context.release(running)
 
     @staticmethod
     def _event(request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
@@ -556,8 +424,3 @@ class Scheduler:
             len(request.prompt),
             request.cached_tokens,
         )
-
-
-def _importance(request: TrackedRequest) -> tuple[int, int]:
-    """The largest is preempted first: the lowest priority, then the last one admitted."""
-    return request.priority, request.admission

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.latency import Latencies
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.request import FinishReason
 
 Figures = dict[str, Any]  # names to numbers, or to further figures
@@ -59,10 +59,10 @@ class Statistics:
         """What is counted from now on belongs to the coming step."""
         self._before = self._figures()
 
-    def count_admission(self, request: TrackedRequest, match: PrefixMatch) -> None:
+    def count_admission(self, running: Running, match: PrefixMatch) -> None:
         """A request was admitted, for the first time or once more."""
-        lease, own, totals = request.lease, request.counters, self.totals
-        assert lease is not None
+        request, lease, totals = running.request, running.lease, self.totals
+        own = request.counters
         if self._latencies is not None:
             self._latencies.was_admitted(request)
         if not own["prompt_tokens"]:
@@ -85,11 +85,11 @@ class Statistics:
         self._count(request, "reskipped_tokens", lease.skip - first_time)
         request.seen = max(request.seen, lease.skip)
 
-    def count_preemption(self, request: TrackedRequest) -> None:
+    def count_preemption(self, running: Running) -> None:
         """A running request is about to give back its row and what it holds."""
-        self._count(request, "preemptions", 1)
+        self._count(running.request, "preemptions", 1)
         if self._latencies is not None:
-            self._latencies.will_be_preempted(request)
+            self._latencies.will_be_preempted(running)
 
     def count_end(self, request: TrackedRequest, reason: FinishReason) -> None:
         """A request ended, running or not."""

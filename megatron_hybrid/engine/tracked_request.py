@@ -1,4 +1,5 @@
-"""TrackedRequest: one answer to a request inside the engine, from submission to its last event."""
+"""TrackedRequest: a request inside the engine, from submission to its last event; and Running: what
+it has while it is computed."""
 
 from __future__ import annotations
 
@@ -14,16 +15,12 @@ from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
 
-NO_ROW = -1
-
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """Waiting: neither lease nor row. Running: both, until the step that samples its last token is
-    launched. It is computed up to `position` while its prompt is; after that the row table knows
-    more.
+    """Whoever asks for n answers makes n of these, with one `request_id` and an `index` each.
 
-    A preempted request waits again, with the tokens that it has generated behind its prompt.
+    A preempted one waits again, with the tokens that it has generated behind its prompt.
     """
 
     request_id: str
@@ -32,7 +29,7 @@ class TrackedRequest:
     seed: int  # unsigned, 64 bits
     max_tokens: int
     stop_ids: tuple[int, ...]
-    index: int = 0  # which of the request's answers
+    index: int = 0  # among those with its request_id
     cache_salt: str = ""
     adapter: str = ""
     priority: int = 0  # a smaller number runs first
@@ -42,16 +39,12 @@ class TrackedRequest:
     last_token: float | None = None  # when its last token came, if it was preempted after that
     status: RequestStatus = RequestStatus.WAITING
     rank: tuple[int, int] = (0, 0)  # in the waiting queue
-    admission: int = 0  # counts admissions: the last one is preempted first
     output: list[int] = field(default_factory=list)  # without what is in flight
-    position: int = 0  # tokens computed or skipped, while its prompt is being computed
-    prefill_tokens: int = 0  # to compute before it can decode: its tokens at admission
     seen: int = 0  # the most tokens that it ever had computed or skipped
-    row: int = NO_ROW
-    lease: Lease | None = None
+    running: Running | None = None
     keys: SequenceKeys | None = None  # maybe not of all its tokens yet
     keys_epoch: int = -1
-    first_answer: TrackedRequest | None = None  # to the same prompt, if that is another one
+    first: TrackedRequest | None = None  # of its request_id, if that is another one
     awaits: BlockKey | None = None  # the prefix that a running twin is about to leave
     awaited_tokens: int = 0  # in it
     deferrals: int = 0
@@ -85,7 +78,7 @@ class TrackedRequest:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """They come with the first token of the first answer."""
+        """They come with the first token of the first of its request_id."""
         return self.params.prompt_logprobs is not None and self.index == 0 and not self.output
 
     @property
@@ -100,3 +93,21 @@ class TrackedRequest:
             return self.prompt[start:end]
         answer = np.asarray(self.output[max(0, start - length) : end - length], dtype=np.int32)
         return np.concatenate([self.prompt[start:], answer]) if start < length else answer
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A request that was admitted: from then on until the step that samples its last token is
+    launched, or until it has to stop, it has a row and a lease. How far it is computed, its row
+    says."""
+
+    request: TrackedRequest
+    row: int
+    lease: Lease
+    prefill_tokens: int  # to compute before it can decode: its tokens at admission
+    admission: int  # counts admissions
+
+    @property
+    def importance(self) -> tuple[int, int]:
+        """The largest is preempted first: the lowest priority, then the last one admitted."""
+        return self.request.priority, self.admission

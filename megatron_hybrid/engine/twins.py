@@ -29,7 +29,6 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint
 from megatron_hybrid.engine.tracked_request import TrackedRequest
-from megatron_hybrid.execution.plan import PrefillChunk
 
 MOST_DEFERRALS = 64  # steps; then a request computes for itself
 # Tokens that are computed in the time in which the weights are read once. A GPU can do 150 to 300
@@ -118,15 +117,16 @@ class Twins:
         self._promises = Promises(self._cache.geometry.block_size)
         self._budget, self._unspared = max(1, budget), 0
 
-    def promise(self, chunk: PrefillChunk, reserved: Sequence[StepCheckpoint]) -> None:
-        """A prefill runs: note what it will leave. `reserved`: by this chunk of the step."""
-        lease, promises, cache = chunk.owner.lease, self._promises, self._cache
+    def promise(self, lease: Lease, end: int, reserved: Sequence[StepCheckpoint]) -> None:
+        """A prefill runs, in this step up to `end`: note what it will leave. `reserved`: in this
+        step."""
+        promises, cache = self._promises, self._cache
         if not cache.publishes(lease):
             return
         for checkpoint in reserved:
             logits = checkpoint.state.has_logits
             promises.add(lease.keys, checkpoint.position, has_logits=logits)
-        end, steps, planned = chunk.end, 1, lease.planned(chunk.end)
+        steps, planned = 1, lease.planned(end)
         if len(planned) > MOST_PROMISES:
             planned[MOST_PROMISES - 1 : -1] = []
         for position, kind in planned:

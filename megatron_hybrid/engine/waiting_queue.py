@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from megatron_hybrid.engine.prefix_tree import PrefixTree
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 
 # A request overtakes others that wait this many steps longer for each unit of priority. So the
 # order of two requests never changes while they wait, and nobody waits for ever.
@@ -99,27 +99,24 @@ class WaitingQueue:
         self._tree = PrefixTree()
         self._indexed, self._indexed_tokens = {}, 0
 
-    def shared_with(
-        self, request: TrackedRequest, block_size: int, above: int
-    ) -> list[tuple[int, int]]:
+    def shared_with(self, running: Running, block_size: int, above: int) -> list[tuple[int, int]]:
         """Where those who wait leave a running request's prompt, at block `above` or behind:
         (tokens in common, how many requests). Not of all, where there are very many."""
-        keys = request.keys
-        if keys is None or not self._indexed:
+        if not self._indexed:
             return []
         shared: Counter[int] = Counter()
         # the places behind others are worth more
-        for count, leavers in reversed(list(self._tree.leavers(keys.blocks, above))):
+        for count, leavers in reversed(list(self._tree.leavers(running.lease.keys.blocks, above))):
             if self._comparisons <= 0:
                 break
             self._comparisons -= 1
             for waiting in islice(leavers, COMPARED_AT_ONCE):
                 self._comparisons -= 1
-                common = _common_tokens(request, waiting, count * block_size, block_size)
+                common = _common_tokens(running, waiting, count * block_size, block_size)
                 # one token at least has to be left to compute
                 position = min(common, waiting.num_tokens - 1)
                 # who shares all of the prompt is served by the state at its end
-                if common < request.prefill_tokens and waiting.awaited_tokens <= position:
+                if common < running.prefill_tokens and waiting.awaited_tokens <= position:
                     shared[position] += 1
         return list(shared.items())
 
@@ -170,10 +167,8 @@ def _last_rank(requests: list[TrackedRequest]) -> tuple[int, int]:
     return requests[-1].rank
 
 
-def _common_tokens(
-    running: TrackedRequest, waiting: TrackedRequest, known: int, block_size: int
-) -> int:
+def _common_tokens(running: Running, waiting: TrackedRequest, known: int, block_size: int) -> int:
     """Tokens that two prompts have in common, which share `known` and part in the next block."""
     end = min(known + block_size, running.prefill_tokens, waiting.num_tokens)
-    differ = running.tokens(known, end) != waiting.tokens(known, end)
+    differ = running.request.tokens(known, end) != waiting.tokens(known, end)
     return known + int(differ.argmax()) if differ.any() else end

@@ -19,7 +19,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.drafter import NO_GUESS
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
@@ -185,8 +185,7 @@ class SymbolicRunner:
             self._advance(hashes, end - 1 - int(rows.unfolded[row]), end, slots, (), writes)
             return [hashes[end] % VOCAB], 0
         runs, held = plan.drafts, len(self._emitted[row]) - 1
-        lease = self._context.request_in(row).lease
-        assert lease is not None and rows.write_slot[row] == lease.write_slot
+        assert rows.write_slot[row] == self._context.running_in(row).lease.write_slot
         checkpoint = int(runs.checkpoint_position[index]), int(runs.checkpoint_slot[index])
         passed = [checkpoint] if checkpoint[1] and checkpoint[0] <= len(text) else []
         drafts, start = [], int(runs.window_start[index])
@@ -355,12 +354,12 @@ class CheckedEngine(DynamicInferenceEngine):
             raise self.runner.wrong
         return events
 
-    def preempt(self, request: TrackedRequest) -> None:
+    def preempt(self, running: Running) -> None:
         """As the scheduler would."""
         if self._in_flight is not None:
             self.scheduler.settle(self._receive())
-        if request.lease is not None:  # else its last token has ended it
-            self.scheduler._preempt(request)
+        if running.request.running is running:  # else its last token has ended it
+            self.scheduler._preempt(running)
 
 
 def make_engine(

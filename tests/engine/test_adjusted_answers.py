@@ -163,9 +163,9 @@ def test_answers_are_the_same_after_preemptions(llm, alone, every):
         if steps % every == 0:
             if engine._in_flight is not None:
                 engine.scheduler.settle(engine._receive())
-            running = [r for r in engine.context.running() if r.lease is not None]
-            for request in running[:3]:
-                engine.scheduler._preempt(request)
+            running = list(engine.context.running())
+            for one in running[:3]:
+                engine.scheduler._preempt(one)
         return events
 
     engine.step = step_and_preempt  # type: ignore[method-assign]

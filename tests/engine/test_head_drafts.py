@@ -57,7 +57,7 @@ class Watch:
         logits = torch.stack(self._logits, dim=1)
         own = (tables.cu_seqlens.diff() - 1).tolist()
         for i, row in enumerate(tables.ring.tolist()):
-            request = self.llm.engine.context.request_in(row)
+            request = self.llm.engine.context.running_in(row).request
             text = request.tokens(0, request.num_tokens).tolist()
             assert (text[-1], len(text) - 1) == (int(args[0][i]), int(args[1][i]))
             stop_ids = tuple(request.stop_ids)

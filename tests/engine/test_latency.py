@@ -154,8 +154,8 @@ def test_a_preempted_answer_goes_on_from_the_time_of_its_last_token(hits: bool):
     while engine.stats()["generated_tokens"] < 2:
         clock.now += 1
         engine.step()
-    (request,) = engine.context.running()
-    engine.preempt(request)
+    (running,) = engine.context.running()
+    engine.preempt(running)
     # somebody else has its row meanwhile
     engine.add_request("b", T[60:70], greedy(2), priority=-10)
     while engine.scheduler.knows("b"):

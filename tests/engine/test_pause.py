@@ -114,8 +114,9 @@ def test_a_prompt_in_the_middle_of_its_chunks_is_kept_and_finished():
 def test_a_preempted_request_counts_as_begun(mode: str):
     """It has handed out tokens: after new weights it would be a mixture."""
     engine, events = engine_with_two_running()
-    victim = max(engine.context.running(), key=lambda request: request.admission)
-    engine.preempt(victim)
+    last = max(engine.context.running(), key=lambda running: running.admission)
+    victim = last.request
+    engine.preempt(last)
     events = join(events, {e.request_id: [e] for e in engine.scheduler.take_events()})
     engine.pause(mode)
     events = join(events, run(engine))
@@ -207,7 +208,7 @@ def test_one_that_is_preempted_after_new_weights_begins_anew_under_them():
     engine.preempt(victim)
     engine.resume()
     run(engine)
-    tokens = [*victim.prompt.tolist(), *victim.output]
+    tokens = [*victim.request.prompt.tolist(), *victim.request.output]
     assert generate(engine, [[*tokens, 3]])[0].cached_tokens >= len(tokens) - 4
 
 

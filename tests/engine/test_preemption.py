@@ -63,8 +63,8 @@ def test_with_room_for_its_state_a_preempted_request_computes_next_to_nothing_ag
     engine = make_engine(num_blocks=64, max_requests=2, exact_ends=True)
     engine.add_request("a", prompt(0, 30), greedy(20))
     events = [event for _ in range(8) for event in engine.step()]
-    (request,) = engine.context.running()
-    engine.preempt(request)
+    (running,) = engine.context.running()
+    engine.preempt(running)
     engine.check_integrity()
     assert answer(events + run(engine)["a"]) == expected_answer(prompt(0, 30), 20)
     stats = engine.stats()
@@ -79,8 +79,8 @@ def test_a_prompt_that_is_preempted_half_way_goes_on(steps):
     engine.add_request("a", prompt(0, 40), greedy(5, prompt_logprobs=0))
     for _ in range(steps):
         engine.step()
-    (request,) = engine.context.running()
-    engine.preempt(request)
+    (running,) = engine.context.running()
+    engine.preempt(running)
     events = run(engine)["a"]
     tokens = [token for event in events for token in event.token_ids]
     assert tokens == expected_answer(prompt(0, 40), 5)[-len(tokens) :]

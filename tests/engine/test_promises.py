@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.engine.scheduler import Scheduler
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.engine.twins import MOST_DEFERRALS, Promises, Twins
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens, run
@@ -43,9 +43,9 @@ def test_a_promised_state_is_kept_from_those_that_run_until_its_twin_was_tried()
 def test_what_is_held_is_given_up_before_anybody_is_preempted(monkeypatch: pytest.MonkeyPatch):
     given_up = 0
 
-    def preempt(scheduler: Scheduler, request: TrackedRequest) -> None:
+    def preempt(scheduler: Scheduler, running: Running) -> None:
         assert not list(scheduler.pins)
-        really_preempt(scheduler, request)
+        really_preempt(scheduler, running)
 
     def release_pins(twins: Twins) -> bool:
         nonlocal given_up
@@ -108,7 +108,7 @@ def test_after_so_many_steps_a_twin_computes_for_itself():
         engine.step()
     assert engine.scheduler.num_running == 1
     engine.step()  # a chunk of 8 tokens, which ends on the grid, leaves it 2
-    assert {request.request_id for request in engine.context.running()} == {"first", "twin"}
+    assert {running.request.request_id for running in engine.context.running()} == {"first", "twin"}
     events = run(engine)
     assert answer(events["twin"]) == expected_answer(text, 1)
     assert engine.stats()["twin_deferrals"] == MOST_DEFERRALS
@@ -156,8 +156,8 @@ def test_a_request_that_goes_on_after_a_preemption_places_no_checkpoints_of_a_pr
     engine.add_request("a", T[:30], greedy(20))
     for _ in range(8):
         engine.step()
-    (request,) = engine.context.running()
-    engine.preempt(request)
+    (running,) = engine.context.running()
+    engine.preempt(running)
     engine.reset()  # all of it has to be computed again
     before = dict(engine.stats()["checkpoints_published"])
     run(engine)
@@ -174,7 +174,7 @@ def test_a_tail_is_given_back_after_the_step_that_copied_it(own: list[int]):
     engine.add_request("b", T[:18] + own, greedy(9))
     engine.step()
     (request,) = engine.context.running()
-    assert request.lease is not None and request.lease.skip == 18
+    assert request.lease.skip == 18
     assert request.lease.copy is None
     (tail,) = {tail.block for _, tail in engine.context.cache.kv.tails.items() if tail.fill == 2}
     assert engine.context.cache.kv.references(tail) == 0

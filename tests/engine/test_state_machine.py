@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def preempt(self, data) -> None:  # type: ignore[no-untyped-def]
-        running = sorted(self.engine.context.running(), key=lambda request: request.key)
+        running = sorted(self.engine.context.running(), key=lambda one: one.request.key)
         if running:
             self.engine.preempt(data.draw(st.sampled_from(running)))
 

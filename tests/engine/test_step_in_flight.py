@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_hybrid.engine.scheduler import Scheduler
+from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.plan import StepDemand, StepPlan
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
@@ -122,10 +123,10 @@ def test_who_aborts_and_asks_again_under_the_same_name_gets_only_new_tokens():
 
 
 def test_nobody_is_preempted_with_a_token_in_flight(monkeypatch: pytest.MonkeyPatch):
-    def preempt(scheduler: Scheduler, request) -> None:  # type: ignore[no-untyped-def]
+    def preempt(scheduler: Scheduler, running: Running) -> None:
         assert not engine.runner.in_flight
-        assert request.num_tokens == engine.context.computed_tokens(request) + 1
-        really_preempt(scheduler, request)
+        assert running.request.num_tokens == engine.context.computed_tokens(running) + 1
+        really_preempt(scheduler, running)
 
     really_preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
@@ -256,14 +257,14 @@ def test_the_host_knows_no_token_before_it_is_received():
     engine = engine_in_flight()
     engine.add_request("a", T[:12], greedy(6))
     engine.step()
-    (request,) = engine.context.running()
+    (running,) = engine.context.running()
+    request = running.request
     for count in range(5):
-        assert (
-            len(request.output) == count and engine.context.computed_tokens(request) == 12 + count
-        )
+        assert len(request.output) == count
+        assert engine.context.computed_tokens(running) == 12 + count
         engine.context.rows.last_token[:] = -7  # no runner needs it
         engine.step()
-    assert request.row < 0 and len(request.output) == 5 and engine.has_work()
+    assert request.running is None and len(request.output) == 5 and engine.has_work()
     engine.step()
     assert request.output == expected_answer(T[:12], 6)
 

@@ -27,7 +27,7 @@ def small_engine(**options):  # type: ignore[no-untyped-def]
 
 
 def admitted(engine) -> set[str]:  # type: ignore[no-untyped-def]
-    return {request.request_id for request in engine.context.running()}
+    return {running.request.request_id for running in engine.context.running()}
 
 
 def finish(engine, **prompts: list[int]) -> None:  # type: ignore[no-untyped-def]

@@ -17,13 +17,13 @@ import numpy as np
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.lease import StepCheckpoint
+from megatron_hybrid.cache.lease import Lease, StepCheckpoint
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.twins import Twins
-from megatron_hybrid.execution.plan import PrefillChunk, StepPlan, StepResult
+from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.request import SamplingParams
 from simulation.parameters import MAX_CONTEXT
 from simulation.sessions import Trace, TraceRequest
@@ -82,7 +82,7 @@ class _Request:
 class _NoTwins(Twins):
     """Nobody waits for anybody."""
 
-    def promise(self, chunk: PrefillChunk, reserved: Sequence[StepCheckpoint]) -> None:
+    def promise(self, lease: Lease, end: int, reserved: Sequence[StepCheckpoint]) -> None:
         pass
 
 
@@ -212,7 +212,7 @@ class Simulation:
         return StepResult(np.asarray(tokens, dtype=np.int64), {}, {})
 
     def _at(self, row: int) -> _Sequence:
-        return self._sequences[self.context.request_in(row).key]
+        return self._sequences[self.context.running_in(row).request.key]
 
     # ---------------------------------------------------------------- parking
 
