@@ -10,6 +10,7 @@ the adapter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -42,38 +43,26 @@ def extend_keys(parent: BlockKey, tokens: Tokens, block_size: int) -> list[Block
     return keys
 
 
+@dataclass(slots=True, eq=False)
 class SequenceKeys:
-    """The keys of one sequence that may grow.
+    """The keys of one sequence that may grow."""
 
-    `tokens(start, end)` returns the sequence's tokens; it is asked for each token once, and again
-    for the few behind the last full block. `cache_salt` and `adapter` are what the root was made
-    of, for those who are told of the cache's contents.
-    """
-
-    __slots__ = ("_partial", "_size", "adapter", "blocks", "cache_salt", "root", "tokens")
-
-    def __init__(
-        self,
-        root: BlockKey,
-        block_size: int,
-        tokens: Callable[[int, int], Tokens],
-        blocks: list[BlockKey] | None = None,
-        *,
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> None:
-        self.root = root
-        self.cache_salt = cache_salt
-        self.adapter = adapter
-        self.tokens = tokens
-        self.blocks: list[BlockKey] = [] if blocks is None else blocks  # of full blocks so far
-        self._size = block_size
-        self._partial: dict[int, BlockKey] = {}  # by position inside a block
+    root: BlockKey
+    block_size: int
+    # [end - start] the sequence's tokens from start to end; asked for each once, and again for the
+    # few behind the last full block
+    tokens: Callable[[int, int], Tokens]
+    blocks: list[BlockKey] = field(default_factory=list)  # of full blocks so far
+    _: KW_ONLY
+    # what the root was made of, for those who are told of the cache's contents
+    cache_salt: str = ""
+    adapter: str = ""
+    _partial: dict[int, BlockKey] = field(default_factory=dict)  # by position inside a block
 
     @property
     def known(self) -> int:
         """Tokens in the blocks whose keys are known."""
-        return len(self.blocks) * self._size
+        return len(self.blocks) * self.block_size
 
     def copy_for(
         self, tokens: Callable[[int, int], Tokens], length: int | None = None
@@ -82,16 +71,16 @@ class SequenceKeys:
         all)."""
         return SequenceKeys(
             self.root,
-            self._size,
+            self.block_size,
             tokens,
-            self.blocks[: None if length is None else length // self._size],
+            self.blocks[: None if length is None else length // self.block_size],
             cache_salt=self.cache_salt,
             adapter=self.adapter,
         )
 
     def extend_to(self, position: int) -> None:
         """Know the keys of all full blocks below `position`."""
-        size, known = self._size, len(self.blocks)
+        size, known = self.block_size, len(self.blocks)
         full = position // size
         if full > known:
             parent = self.blocks[-1] if known else self.root
@@ -103,7 +92,7 @@ class SequenceKeys:
 
     def at(self, position: int) -> BlockKey:
         """The key of the first `position` tokens."""
-        count, rest = divmod(position, self._size)
+        count, rest = divmod(position, self.block_size)
         if count > len(self.blocks):
             self.extend_to(position)
         if not rest:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_hybrid.cache.block_hash import BlockKey
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedState:
     """The state after `position` tokens of a sequence.
 
@@ -13,37 +16,24 @@ class CachedState:
     an eviction touches no other state.
     """
 
-    __slots__ = (
-        "alive", "born", "children", "continued", "fork", "group", "has_logits", "hits", "key",
-        "kind", "last_use", "parent", "pause", "position", "runners", "slot", "turn", "used_at",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: BlockKey,
-        position: int,
-        kind: str,
-        parent: CachedState | None = None,
-        has_logits: bool = False,
-    ) -> None:
-        self.key = key  # of the tokens that it has seen
-        self.position = position  # how many they are
-        self.kind = kind  # why it was placed there: see checkpoint_placement
-        self.slot = 0
-        self.has_logits = has_logits  # the slot also holds the logits after its last token
-        self.parent = parent
-        self.children = 0  # cached states whose nearest cached ancestor this is
-        self.hits = 0
-        self.last_use = 0
-        self.alive = False  # in the pool
-        self.runners = 0  # running requests that went on from here and left nothing further on
-        self.used_at = 0  # step of the last use
-        self.turn = 0  # how often its conversation has gone on from a cached answer
-        self.pause = 0  # steps before it last did
-        self.fork: CachedState | None = None  # nearest shared beginning
-        self.born = 0  # of a fork: first answers that ended behind it
-        self.continued = 0  # of those, how many went on
-        self.group = ("", 0, 0)  # of the reuse estimator
+    key: BlockKey  # of the tokens that it has seen
+    position: int  # how many they are
+    kind: str  # why it was placed there: see checkpoint_placement
+    parent: CachedState | None = None
+    has_logits: bool = False  # the slot also holds the logits after its last token
+    slot: int = 0
+    children: int = 0  # cached states whose nearest cached ancestor this is
+    hits: int = 0
+    last_use: int = 0
+    alive: bool = False  # in the pool
+    runners: int = 0  # running requests that went on from here and left nothing further on
+    used_at: int = 0  # step of the last use
+    turn: int = 0  # how often its conversation has gone on from a cached answer
+    pause: int = 0  # steps before it last did
+    fork: CachedState | None = None  # nearest shared beginning
+    born: int = 0  # of a fork: first answers that ended behind it
+    continued: int = 0  # of those, how many went on
+    group: tuple[str, int, int] = ("", 0, 0)  # of the reuse estimator
 
     def ancestor(self) -> CachedState | None:
         """The nearest state before it that is still cached; None at the sequence's beginning."""

@@ -30,6 +30,8 @@ MAX_MESSAGE_ENDS = 8
 
 
 class PlannedCheckpoint(NamedTuple):
+    """A state that a request is to leave on its way."""
+
     position: int  # tokens that the state has seen
     kind: str
 

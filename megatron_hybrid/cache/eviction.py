@@ -25,28 +25,26 @@ class ScoringRule(Protocol):
 
     def was_left(self, state: CachedState) -> None:
         """A state was published."""
+        return
 
     def was_read(self, state: CachedState, now: int) -> None:
         """A state was read: counts the hit."""
 
     def was_lost(self, state: CachedState, now: int) -> None:
         """A state was evicted."""
+        return
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(ScoringRule):
     """The state that was used longest ago goes first."""
 
     def score(self, state: CachedState, now: int) -> Score:
+        """The time of its last use."""
         return 0, state.last_use
 
-    def was_left(self, state: CachedState) -> None:
-        pass
-
     def was_read(self, state: CachedState, now: int) -> None:
+        """Counts the hit."""
         state.hits += 1
-
-    def was_lost(self, state: CachedState, now: int) -> None:
-        pass
 
 
 class ReplayCost:
@@ -65,6 +63,7 @@ class ReplayCost:
         self.was_lost = self._reuse.was_lost
 
     def score(self, state: CachedState, now: int) -> Score:
+        """The reads to expect in a step that it stays, times the tokens that each spares."""
         is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
         covered = state.children + state.runners == 1 and not is_fork
         worth = max(1, state.replay_tokens) * self._reuse.density(state, now)

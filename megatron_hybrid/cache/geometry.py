@@ -29,14 +29,17 @@ class CacheGeometry:
 
     @property
     def bytes_per_slot(self) -> int:
+        """A state and the logits that may go with it."""
         return self.bytes_per_state + self.bytes_per_logits
 
     @property
     def has_attention(self) -> bool:
+        """Whether there is any KV."""
         return self.bytes_per_block > 0
 
     @property
     def has_recurrent(self) -> bool:
+        """Whether there is any state."""
         return self.bytes_per_state > 0
 
     @property
@@ -51,6 +54,7 @@ class CacheGeometry:
 
     @property
     def smallest_reusable_prefix(self) -> int:
+        """Tokens that prompts have to share to share anything, exact ends aside."""
         return self.grid if self.has_recurrent else self.block_size
 
     @property
@@ -60,6 +64,7 @@ class CacheGeometry:
         return self.num_blocks * self.block_size + 1 if self.has_attention else None
 
     def floor_grid(self, position: int) -> int:
+        """The last position on the grid that is not behind this one."""
         return position - position % self.grid
 
     def blocks_for(self, tokens: int) -> int:

@@ -32,7 +32,7 @@ from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, Rep
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
 from megatron_hybrid.cache.listener import CacheListener
-from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
+from megatron_hybrid.cache.prefix_store import PrefixMatch, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
@@ -62,11 +62,12 @@ class HybridCache:
             queue = EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
         self.kv, self.states = self.store.kv, self.store.states
+        self.occupancy = self.store.occupancy
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
         self._version = 0
-        self._epoch = 0
+        self.epoch = 0  # changes with the weights; part of every key
         self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
 
     def listen(self, listener: CacheListener) -> None:
@@ -81,14 +82,9 @@ class HybridCache:
 
     # -------------------------------------------------------------- admission
 
-    @property
-    def epoch(self) -> int:
-        """Changes with the weights; part of every key."""
-        return self._epoch
-
     def root(self, cache_salt: str = "", adapter: str = "") -> BlockKey:
         """What keys of a sequence start from under the present epoch."""
-        return root_key(self._epoch, cache_salt, adapter)
+        return root_key(self.epoch, cache_salt, adapter)
 
     def match(self, keys: SequenceKeys, length: int, *, may_skip: bool = True) -> PrefixMatch:
         """What the cache holds of a prompt of `length` tokens. Changes nothing."""
@@ -334,15 +330,12 @@ class HybridCache:
         self._version += 1
         self.store.clear()
         if self.store.listener is not None:
-            self.store.listener.cleared(self._epoch)
+            self.store.listener.cleared(self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""
-        self._epoch = epoch
+        self.epoch = epoch
         self.reset()
-
-    def occupancy(self) -> Occupancy:
-        return self.store.occupancy()
 
     def last_uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The steps in which each KV block that nobody holds, and each cached state, was used last.

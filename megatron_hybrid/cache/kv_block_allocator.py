@@ -68,6 +68,7 @@ class KVBlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Blocks that hold nothing."""
         return len(self._free)
 
     @property
@@ -92,6 +93,7 @@ class KVBlockAllocator:
         return len(self.kv_hash_to_block_id) + partial
 
     def references(self, block: int) -> int:
+        """How many users a block has."""
         return self._references[block]
 
     def count_idle(self, blocks: Iterable[int]) -> int:
@@ -160,7 +162,7 @@ class KVBlockAllocator:
         if mapped != block:
             self.acquire((mapped,))
             for tail in self._tails_of.pop(block, ()):
-                self.tails.move(tail, mapped)
+                self.tails[tail] = self.tails[tail]._replace(block=mapped)
                 self._tails_of.setdefault(mapped, []).append(tail)
             if cover := self._cover[block]:  # the tails' states
                 self.cover(mapped)

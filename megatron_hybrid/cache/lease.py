@@ -18,6 +18,7 @@ class StepCheckpoint(NamedTuple):
 
     @property
     def position(self) -> int:
+        """How many tokens the state has seen."""
         return self.state.position
 
 

@@ -244,6 +244,7 @@ class PrefixStore:
         self._evicted.clear()
 
     def occupancy(self) -> Occupancy:
+        """How full the pools are now."""
         kv, states = self.kv, self.states
         return Occupancy(
             kv_blocks=kv.num_blocks,

@@ -17,10 +17,39 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
-from megatron_hybrid.cache.free_slots import FreeSlots
 from megatron_hybrid.errors import StatePoolExhausted
 
 NULL_SLOT = 0  # reads as zeros, writes to it are dropped; never allocated, counted or freed
+
+
+class FreeSlots:
+    """The free ones of slots 1 to num_slots, taken from either end of the numbers: bit i says
+    whether slot i is free."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._bits = 2 ** (num_slots + 1) - 2
+
+    def add(self, slot: int) -> None:
+        """A slot is free from now on."""
+        self._bits |= 1 << slot
+
+    def take_lowest(self) -> int:
+        """Remove and return the smallest number; there must be one."""
+        return self._take((self._bits & -self._bits).bit_length() - 1)
+
+    def take_highest(self) -> int:
+        """Remove and return the largest number; there must be one."""
+        return self._take(self._bits.bit_length() - 1)
+
+    def _take(self, slot: int) -> int:
+        self._bits ^= 1 << slot
+        return slot
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._bits >> slot & 1)
 
 
 class StatePool:
@@ -41,18 +70,22 @@ class StatePool:
 
     @property
     def now(self) -> int:
+        """The engine's step."""
         return self._evictable.now
 
     @property
     def num_cached(self) -> int:
+        """Slots whose states can be found."""
         return len(self.mamba_hash_to_slot_id)
 
     @property
     def num_evictable(self) -> int:
+        """Cached ones that nobody is about to read."""
         return len(self._evictable)
 
     @property
     def num_free(self) -> int:
+        """Slots that hold nothing."""
         return len(self._free)
 
     def get(self, key: BlockKey) -> CachedState | None:
@@ -146,6 +179,7 @@ class StatePool:
             self._evictable.rescore(state)
 
     def is_pinned(self, slot: int) -> bool:
+        """Whether somebody is about to read a cached slot."""
         return self._pins[slot] > 0
 
     def drop(self, key: BlockKey) -> CachedState | None:
@@ -162,6 +196,7 @@ class StatePool:
             self.drop(key)
 
     def cached(self) -> list[CachedState]:
+        """Every state that can be found, by slot."""
         return [state for state in self._state if state is not None]
 
     def last_uses(self) -> npt.NDArray[np.int64]:

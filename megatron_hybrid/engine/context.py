@@ -52,35 +52,48 @@ class DynamicInferenceContext:
 
     @property
     def kv_block_allocator(self) -> KVBlockAllocator:
+        """All KV blocks."""
         return self.cache.kv
 
     @property
     def kv_hash_to_block_id(self) -> dict[BlockKey, int]:
+        """The block that holds each cached key."""
         return self.cache.kv.kv_hash_to_block_id
 
     @property
     def mamba_hash_to_slot_id(self) -> dict[BlockKey, int]:
+        """The slot that holds the state of each cached key."""
         return self.cache.states.mamba_hash_to_slot_id
 
     # ------------------------------------------------------------- requests
 
     def match(self, request: TrackedRequest) -> PrefixMatch:
         """What the cache holds of a waiting request's tokens."""
-        return self.cache.match(
-            self.keys_of(request), request.num_tokens, may_skip=request.may_skip
-        )
+        keys = self.keys_of(request)
+        return self.cache.match(keys, request.num_tokens, may_skip=request.may_skip)
 
     def keys_of(self, request: TrackedRequest) -> SequenceKeys:
-        """A waiting request's keys under the present epoch, of all its tokens."""
-        keys = self._begun_keys(request)
-        if self.cache.enabled:
-            keys.extend_to(request.num_tokens)
-        return keys
+        """A waiting request's keys under the present epoch, as far as they are known."""
+        epoch, first = self.cache.epoch, request.first
+        if request.keys is not None and request.keys_epoch == epoch:
+            return request.keys
+        if first is not None and first.keys is not None and first.keys_epoch == epoch:
+            request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
+        else:
+            request.keys = SequenceKeys(
+                self.cache.root(request.cache_salt, request.adapter),
+                self.geometry.block_size,
+                request.tokens,
+                cache_salt=request.cache_salt,
+                adapter=request.adapter,
+            )
+        request.keys_epoch = epoch
+        return request.keys
 
     def hash_keys(self, request: TrackedRequest, most: int) -> int:
         """Compute keys of a waiting request for about `most` tokens, and of a block at least, if
         any are missing; for how many tokens it did."""
-        keys = self._begun_keys(request)
+        keys = self.keys_of(request)
         known = keys.known
         keys.extend_to(min(request.num_tokens, known + max(most, self.geometry.block_size)))
         return keys.known - known
@@ -89,42 +102,20 @@ class DynamicInferenceContext:
         """Whether a waiting request's keys, as far as any are needed, are all known."""
         if not self.cache.enabled:
             return True
-        keys = request.keys
-        if keys is None or request.keys_epoch != self.cache.epoch:
-            return False
-        return request.num_tokens - keys.known < self.geometry.block_size
+        return request.num_tokens - self.keys_of(request).known < self.geometry.block_size
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
         self.cache.begin_step(step)
-
-    def _begun_keys(self, request: TrackedRequest) -> SequenceKeys:
-        epoch = self.cache.epoch
-        if request.keys is not None and request.keys_epoch == epoch:
-            return request.keys
-        first = request.first
-        request.keys_epoch = epoch
-        if first is not None and first.keys is not None and first.keys_epoch == epoch:
-            request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
-            return request.keys
-        request.keys = SequenceKeys(
-            self.cache.root(request.cache_salt, request.adapter),
-            self.geometry.block_size,
-            request.tokens,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-        )
-        return request.keys
 
     def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> Running | None:
         """Give a waiting request its row and lease; None, without any effect, if it must wait.
 
         `headroom`: KV blocks that have to stay free or evictable for others.
         """
-        rows, keys, length = self.rows, request.keys, request.num_tokens
+        rows, keys, length = self.rows, self.keys_of(request), request.num_tokens
         if not rows.num_free:
             return None
-        assert keys is not None
         try:
             lease = self.cache.admit(match, keys, length, headroom=headroom, hints=request.hints)
         except (KVBlocksExhausted, StatePoolExhausted):

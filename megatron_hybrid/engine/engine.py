@@ -41,7 +41,7 @@ from megatron_hybrid.request import (
     validate_text,
     validate_whole_numbers,
 )
-from megatron_hybrid.text.grammar import Grammars, no_tokenizer
+from megatron_hybrid.text.grammar import AnswerMatcher, Grammars, no_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -248,11 +248,8 @@ class DynamicInferenceEngine:
         end, ascending, the system message's first; a hint for where to keep states. arrived: when
         it came, by `time.monotonic`, for the latencies that are measured (None: now).
         """
-        for name, text in (
-            ("request_id", request_id),
-            ("cache_salt", cache_salt),
-            ("adapter", adapter),
-        ):
+        names = {"request_id": request_id, "cache_salt": cache_salt, "adapter": adapter}
+        for name, text in names.items():
             validate_text(name, text, MAX_NAME_LENGTH)
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -280,7 +277,7 @@ class DynamicInferenceEngine:
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
         seed = self._next_seed(params)
-        answers = [
+        requests = [
             TrackedRequest(
                 request_id=request_id,
                 prompt=prompt,
@@ -294,17 +291,11 @@ class DynamicInferenceEngine:
                 priority=int(priority),
                 hints=hints,
                 arrived=self._clock() if arrived is None else arrived,
+                grammar=self._grammar_of(params),
             )
             for index in range(params.n)
         ]
-        if params.grammar is not None:
-            if self._grammars is None:
-                raise no_tokenizer()
-            for request in answers:
-                request.grammar = self._grammars.compile(
-                    params.grammar, ignore_eos=params.ignore_eos
-                )
-        self.scheduler.submit(answers)
+        self.scheduler.submit(requests)
 
     def begin_grammar(self, params: SamplingParams) -> bool:
         """Compile the grammar of a request that is to come, if it has one, beside the steps;
@@ -354,10 +345,12 @@ class DynamicInferenceEngine:
         self.context.reset(preserve_prefix_cache)
 
     def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, as `reset`."""
         self.reset()
 
     @property
     def cache_geometry(self) -> CacheGeometry:
+        """The sizes of blocks, states and their pools."""
         return self.context.geometry
 
     def listen_to_cache(self, listener: CacheListener) -> None:
@@ -426,6 +419,13 @@ class DynamicInferenceEngine:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
         self.context.check_integrity(scheduler.pins, scheduler.decodes.reserved_slots)
+
+    def _grammar_of(self, params: SamplingParams) -> AnswerMatcher | None:
+        if params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise no_tokenizer()
+        return self._grammars.compile(params.grammar, ignore_eos=params.ignore_eos)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Each once; ids that the model does not know never come."""

@@ -1,7 +1,6 @@
 """What time requests take: histograms of one engine, and when its steps ran.
 
-Nothing here decides anything: the scheduler knows no clock. An answer counts as a request of its
-own, so one that asks for n answers counts n times.
+Nothing here decides anything: the scheduler knows no clock. Who asks for n answers counts n times.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import PrefillChunk, ResumedRow, StepPlan, StepResult
 
 Clock = Callable[[], float]  # seconds, with the zero of `time.monotonic`: front ends read it too
 
@@ -46,9 +45,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
+        """How many there were."""
         return int(self._counts.sum())
 
     def observe(self, value: float) -> None:
+        """One observation."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -117,28 +118,26 @@ class Latencies:
             running.request.last_token = float(self._last_token[running.row])
 
     def was_launched(self, plan: StepPlan) -> None:
+        """A step was given to the device."""
         decoded = len(plan.decode_rows) + plan.num_drafts
         self.iteration_tokens.observe(decoded + plan.num_prefill_tokens)
 
-    def was_received(self, plan: StepPlan, answers: int, result: StepResult) -> None:
+    def was_received(self, plan: StepPlan, received: int, result: StepResult) -> None:
         """A step's tokens are here, and nobody has ended with them yet.
 
-        answers: how many go on; fewer than were sampled if some requests ended before.
+        received: how many requests got some; fewer than were sampled if some ended before.
         """
         now = self.clock()
-        for chunk in plan.prefills:
-            if chunk.samples and chunk.owner.is_open:
-                answers -= 1
-                self._observe_prompt(chunk.row, chunk.owner, now)
-        for resumed in plan.resumed:
-            if resumed.owner.is_open:
-                answers -= 1
-                self._observe_prompt(resumed.row, resumed.owner, now)
+        ends: list[PrefillChunk | ResumedRow] = [c for c in plan.prefills if c.samples]
+        for end in (*ends, *plan.resumed):
+            if end.owner.is_open:
+                received -= 1
+                self._observe_prompt(end.row, end.owner, now)
         rows = plan.decode_rows
         tokens = np.ones(len(rows), dtype=np.int64)
         if result.accepted is not None:
             tokens += result.accepted
-        if answers < len(rows):
+        if received < len(rows):
             is_open = [owner.is_open for owner in plan.decode_owners]
             rows, tokens = rows[is_open], tokens[is_open]
         if len(rows):

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """Blocks [start, end) of `keys`, which follow the parent's and which all below have."""
 
-    __slots__ = ("children", "end", "keys", "parent", "requests", "start")
-
-    def __init__(
-        self, parent: _Node | None, keys: Sequence[BlockKey], start: int, end: int
-    ) -> None:
-        self.parent = parent
-        self.keys = keys  # some request's; never copied
-        self.start = start
-        self.end = end
-        self.children: dict[BlockKey, _Node] = {}  # by the first block
-        self.requests: dict[TrackedRequest, None] = {}  # which end here
+    parent: _Node | None
+    keys: Sequence[BlockKey]  # some request's; never copied
+    start: int
+    end: int
+    children: dict[BlockKey, _Node] = field(default_factory=dict)  # by the first block
+    requests: dict[TrackedRequest, None] = field(default_factory=dict)  # which end here
 
     def shares(self, keys: Sequence[BlockKey]) -> int:
         """Blocks that a sequence, which has the first one of this node, shares with it. Keys are

@@ -114,6 +114,7 @@ class Scheduler:
                 self._finish(request, reason)
 
     def knows(self, request_id: str) -> bool:
+        """Whether a request with this id has not ended."""
         return request_id in self._open
 
     def started(self) -> list[TrackedRequest]:
@@ -123,10 +124,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Requests that have a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for one."""
         return len(self._waiting)
 
     @property
@@ -155,6 +158,7 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
 
     def resume(self) -> None:
+        """Admit everybody again."""
         self._pause = None
 
     @property

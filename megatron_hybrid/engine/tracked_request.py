@@ -55,6 +55,7 @@ class TrackedRequest:
 
     @property
     def key(self) -> tuple[str, int]:
+        """What it is known by."""
         return self.request_id, self.index
 
     @property
@@ -64,6 +65,7 @@ class TrackedRequest:
 
     @property
     def prompt_tokens(self) -> int:
+        """Of the prompt, as it came."""
         return len(self.prompt)
 
     @property

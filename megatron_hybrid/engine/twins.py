@@ -110,6 +110,7 @@ class Twins:
 
     @property
     def pins(self) -> Iterable[Pin]:
+        """What is kept for requests that wait."""
         return self._pins.values()
 
     def begin_step(self, budget: int) -> None:

@@ -55,6 +55,7 @@ class WaitingQueue:
         self._new[request] = self._preempted[request] = None
 
     def remove(self, request: TrackedRequest) -> None:
+        """Forget a request that waits."""
         self._order.remove(request)
         self._new.pop(request, None)
         self._preempted.pop(request, None)
@@ -62,6 +63,7 @@ class WaitingQueue:
         self._indexed_tokens -= self._indexed.pop(request, 0)
 
     def first(self, count: int) -> list[TrackedRequest]:
+        """The next `count` requests, in order."""
         return list(islice(self._order, count))
 
     def preempted(self) -> list[TrackedRequest]:
@@ -156,15 +158,11 @@ class _Order:
 
     def _place(self, request: TrackedRequest) -> int:
         """The chunk that the request is in, or would be."""
-        return bisect_left(self._chunks, request.rank, key=_last_rank)
+        return bisect_left(self._chunks, request.rank, key=lambda members: members[-1].rank)
 
 
 def _rank(request: TrackedRequest) -> tuple[int, int]:
     return request.rank
-
-
-def _last_rank(requests: list[TrackedRequest]) -> tuple[int, int]:
-    return requests[-1].rank
 
 
 def _common_tokens(running: Running, waiting: TrackedRequest, known: int, block_size: int) -> int:

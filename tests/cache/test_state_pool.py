@@ -7,9 +7,8 @@ import random
 import pytest
 
 from megatron_hybrid.cache.cached_state import CachedState
-from megatron_hybrid.cache.free_slots import FreeSlots
 from megatron_hybrid.cache.prefix_store import PrefixStore
-from megatron_hybrid.cache.state_pool import StatePool
+from megatron_hybrid.cache.state_pool import FreeSlots, StatePool
 from megatron_hybrid.errors import StatePoolExhausted
 from tests.cache.stores import make_store
 
@@ -254,7 +253,6 @@ def test_free_slots_are_the_lowest_and_highest_of_a_set():
             free.add(slot)
             truth.add(slot)
         assert len(free) == len(truth) and all(slot in free for slot in truth)
-    assert len(free._lowest) + len(free._highest) <= 4 * 20 + 66
 
 
 def test_a_state_that_is_gone_is_not_ranked_in_the_place_of_its_slots_next_one():
