@@ -114,7 +114,9 @@ class KVBlockAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """`count` private blocks with one reference each, which have to be free."""
-        blocks = [self._free.pop() for _ in range(count)]
+        end = len(self._free) - count
+        blocks = self._free[end:][::-1]
+        del self._free[end:]
         for block in blocks:
             self._references[block] = 1
         return blocks

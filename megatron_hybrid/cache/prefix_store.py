@@ -63,6 +63,7 @@ class PrefixStore:
         self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
         self.states = StatePool(geometry.num_slots, queue)
         self._keeps_idle = keeps_idle
+        self._is_hybrid = geometry.has_recurrent
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.listener: CacheListener | None = None
 
@@ -188,9 +189,11 @@ class PrefixStore:
                 f"{kv.num_cached} can be evicted."
             )
         while kv.num_free < count:
-            if self.geometry.has_recurrent and not kv.num_uncovered:
-                self._uncover_a_path()  # which may free the ends of sequences at once
-            if kv.num_free < count and (dropped := kv.evict()) is not None:
+            if self._is_hybrid and not kv.num_uncovered:
+                self._uncover_a_path()
+                if kv.num_free >= count:  # the ends of sequences may be free at once
+                    break
+            if (dropped := kv.evict()) is not None:
                 self._forget_block(dropped)
         return kv.allocate(count)
 

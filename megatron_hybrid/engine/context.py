@@ -102,7 +102,11 @@ class DynamicInferenceContext:
         """Whether a waiting request's keys, as far as any are needed, are all known."""
         if not self.cache.enabled:
             return True
-        return request.num_tokens - self.keys_of(request).known < self.geometry.block_size
+        # not `keys_of`, which would begin those of its later siblings before the first has all
+        keys = request.keys
+        if keys is None or request.keys_epoch != self.cache.epoch:
+            return False
+        return request.num_tokens - keys.known < self.geometry.block_size
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
