@@ -32,7 +32,7 @@ from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, Rep
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
 from megatron_hybrid.cache.listener import CacheListener
-from megatron_hybrid.cache.prefix_store import PrefixMatch, PrefixStore
+from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
@@ -62,7 +62,6 @@ class HybridCache:
             queue = EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
         self.kv, self.states = self.store.kv, self.store.states
-        self.occupancy = self.store.occupancy
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
@@ -336,6 +335,10 @@ class HybridCache:
         """New weights: nothing that was computed with the old ones is found again."""
         self.epoch = epoch
         self.reset()
+
+    def occupancy(self) -> Occupancy:
+        """How full the pools are now."""
+        return self.store.occupancy()
 
     def last_uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The steps in which each KV block that nobody holds, and each cached state, was used last.

@@ -249,7 +249,7 @@ def test_another_salt_adapter_or_epoch_never_finds_what_was_computed(
     for i, scope in enumerate(scopes):
         salt, adapter = (scope if what == name else "" for name in ("salt", "adapter"))
         if what == "epoch":  # without what set_epoch throws away
-            engine.context.cache._epoch = len(scope) and ord(scope)
+            engine.context.cache.epoch = len(scope) and ord(scope)
         engine.add_request(f"r{i}", prompt, params, cache_salt=salt, adapter=adapter)
         while engine.has_work():
             for event in engine.step():
