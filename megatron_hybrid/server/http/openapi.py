@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 from msgspec import Struct
 from msgspec.json import schema, schema_components
+from msgspec.structs import fields
 
+from megatron_hybrid.request import MAX_TOKENS
 from megatron_hybrid.server.http.access_log import REQUEST_ID
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol import answers, requests
@@ -35,9 +37,9 @@ _SENTENCES = {
     503: "The engine is loading, busy or gone.",
     504: "The request's time is over.",
 }
-_ASKS_ENGINE = (500, 503)
-_GENERATES = (404, 504, *_ASKS_ENGINE)
-_CONTROLS = (409, *_ASKS_ENGINE)
+_ASKS = (500, 503)
+_GENERATES = (404, 504, *_ASKS)
+_CONTROLS = (409, *_ASKS)
 
 
 class Route(NamedTuple):
@@ -48,30 +50,35 @@ class Route(NamedTuple):
     path: str
     summary: str
     answer: Any
-    bodies: tuple[type, ...] = ()  # what it takes one of
+    body: type | tuple[type, ...] = ()  # or one of several
     errors: tuple[int, ...] = ()
     method: str = "post"
     kind: str = _JSON
     events: Any = None
-    body_required: bool = True
+
+    @property
+    def bodies(self) -> tuple[type, ...]:
+        """What it takes one of."""
+        return self.body if isinstance(self.body, tuple) else (self.body,)
 
 
 def _get(path: str, summary: str, answer: Any, *errors: int, kind: str = _JSON) -> Route:
     return Route(path, summary, answer, errors=errors, method="get", kind=kind)
 
 
-_WHAT_ROUTERS_ASK = "What a router wants to know: the model's name."
-_UPDATE = "Read the model's weights from a folder of the server's machine."
-_TOKENIZE = (requests.TokenizeTextRequest, requests.TokenizeChatRequest)
+_CHAT = ("/v1/chat/completions", "Answer a chat.")
+_TEXT = ("/v1/completions", "Continue texts.")
+_TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
+_PAUSE = ("/pause", "Start no more requests; answered when none runs.")
+_UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
+_INFO = ("/server_info", "What a router wants to know: the model's name.")
 ROUTES = [
     Route(
-        *("/v1/chat/completions", "Answer a chat.", answers.ChatCompletion),
-        *((requests.ChatRequest,), _GENERATES),
+        *(*_CHAT, answers.ChatCompletion, requests.ChatRequest, _GENERATES),
         events=answers.ChatCompletionChunk,
     ),
     Route(
-        *("/v1/completions", "Continue texts.", answers.Completion),
-        *((requests.CompletionRequest,), _GENERATES),
+        *(*_TEXT, answers.Completion, requests.CompletionRequest, _GENERATES),
         events=answers.CompletionChunk,
     ),
     _get("/v1/models", "The model that is served.", answers.ModelList),
@@ -79,33 +86,16 @@ ROUTES = [
     _get("/health", "Whether requests are taken.", answers.Health, 503),
     _get("/metrics", "Figures for Prometheus.", str, kind="text/plain"),
     _get("/stats", "Figures as JSON.", answers.Stats, 503),
-    _get("/server_info", _WHAT_ROUTERS_ASK, answers.ServerInfo),
+    _get(*_INFO, answers.ServerInfo),
     _get("/openapi.json", "This description.", answers.Description),
     _get("/", "A page with a chat and the cache.", str, kind="text/html"),
-    Route("/tokenize", "Text or a chat as token ids.", answers.Tokens, _TOKENIZE, _ASKS_ENGINE),
-    Route(
-        *("/detokenize", "Token ids as text.", answers.Text),
-        *((requests.DetokenizeRequest,), _ASKS_ENGINE),
-    ),
-    Route(
-        *("/abort", "End an answer early.", answers.Aborted),
-        *((requests.AbortRequest,), _ASKS_ENGINE),
-    ),
-    Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS_ENGINE),
-    Route(
-        *("/pause", "Start no more requests; answered when none runs.", answers.Controlled),
-        *((requests.PauseRequest,), _CONTROLS),
-        body_required=False,
-    ),
-    Route(
-        *("/resume", "Go on after a pause.", answers.Controlled),
-        *((requests.ResumeRequest,), _CONTROLS),
-        body_required=False,
-    ),
-    Route(
-        *("/update_weights", _UPDATE, answers.Controlled),
-        *((requests.UpdateWeightsRequest,), _CONTROLS),
-    ),
+    Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
+    Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
+    Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),
+    Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS),
+    Route(*_PAUSE, answers.Controlled, requests.PauseRequest, _CONTROLS),
+    Route("/resume", "Go on after a pause.", answers.Controlled, requests.ResumeRequest, _CONTROLS),
+    Route(*_UPDATE, answers.Controlled, requests.UpdateWeightsRequest, _CONTROLS),
 ]
 
 
@@ -122,7 +112,7 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
         },
         "paths": {},
         "components": {
-            "schemas": _components(requests.MAX_TOKENS if ready is None else ready.vocab_size - 1),
+            "schemas": _components(MAX_TOKENS if ready is None else ready.vocab_size - 1),
             "headers": {
                 "RequestId": {
                     "description": "The request's name in the server's log: the client's own "
@@ -231,7 +221,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         operation["parameters"] = [parameter]
     if route.bodies:
         operation["requestBody"] = {
-            "required": route.body_required,
+            "required": all(_has_required_fields(body) for body in route.bodies),
             "content": {_JSON: {"schema": _reference(*route.bodies)}},
         }
         errors |= {400, 408, 413}
@@ -246,6 +236,10 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         **{str(status): _error_response(status) for status in sorted(errors)},
     }
     return operation
+
+
+def _has_required_fields(body: type) -> bool:
+    return any(field.required for field in fields(body))
 
 
 def _response(description: str, contents: dict[str, Any]) -> dict[str, Any]:

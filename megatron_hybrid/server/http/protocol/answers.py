@@ -1,6 +1,8 @@
 """What the server answers, one shape a statement, named as in OpenAI's API; the figures' meanings
 are in docs/server_metrics.md."""
 
+# mypy: disable-error-code="valid-type"
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -24,16 +26,6 @@ def optional(kind: Any) -> tuple[Any, Any]:
 def says(kind: Any, description: str) -> Any:
     """The type with what /openapi.json says of it."""
     return Annotated[kind, Meta(description=description)]
-
-
-def array(kind: Any) -> Any:
-    """A list of them."""
-    return list[kind]
-
-
-def by_name(kind: Any) -> Any:
-    """An object that holds them."""
-    return dict[str, kind]
 
 
 Count = Annotated[int, Meta(ge=0)]
@@ -61,14 +53,9 @@ Usage = shape(
     ),
 )
 Model = shape(
-    "Model",
-    id=str,
-    object=Literal["model"],
-    created=Count,
-    owned_by=str,
-    max_model_len=int | None,
+    "Model", id=str, object=Literal["model"], created=Count, owned_by=str, max_model_len=int | None
 )
-ModelList = shape("ModelList", object=Literal["list"], data=array(Model))
+ModelList = shape("ModelList", object=Literal["list"], data=list[Model])
 ToolCall = shape(
     "ToolCall",
     index=optional(Count),
@@ -81,11 +68,9 @@ _TOKEN: dict[str, Any] = {
     "bytes": list[Annotated[int, Meta(ge=0, le=255)]],
     "logprob": float,
 }
-ChatLogprobs = shape(
-    "ChatLogprobs",
-    content=array(shape("Token", **_TOKEN, top_logprobs=array(shape("LikelyToken", **_TOKEN)))),
-    refusal=None,
-)
+_LIKELY = shape("LikelyToken", **_TOKEN)
+_CHOSEN = shape("Token", **_TOKEN, top_logprobs=list[_LIKELY])
+ChatLogprobs = shape("ChatLogprobs", content=list[_CHOSEN], refusal=None)
 CompletionLogprobs = shape(
     "CompletionLogprobs",
     tokens=list[str],
@@ -106,7 +91,7 @@ ChatChoice = shape(
         role=Literal["assistant"],
         content=str | None,
         refusal=None,
-        tool_calls=optional(array(ToolCall)),
+        tool_calls=optional(list[ToolCall]),
     ),
     finish_reason=_REASON,
 )
@@ -117,7 +102,7 @@ ChatChunkChoice = shape(
         "ChatDelta",
         role=optional(Literal["assistant"]),
         content=optional(str | None),
-        tool_calls=optional(array(ToolCall)),
+        tool_calls=optional(list[ToolCall]),
     ),
     finish_reason=_REASON | None,
 )
@@ -137,7 +122,7 @@ ChatCompletion = shape(
     "ChatCompletion",
     **_HEAD,
     object=Literal["chat.completion"],
-    choices=array(ChatChoice),
+    choices=list[ChatChoice],
     usage=Usage,
     prompt_token_ids=_TOKEN_IDS,
 )
@@ -145,11 +130,11 @@ ChatCompletionChunk = shape(
     "ChatCompletionChunk",
     **_CHUNK,
     object=Literal["chat.completion.chunk"],
-    choices=array(ChatChunkChoice),
+    choices=list[ChatChunkChoice],
     prompt_token_ids=_TOKEN_IDS,
 )
-Completion = shape("Completion", **_HEAD, object=_TEXT, choices=array(TextChoice), usage=Usage)
-CompletionChunk = shape("CompletionChunk", **_CHUNK, object=_TEXT, choices=array(TextChunkChoice))
+Completion = shape("Completion", **_HEAD, object=_TEXT, choices=list[TextChoice], usage=Usage)
+CompletionChunk = shape("CompletionChunk", **_CHUNK, object=_TEXT, choices=list[TextChunkChoice])
 
 Tokens = shape("Tokens", tokens=list[Count], count=Count, max_model_len=Count)
 Text = shape("Text", prompt=str)
@@ -170,7 +155,7 @@ Health = shape(
     status=Literal["ok", "paused"],
     engine_pid=says(Count, "The process id of the engine, or of the first one that lives."),
     engines=optional(
-        says(by_name(_REPLICA), "With several replicas: each of them, by its number.")
+        says(dict[str, _REPLICA], "With several replicas: each of them, by its number.")
     ),
 )
 

@@ -6,23 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from megatron_hybrid import request as limits
 from megatron_hybrid.engine.pause import PauseMode
-from megatron_hybrid.request import (
-    MAX_CACHE_CHECKPOINTS,
-    MAX_CHOICES,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MAX_TOKENS,
-    MIN_REPETITION_PENALTY,
-    MIN_TOP_P,
-    SamplingParams,
-)
+from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported
 from megatron_hybrid.server.http.protocol.tools import (
@@ -43,16 +29,16 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 TOKEN_ID = "Token id"  # by which /openapi.json finds them, to say which the model knows
 _PLAIN = SamplingParams()
 
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Length = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Count = Annotated[int, Meta(ge=0, le=limits.MAX_TOKENS)]
+Length = Annotated[int, Meta(ge=1, le=limits.MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, title=TOKEN_ID)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-Factor = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
-Bias = Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+Penalty = Annotated[float, Meta(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
+Factor = Annotated[float, Meta(ge=limits.MIN_REPETITION_PENALTY, le=limits.MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, Meta(ge=-limits.MAX_LOGIT_BIAS, le=limits.MAX_LOGIT_BIAS)]
 Word = Annotated[str, Meta(max_length=MAX_WORD_LENGTH)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Logprobs = Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
 Filled = Annotated[str, Meta(min_length=1)]
 FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
 
@@ -100,17 +86,19 @@ class Sampling(Body):
     logit_bias: By token id, what is added to its logit.
     """
 
-    temperature: Annotated[float, Meta(ge=0.0, le=MAX_TEMPERATURE)] | None = _PLAIN.temperature
-    top_p: Annotated[float, Meta(ge=MIN_TOP_P, le=1.0)] | None = _PLAIN.top_p
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = _PLAIN.top_k
+    temperature: Annotated[float, Meta(ge=0.0, le=limits.MAX_TEMPERATURE)] | None = (
+        _PLAIN.temperature
+    )
+    top_p: Annotated[float, Meta(ge=limits.MIN_TOP_P, le=1.0)] | None = _PLAIN.top_p
+    top_k: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)] | None = _PLAIN.top_k
     min_p: Share | None = _PLAIN.min_p
     # SamplingParams checks it: msgspec's own limits are below 2**63.
     seed: (
         Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})] | None
     ) = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = _PLAIN.n
+    n: Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)] | None = _PLAIN.n
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = _PLAIN.ignore_eos
     min_tokens: Count | None = _PLAIN.min_tokens
     presence_penalty: Penalty | None = _PLAIN.presence_penalty
@@ -120,7 +108,7 @@ class Sampling(Body):
         Annotated[
             dict[Count, Bias],
             Meta(
-                max_length=MAX_LOGIT_BIASES,
+                max_length=limits.MAX_LOGIT_BIASES,
                 extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
             ),
         ]
@@ -199,8 +187,10 @@ class AnswerRequest(Sampling):
     response_format: PlainText | JsonObject | JsonSchemaFormat | None = None
     return_token_ids: bool | None = False
     cache_salt: Name | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = 0
-    cache_checkpoints: Annotated[list[Length], Meta(max_length=MAX_CACHE_CHECKPOINTS)] | None = None
+    priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = 0
+    cache_checkpoints: (
+        Annotated[list[Length], Meta(max_length=limits.MAX_CACHE_CHECKPOINTS)] | None
+    ) = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None

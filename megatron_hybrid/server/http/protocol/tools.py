@@ -96,10 +96,9 @@ class Arguments(Own):
     @classmethod
     def read(cls, value: Any) -> Arguments:
         """See Own."""
-        if not isinstance(value, str):
-            raise ValueError(f"is {show(value)}; it must be a string.", "invalid_type")
-        if len(value) > MAX_ARGUMENTS_LENGTH:
-            raise ValueError(f"has {len(value)} characters; the limit is {MAX_ARGUMENTS_LENGTH}.")
+        if not isinstance(value, str) or len(value) > MAX_ARGUMENTS_LENGTH:
+            rule = f"a string of at most {MAX_ARGUMENTS_LENGTH} characters"
+            raise ValueError(f"is {show(value)}; it must be {rule}.", "invalid_type")
         try:
             values = json.loads(value or "{}")
         except (ValueError, RecursionError):
