@@ -294,7 +294,7 @@ def _family(config: HybridModelConfig) -> str:
 
 
 def _is_qwens(moe: MoEConfig) -> bool:
-    return moe.shared_gate and moe == MoEConfig(
+    return moe.shared is not None and moe == MoEConfig(
         moe.num_experts, moe.experts_per_token, moe.expert, moe.shared,
         normalize_weights=moe.normalize_weights, shared_gate=True,
     )  # fmt: skip
