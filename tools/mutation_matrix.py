@@ -35,7 +35,8 @@ PACKAGE = ROOT / "megatron_hybrid"
 # The rooms of policy, and those files of execution/ that plan: no tensor's value is decided there.
 TARGETS = ("cache/*.py", "engine/*.py", "execution/plan.py", "execution/rows.py",
            "execution/lockstep.py", "execution/cuda_graphs.py", "execution/random_streams.py",
-           "execution/batch.py", "execution/decode_inputs.py", "execution/runs.py")  # fmt: skip
+           "execution/batch.py", "execution/decode_inputs.py", "execution/figures.py",
+           "execution/runs.py")  # fmt: skip
 NOT_POLICY = ("engine/profiling.py",)  # runs on a GPU alone
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0

@@ -19,7 +19,7 @@ Decodes with drafts have several tokens each, and a row of logits for each:
 
 tokens   n0 d0 d0 | n1 | n2 d2 | p0 p0 p0 p0
 
-Then some figures are known to the device alone: see decode_inputs.py.
+Then some figures are known to the device alone: see runs.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
-from megatron_hybrid.execution.decode_inputs import (
-    DraftedDecodes,
-    SingleDecodes,
-    StepTensors,
+from megatron_hybrid.execution.decode_inputs import DraftedDecodes, SingleDecodes
+from megatron_hybrid.execution.figures import (
+    SegmentFigures,
+    StepFigures,
+    Uploads,
     filled,
 )
 from megatron_hybrid.execution.head_drafts import HeadDrafter
@@ -43,15 +42,13 @@ from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.kernels.contract import (
+    Ints,
     PagedHost,
     PagedSequences,
     PrefillSegments,
     chunk_bounds,
 )
 from megatron_hybrid.layers.inputs import CacheMoves, StepInputs
-
-Ints = npt.NDArray[np.int64]
-_ALIGNMENT = 4  # int32 in 16 bytes
 
 
 class BatchBuilder:
@@ -70,7 +67,8 @@ class BatchBuilder:
         head: HeadDrafter | None = None,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts. `write_interval`: decodes have fewer tokens than that unfolded.
+        where decodes have drafts. `write_interval`: decodes have fewer unfolded tokens than
+        that.
         `head`: where the model's own head makes the drafts."""
         self._rows = rows
         self._singles = SingleDecodes(rows, write_interval)
@@ -80,21 +78,13 @@ class BatchBuilder:
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
-        # What no graph reads, and what varies in length, lies before a fixed origin. A request has
-        # at most one block copied.
-        self._origin = _ALIGNMENT * (requests * (block_size // 2 + 3) + 8)
-        of_decodes = self._singles.most_figures(requests, max_tokens)
-        if self._drafted is not None:
-            of_decodes += self._drafted.most_figures(requests, max_tokens)
-        self._buffer = torch.empty(
-            self._origin
-            + (8 + len(self._chunk_sizes)) * max_tokens
-            + (32 + 2 * len(self._chunk_sizes)) * requests
-            + requests * blocks
-            + of_decodes
-            + 128,
-            dtype=torch.int64 if device.type == "cpu" else torch.int32,
-            device=device,
+        # What no graph reads, and what varies in length, lies before the origin. A request has at
+        # most one block copied.
+        tables = blocks + (self._drafted.most_of_a_request if self._drafted is not None else 0)
+        self._uploads = Uploads(
+            4 * (requests * (block_size // 2 + 3) + 8),
+            StepFigures.most(max_tokens, requests, len(self._chunk_sizes)) + requests * tables,
+            device,
         )
 
     def build(self, plan: StepPlan, size: GraphSize | None = None) -> StepInputs:
@@ -135,82 +125,70 @@ class BatchBuilder:
         if size is not None:
             logits_index = filled(logits_index, room.rows)
         cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
-        parts: list[npt.NDArray[np.integer]] = [
-            token_ids,
-            positions,
-            kv_slot,
-            paged.cu_seqlens,
-            paged.kv_length,
-            paged.kv_indptr,
-            paged.last_block_length,
-            filled(decodes, room.decodes),
-            filled(rows.read_slot[decodes], room.decodes),
-            filled(write_slot, room.decodes),
-            filled(starts, room.prompts + 1, used.prefill_tokens),
-            filled([chunk.start for chunk in chunks], room.prompts),
-            filled([chunk.read_slot for chunk in chunks], room.prompts),
-            filled([chunk.write_slot for chunk in chunks], room.prompts),
-            filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
-            *(filled(column, room.checkpoints) for column in checkpoints.T),
-            filled(np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1),
-            logits_index,
-            *self._chunk_bounds(chunks, lengths, room),
-            *(drafted or self._singles).parts(plan, room),
-            paged.kv_indices,
-        ]
-        loose, tensors = self._upload([plan.sampled_rows, *self._moves(plan)], parts)
-        (
-            token_ids_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, last_block_t,
-            rows_t, decode_read, decode_write, starts_t, start_t, read_t, write_t, cu_ck,
-            ck_sequence, ck_position, ck_slot, sequence_t, logits_t, *others, indices_t,
-        ) = tensors  # fmt: skip
-        bounds_t, own = others[: len(self._chunk_sizes)], others[len(self._chunk_sizes) :]
+        figures = StepFigures(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slot=kv_slot,
+            cu_seqlens=paged.cu_seqlens,
+            kv_length=paged.kv_length,
+            kv_indptr=paged.kv_indptr,
+            last_block_length=paged.last_block_length,
+            decode_rows=filled(decodes, room.decodes),
+            read_slot=filled(rows.read_slot[decodes], room.decodes),
+            write_slot=filled(write_slot, room.decodes),
+            logits_index=logits_index,
+            prefill=SegmentFigures(
+                cu_seqlens=filled(starts, room.prompts + 1, used.prefill_tokens),
+                start_position=filled([chunk.start for chunk in chunks], room.prompts),
+                read_slot=filled([chunk.read_slot for chunk in chunks], room.prompts),
+                write_slot=filled([chunk.write_slot for chunk in chunks], room.prompts),
+                cu_checkpoints=filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
+                checkpoint_sequence=filled(checkpoints[:, 0], room.checkpoints),
+                checkpoint_position=filled(checkpoints[:, 1], room.checkpoints),
+                checkpoint_slot=filled(checkpoints[:, 2], room.checkpoints),
+                sequence_of_token=filled(
+                    np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1
+                ),
+            ),
+            chunk_bounds=tuple(self._chunk_bounds(chunks, lengths, room)),
+            decodes=(drafted or self._singles).figures(plan, room),
+            kv_indices=paged.kv_indices,
+        )
+        (sampled, *moves), step = self._uploads.upload(
+            [plan.sampled_rows, *self._moves(plan)], figures
+        )
         if size is not None:  # a later step of this size may have more blocks
-            indices_t = self._buffer[indices_t.storage_offset() :]
-        sampled_t, *moves = loose
-        step = StepTensors(
-            token_ids_t, positions_t, kv_slot_t, cu_t, kv_length_t, indptr_t, indices_t,
-            last_block_t, rows_t, decode_read, decode_write, paged,
-        )  # fmt: skip
+            step = step._replace(kv_indices=self._uploads.to_the_end(step.kv_indices))
         if drafted is None:
-            decode = self._singles.inputs(step, own, room.decodes)
+            decode = self._singles.inputs(step, paged)
         else:
-            decode = drafted.inputs(step, own, plan, size)
+            decode = drafted.inputs(step, paged, plan, size)
+        prefill = None
+        if room.prompts:
+            longest = int(lengths.max()) if size is None else size.prefill_tokens
+            bounds = dict(zip(self._chunk_sizes, step.chunk_bounds, strict=True))
+            prefill = PrefillSegments(*step.prefill, longest, bounds)
         return StepInputs(
-            token_ids=token_ids_t,
-            positions=positions_t,
+            token_ids=step.token_ids,
+            positions=step.positions,
             num_decodes=room.decodes,
             paged=PagedSequences(
-                cu_seqlens=cu_t,
-                kv_length=kv_length_t,
-                kv_indptr=indptr_t,
-                kv_indices=indices_t,
-                last_block_length=last_block_t,
-                kv_slot=kv_slot_t,
+                cu_seqlens=step.cu_seqlens,
+                kv_length=step.kv_length,
+                kv_indptr=step.kv_indptr,
+                kv_indices=step.kv_indices,
+                last_block_length=step.last_block_length,
+                kv_slot=step.kv_slot,
                 num_decodes=room.decodes,
                 host=decode.host,
                 static=size is not None,
                 longest_run=decode.longest_run,
             ),
             decode=decode.decode,
-            prefill=PrefillSegments(
-                cu_seqlens=starts_t,
-                start_position=start_t,
-                read_slot=read_t,
-                write_slot=write_t,
-                cu_checkpoints=cu_ck,
-                checkpoint_sequence=ck_sequence,
-                checkpoint_position=ck_position,
-                checkpoint_slot=ck_slot,
-                sequence_of_token=sequence_t,
-                longest=int(lengths.max()) if size is None else size.prefill_tokens,
-                cu_chunk_seqlens=dict(zip(self._chunk_sizes, bounds_t, strict=True)),
-            )
-            if room.prompts
-            else None,
-            logits_index=logits_t,
-            decode_rows=rows_t,
-            sampled_rows=sampled_t,
+            prefill=prefill,
+            logits_index=step.logits_index,
+            decode_rows=step.decode_rows,
+            sampled_rows=sampled,
             moves=CacheMoves(*moves) if moves else None,
             num_drafts=room.drafts,
             take_up=decode.take_up,
@@ -274,29 +252,6 @@ class BatchBuilder:
             stored_slots,
             np.asarray([resumed.logits_slot for resumed in plan.resumed], dtype=np.int64),
         ]
-
-    def _upload(
-        self, loose: list[Ints], parts: list[npt.NDArray[np.integer]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Both as tensors on the device: `loose` before the origin, `parts` from there on, so that
-        their places depend on nothing but their lengths."""
-        every = (*loose, *parts)
-        # Every part begins at a multiple of 16 bytes: Triton compiles a kernel once more for
-        # pointers that don't.
-        sizes = [size for part in every for size in (len(part), -len(part) % _ALIGNMENT)]
-        total, before = sum(sizes), sum(sizes[: 2 * len(loose)])
-        first = self._origin - before
-        assert first >= 0 and first + total <= len(self._buffer), "the step is too large"
-        # pinned memory comes from torch's cache, which waits until the copy from it is done
-        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
-        numbers, start = host.numpy(), 0
-        for part in every:
-            numbers[start : start + len(part)] = part
-            start += len(part) + -len(part) % _ALIGNMENT
-        target = self._buffer[first : first + total]
-        target.copy_(host, non_blocking=True)
-        tensors = target.split(sizes)[::2]  # the others are gaps
-        return list(tensors[: len(loose)]), list(tensors[len(loose) :])
 
 
 def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) -> Ints:

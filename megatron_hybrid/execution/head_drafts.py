@@ -12,30 +12,16 @@ the model's hidden states for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.figures import DraftFigures, StepFigures
 from megatron_hybrid.kernels.contract import PagedHost, PagedSequences
+from megatron_hybrid.kernels.protocols import Plan
 from megatron_hybrid.layers.inputs import LayerCaches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.hybrid_model import HybridModel
-
-
-class DraftTables(NamedTuple):
-    """What the host says of the rows that decode, on the device. n rows."""
-
-    cu_seqlens: Tensor  # [n + 1]: the next token of each and its drafts
-    read_slot: Tensor  # [n]
-    ring: Tensor  # [n]
-    stop_ids: Tensor  # [n, most] tokens that are no drafts, filled up with NO_DRAFT
-    # Of the step's PagedSequences, in which these rows come first:
-    kv_indptr: Tensor
-    kv_indices: Tensor
-    last_block_length: Tensor
-    host: PagedHost
 
 
 class HeadDrafter:
@@ -49,32 +35,40 @@ class HeadDrafter:
         self._caches = caches
 
     def draft(
-        self, tables: DraftTables, count: int, token: Tensor, position: Tensor, unfolded: Tensor
+        self,
+        step: StepFigures[Tensor],
+        host: PagedHost,
+        count: int,
+        token: Tensor,
+        position: Tensor,
+        unfolded: Tensor,
     ) -> Tensor:
         """[n, count]: what may follow the tokens [n] that rows go on with, at these positions [n].
         unfolded [n]: as in DecodeRuns. A row that has fewer drafts ignores the rest. In place of a
         draft that would end an answer the row's token stands once more."""
         caches, kernels = self._caches, self._model.kernels
-        drafts_of = (tables.cu_seqlens.diff() - 1).clamp(min=0)
-        where = (tables.read_slot, tables.ring, position, unfolded)
+        assert isinstance(step.decodes, DraftFigures)
+        stop_ids = step.decodes.stop_ids
+        drafts_of = (step.cu_seqlens[: len(token) + 1].diff() - 1).clamp(min=0)
+        where = (step.read_slot, step.decode_rows, position, unfolded)
         hidden = self._head.delay.last(*where, KernelPlans(caches, kernels))
         first, drafts = token, []
         for ahead in range(count):
             # A row that has its drafts stays where it is: behind them its blocks may end.
             at = position + drafts_of.clamp(max=ahead)
-            plans = KernelPlans(caches, kernels, attention=self._plan(tables, at))
+            plans = KernelPlans(caches, kernels, attention=self._plan(step, host, at))
             logits, hidden = self._model.predict(token, at, hidden, plans)
             guess = logits.argmax(dim=1)
-            ends = (guess[:, None] == tables.stop_ids).any(dim=1)
+            ends = (guess[:, None] == stop_ids).any(dim=1)
             token = torch.where(ends, first, guess)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
-    def _plan(self, tables: DraftTables, position: Tensor) -> object:
+    def _plan(self, step: StepFigures[Tensor], host: PagedHost, position: Tensor) -> Plan:
         """Of attention by one token of each row, at these positions [n]."""
-        host, count, size = tables.host, len(position), self._shape.block_size
-        indptr, kv_length = tables.kv_indptr[: count + 1], position + 1
-        block = tables.kv_indices[indptr[:-1].long() + position // size].long()
+        count, size = len(position), self._shape.block_size
+        indptr, kv_length = step.kv_indptr[: count + 1], position + 1
+        block = step.kv_indices[indptr[:-1].long() + position // size].long()
         cu_seqlens = torch.arange(count + 1, dtype=indptr.dtype, device=indptr.device)
         on_host = host.kv_length[:count]  # the longest possible
         if kv_length.device.type == "cpu":  # whose kernels are planned with exact lengths
@@ -83,8 +77,8 @@ class HeadDrafter:
             cu_seqlens=cu_seqlens,
             kv_length=kv_length,
             kv_indptr=indptr,
-            kv_indices=tables.kv_indices,
-            last_block_length=tables.last_block_length[:count],
+            kv_indices=step.kv_indices,
+            last_block_length=step.last_block_length[:count],
             kv_slot=block * size + position % size,
             num_decodes=count,
             host=PagedHost(

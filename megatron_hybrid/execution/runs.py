@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.figures import DraftFigures, StepFigures
 from megatron_hybrid.execution.plan import NO_DRAFT
 from megatron_hybrid.execution.verification import (
     Emitted,
@@ -56,19 +57,6 @@ class LastSteps:
         self.emitted.number.index_fill_(0, rows, 1)
 
 
-class RunTables(NamedTuple):
-    """What the host says of a step's runs, on the device. n rows decode, T tokens in all."""
-
-    rows: Tensor  # [n] of LastSteps
-    certain: Tensor  # [n] tokens that are the sequence's, whatever is accepted
-    unfolded: Tensor  # [n] the last of them, which its state does not include
-    cu_seqlens: Tensor  # [n + 1]
-    sequence: Tensor  # [T] that each token belongs to; -1: padding
-    offset: Tensor  # [T] 0: the next token; 1, 2, ...: a draft
-    window_start: Tensor  # [n]
-    windows: Tensor  # [n, width]: see DraftPlan
-
-
 class Runs(NamedTuple):
     """What the device works out of a step's runs."""
 
@@ -85,15 +73,14 @@ Draft = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def take_up(
-    tables: RunTables,
+    step: StepFigures[Tensor],
+    tables: DraftFigures[Tensor],
     last: LastSteps,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
     block_size: int,
     draft: Draft | None = None,
 ) -> Runs:
-    """What is fed, and where it goes. The tables of PagedSequences have room for the longest that
-    a sequence may be. `draft` makes the drafts; None: they are those of the windows.
+    """What is fed, and where it goes; tables: step.decodes. The tables of blocks have room for the
+    longest that a sequence may be. `draft` makes the drafts; None: they are those of the windows.
 
     In place of a guess that was shown to be wrong the next token stands once more: as a draft it is
     as good as any, and it does not end an answer.
@@ -114,12 +101,13 @@ def take_up(
     is_token = tables.sequence >= 0
     sequence, offset = tables.sequence.long().clamp(min=0), tables.offset.long()
     positions = torch.where(is_token, position[sequence] + offset, 0)
-    block = kv_indices[kv_indptr[sequence].long() + positions // block_size].long()
+    first = step.kv_indptr[sequence].long()
+    block = step.kv_indices[first + positions // block_size].long()
     return Runs(
         token_ids=torch.where(is_token, tokens[sequence, offset], 0),
         positions=positions,
         kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
-        kv_length=(position + tables.cu_seqlens.diff()).clamp(min=1),
+        kv_length=(position + step.cu_seqlens[: len(position) + 1].diff()).clamp(min=1),
         position=position,
         unfolded=unfolded,
     )

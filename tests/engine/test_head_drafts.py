@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megatron_hybrid import LLM, RequestOutput, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
-from megatron_hybrid.execution.head_drafts import DraftTables, HeadDrafter
+from megatron_hybrid.execution.figures import StepFigures
+from megatron_hybrid.execution.head_drafts import HeadDrafter
+from megatron_hybrid.kernels.contract import PagedHost
 from tests.mtp_models import MTP_FAMILIES, MTPOracle, make_mtp_model
 from tests.thorough import usually
 
@@ -51,12 +53,14 @@ class Watch:
         self._logits.append(logits)
         return logits, hidden
 
-    def draft(self, tables: DraftTables, count: int, *args: Tensor) -> Tensor:
+    def draft(
+        self, step: StepFigures[Tensor], host: PagedHost, count: int, *args: Tensor
+    ) -> Tensor:
         self._logits.clear()
-        found = self._draft(tables, count, *args)
+        found = self._draft(step, host, count, *args)
         logits = torch.stack(self._logits, dim=1)
-        own = (tables.cu_seqlens.diff() - 1).tolist()
-        for i, row in enumerate(tables.ring.tolist()):
+        own = (step.cu_seqlens[: len(found) + 1].diff() - 1).tolist()
+        for i, row in enumerate(step.decode_rows.tolist()):
             request = self.llm.engine.context.running_in(row).request
             text = request.tokens(0, request.num_tokens).tolist()
             assert (text[-1], len(text) - 1) == (int(args[0][i]), int(args[1][i]))

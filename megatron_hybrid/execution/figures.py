@@ -1,0 +1,150 @@
+"""The figures of a step, which go to the device in one copy: arrays on the host, then the same
+tuples of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import Ints
+
+T = TypeVar("T")
+_ALIGNMENT = 4  # int32 in 16 bytes: Triton compiles a kernel once more for pointers that are not
+
+
+class SegmentFigures(NamedTuple, Generic[T]):
+    """Of the prompts, as in PrefillSegments and in its order."""
+
+    cu_seqlens: T
+    start_position: T
+    read_slot: T
+    write_slot: T
+    cu_checkpoints: T
+    checkpoint_sequence: T
+    checkpoint_position: T
+    checkpoint_slot: T
+    sequence_of_token: T
+
+
+class SingleFigures(NamedTuple, Generic[T]):
+    """Of decodes of one token each whose states are not written in every step: as in DecodeRuns,
+    [decodes] but for cu_seqlens."""
+
+    cu_seqlens: T  # [decodes + 1]
+    position: T
+    unfolded: T
+    nothing: T  # positions and slots of checkpoints
+
+
+class DraftFigures(NamedTuple, Generic[T]):
+    """Of n decodes with drafts, F tokens in all: what the host knows, and room for what only the
+    device does."""
+
+    rows: T  # [n] of LastSteps
+    certain: T  # [n] tokens that are the sequence's, whatever is accepted
+    unfolded: T  # [n] the last of them, which its state does not include
+    sequence: T  # [F] that each token belongs to; -1: padding
+    offset: T  # [F] 0: the next token; 1, 2, ...: a draft
+    window_start: T  # [n], and the others: see DraftPlan
+    windows: T  # [n, width]
+    checkpoint_position: T  # [n]
+    checkpoint_slot: T  # [n]
+    stop_ids: T  # [n, MOST_STOP_IDS]
+    position_now: T  # [n] DecodeRuns.position, of the device
+    unfolded_now: T  # [n] DecodeRuns.unfolded, of the device
+
+
+class StepFigures(NamedTuple, Generic[T]):
+    """All of a step, in the order in which they lie on the device. Decodes come first."""
+
+    token_ids: T  # [tokens]
+    positions: T  # [tokens]
+    kv_slot: T  # [tokens], and the next three and the last one: as in PagedSequences
+    cu_seqlens: T  # [sequences + 1]
+    kv_length: T  # [sequences]
+    kv_indptr: T  # [sequences + 1]
+    last_block_length: T  # [sequences]
+    decode_rows: T  # [decodes] of the row table
+    read_slot: T  # [decodes]
+    write_slot: T  # [decodes]
+    logits_index: T  # [rows] tokens whose logits are wanted
+    prefill: SegmentFigures[T]
+    chunk_bounds: tuple[T, ...]  # cu_chunk_seqlens of each kernel chunk
+    decodes: SingleFigures[T] | DraftFigures[T] | None  # None: DecodeSlots say all
+    # Last, because it varies: all others are as long as their graph has room for.
+    kv_indices: T  # [blocks of all sequences]
+
+    @staticmethod
+    def most(max_tokens: int, requests: int, chunk_sizes: int) -> int:
+        """Numbers of a step of so many tokens and requests but for the tables of requests: each of
+        the figures has one for each token and two for each request at the most."""
+        figures = len(StepFigures._fields) + len(SegmentFigures._fields) + chunk_sizes
+        return (figures + len(DraftFigures._fields)) * (max_tokens + 2 * requests + 2 * _ALIGNMENT)
+
+
+class Uploads:
+    """The device's memory for a step's figures: that of the last step is written over."""
+
+    def __init__(self, before: int, behind: int, device: torch.device) -> None:
+        """Numbers that there is room for, before and behind a fixed origin."""
+        self._origin = -(-before // _ALIGNMENT) * _ALIGNMENT
+        dtype = torch.int64 if device.type == "cpu" else torch.int32
+        self._buffer = torch.empty(self._origin + behind, dtype=dtype, device=device)
+
+    def upload(
+        self, loose: list[Ints], figures: StepFigures[Ints]
+    ) -> tuple[list[Tensor], StepFigures[Tensor]]:
+        """Both as tensors on the device: `loose` before the origin, the figures from there on, so
+        that their places depend on nothing but their lengths."""
+        every = [*loose, *_arrays(figures)]
+        sizes = [size for part in every for size in (part.size, -part.size % _ALIGNMENT)]
+        total, before = sum(sizes), sum(sizes[: 2 * len(loose)])
+        first = self._origin - before
+        assert first >= 0 and first + total <= len(self._buffer), "the step is too large"
+        # pinned memory comes from torch's cache, which waits until the copy from it is done
+        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        numbers, start = host.numpy(), 0
+        for part in every:
+            numbers[start : start + part.size] = part.reshape(-1)
+            start += part.size + -part.size % _ALIGNMENT
+        target = self._buffer[first : first + total]
+        target.copy_(host, non_blocking=True)
+        tensors = iter(target.split(sizes)[::2])  # the others are gaps
+        return [next(tensors) for _ in loose], _tensors(figures, tensors)
+
+    def to_the_end(self, tensor: Tensor) -> Tensor:
+        """From where the tensor begins to where there is no more room: for what the graph reads of
+        later steps."""
+        return self._buffer[tensor.storage_offset() :]
+
+
+def filled(values: Ints | list[int], length: int, filler: int = 0) -> Ints:
+    """Behind the values as many fillers as are lacking."""
+    whole = np.full(length, filler, dtype=np.int64)
+    whole[: len(values)] = values
+    return whole
+
+
+def _arrays(figures: tuple[Any, ...]) -> Iterator[Ints]:
+    for part in figures:
+        if isinstance(part, tuple):
+            yield from _arrays(part)
+        elif part is not None:
+            yield part
+
+
+def _tensors(figures: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same tuples, of the tensors in the shapes of the arrays."""
+    parts = [
+        _tensors(part, tensors)
+        if isinstance(part, tuple)
+        else None
+        if part is None
+        else next(tensors).view(part.shape)
+        for part in figures
+    ]
+    return figures._make(parts) if hasattr(figures, "_make") else tuple(parts)
