@@ -1,12 +1,13 @@
-"""What stands for what in tests. mypy reads this, so that no double drifts from its Protocol."""
+"""What stands for what in tests. mypy reads this, so that no double drifts from what
+it stands for."""
 
 from __future__ import annotations
 
 from bench import driver
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.engine.drafter import Drafter
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import Launched, Runner
-from megatron_hybrid.server.loop import engine_process
 from tests.cache.stores import Removals
 from tests.engine.symbolic import GoodGuesses, SymbolicLaunch, SymbolicRunner
 from tests.engine.unchecked import UncheckedRunner
@@ -31,7 +32,7 @@ def drafters(symbolic: GoodGuesses, knowing: Knowing) -> list[Drafter]:
     return [symbolic, knowing]
 
 
-def engine_of_a_server(fake: FakeEngine) -> engine_process.Engine:
+def engine_of_a_server(fake: FakeEngine) -> DynamicInferenceEngine:
     return fake
 
 

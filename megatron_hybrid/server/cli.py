@@ -28,8 +28,8 @@ from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.loop.cache_publishing import CachePublishing
-from megatron_hybrid.server.loop.engine_process import Broadcast, EngineLoop
-from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.loop.engine_loop import Broadcast, EngineLoop
+from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
 from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import (
     ServerOptions,
@@ -114,15 +114,15 @@ def _serve_first_rank(
             replica=front_end.replica,
             num_replicas=options.data_parallel_size,
         )
-        loop = make_loop(
+        loop = EngineLoop(
             engine,
-            front_end,
-            options,
+            front_end.socket,
             broadcast=_broadcast(parallel),
-            on_serving=lambda url: _start(question, url),
+            front_end_failure=front_end.failure,
+            on_join=say_when_served(options, front_end.replica, lambda url: _start(question, url)),
+            max_queue=options.max_queue,
             cache=_cache_sizes(engine.cache_geometry),
             publish_cache=publishing.publish,
-            lockstep=engine.lockstep,
             waker=Waker.of(front_end.context, parallel),
             on_turn=watchdog.turn,
         )
@@ -149,7 +149,6 @@ def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) 
         None,
         broadcast=_broadcast(parallel),
         max_queue=max_queue,
-        lockstep=engine.lockstep,
         on_turn=watchdog.turn,
     )
     exit_code = loop.run()

@@ -26,7 +26,7 @@ WORDS = {
     ("execution/runner.py", "dummy_forward"): "launching an idle step",
     ("engine/engine.py", "update_weights"): "loading new weights",
     ("engine/build.py", "build_engine"): "loading the model",
-    ("server/loop/engine_process.py", "_receive"): "waiting for requests",
+    ("server/loop/engine_loop.py", "_receive"): "waiting for requests",
 }
 DEVICE = "waiting for the device"
 

@@ -20,7 +20,7 @@ from megatron_hybrid.kv_events import (
 )
 from megatron_hybrid.server import cli
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.loop.engine_process import EngineLoop
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 
 B = 4
 HYBRID = CacheGeometry(B, B, 100, 4, 4, bytes_per_block=1, bytes_per_state=1)
@@ -236,6 +236,8 @@ def test_the_server_refuses_it_before_anything_starts(capsys: pytest.CaptureFixt
 
 class OneStep:
     """An engine that has one step to do."""
+
+    lockstep = None
 
     def __init__(self, order: list[str]) -> None:
         self.order = order

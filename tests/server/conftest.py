@@ -16,7 +16,7 @@ from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, AnswerMemoryServer
 from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.sockets import bind_socket
-from megatron_hybrid.server.loop.engine_process import EngineLoop
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,11 @@ from megatron_hybrid.request import (
     validate_prompt,
 )
 from megatron_hybrid.server.http.protocol.answers import COUNTERS, COUNTERS_BY_NAME
+
+if TYPE_CHECKING:  # so that no method of ours drifts from the real one; which takes long to import
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
+else:
+    DynamicInferenceEngine = object
 
 BLOCK_SIZE = 4
 QUEUE_SECONDS = 0.0625  # that each request says it has waited
@@ -56,7 +61,7 @@ class _Running:
     begun: bool = False
 
 
-class FakeEngine:
+class FakeEngine(DynamicInferenceEngine):
     """Greedy: repeats the prompt, choice i from its token i on. Sampled: random ids from the seed.
 
     One token a step for each choice; the choices after the first skip the whole prompt.
@@ -104,6 +109,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        adapter: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link.messages import CacheSizes
-from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, make_loop, serve
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
+from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.processes import launch
 from megatron_hybrid.server.processes.launch import FrontEnd
@@ -87,7 +88,14 @@ def main() -> int:
             end_loading_on_signals(front_end)
             front_end.wait_until_listening()
             time.sleep(args.load_seconds)
-            loop = make_loop(engine, front_end, options, cache=CACHE)
+            loop = EngineLoop(
+                engine,
+                front_end.socket,
+                front_end_failure=front_end.failure,
+                on_join=say_when_served(options, front_end.replica),
+                max_queue=options.max_queue,
+                cache=CACHE,
+            )
             return serve(loop, front_end, options)
     except ConfigurationError as error:
         print(error, file=sys.stderr)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from megatron_hybrid.parallel.ranks import RankGroup
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 from megatron_hybrid.watchdog.fault_finder import LOADING_SILENCE, FaultFinder
-from megatron_hybrid.watchdog.rank_beat import RankBeat, Stage, describe, describe_thread, own_beat
+from megatron_hybrid.watchdog.rank_beat import (
+    COLLECTIVES,
+    PACKAGE,
+    WORDS,
+    RankBeat,
+    Stage,
+    describe,
+    describe_thread,
+    own_beat,
+)
 
 LIMIT = 10.0
 
@@ -200,3 +211,13 @@ def test_where_a_connection_broke_a_silent_rank_is_named_though_it_was_last_hear
     assert group.finder.silence(2.0) is None
     found = group.finder.silence(2.0, even_loading=True)
     assert found is not None and found[1] == [1]
+
+
+def test_what_a_stack_is_put_in_words_by_is_there() -> None:
+    """Names in text, since the watchdog looks at a stack and imports none of these."""
+    for file, name in WORDS:
+        tree = ast.parse(Path(PACKAGE, file).read_text())
+        assert name in {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }, (file, name)
+    assert Path(COLLECTIVES).is_file()

@@ -12,9 +12,9 @@ from megatron_hybrid.server.http.answer_record import AnswerRecord
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.placement import Placement, Wanted
+from megatron_hybrid.server.link.engine_client import Placement, Wanted
 from megatron_hybrid.server.link.subscription import (
-    ChoiceKey,
+    AnswerKey,
     EngineUnavailable,
     Overloaded,
     Subscription,
@@ -130,7 +130,7 @@ class Generation:
         self._disconnected = disconnected
         self._on_close = on_close
         self._closed = False
-        self._choices: dict[ChoiceKey, _Choice] = {}
+        self._choices: dict[AnswerKey, _Choice] = {}
         self._adds: list[wire.AddRequest] = []
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
@@ -231,7 +231,7 @@ class Generation:
         only now that it can't be served, and what `Subscription.next` raises.
         """
         assert self._subscription is not None, "start comes first"
-        while self._subscription.open_choices:
+        while self._subscription.open_answers:
             events = self._next_events()
             if self._disconnected():
                 raise ClientGone("The client has gone.")

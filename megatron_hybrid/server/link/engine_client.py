@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_link import EngineLink
-from megatron_hybrid.server.link.placement import Placement, Wanted
 from megatron_hybrid.server.link.subscription import (
     EngineUnavailable,
     Overloaded,
@@ -38,40 +38,59 @@ class QueryFailed(RequestError):
         self.kind = "invalid_request_error" if status < 500 else "server_error"
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An HTTP request before it has a place. All its prompts go to one replica: they are let in or
+    refused together, and answers to one prompt share what it costs."""
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    n: int  # answers to each prompt
+    max_tokens: int | None  # of each answer
+    cache_salt: str
+
+    @property
+    def answers(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request's place: the replica whose client takes it. With one engine there is no more to it.
+
+    on_first: to be called with the id of each engine request when its first event comes.
+    elsewhere: a place on a replica that has not been tried, after this one took nothing; None if
+    there is none. ended: to be called when the request gives up its place; all its answers together
+    had so many tokens, None if they did not come to their end.
+    """
+
+    client: EngineClient
+    on_first: Callable[[str], None] | None = None
+    elsewhere: Callable[[], Placement | None] = lambda: None
+    ended: Callable[[int | None], None] = lambda tokens: None
+
+
 @dataclass(slots=True)
 class _Registered:
-    """A request that runs: who waits for its events, and for which of its choices."""
+    """A request that runs: who waits for its events, and for which of its answers."""
 
     subscription: Subscription
     open: set[int]
     on_first: Callable[[str], None] | None  # until its first event
 
 
-class PendingAnswer:
-    """A query that was sent; `result` waits for what comes back."""
+def result_of(answer: Future[dict[str, Any]], timeout: float | None) -> dict[str, Any]:
+    """What a query that was sent has come to; None: wait for as long as the engine lives. To be
+    called once.
 
-    def __init__(self, client: EngineClient, query_id: int) -> None:
-        self._client = client
-        self._query_id = query_id
-        self.answers: queue.SimpleQueue[wire.Result | None] = queue.SimpleQueue()
-
-    def result(self, timeout: float | None) -> dict[str, Any]:
-        """To be called once. None: wait for as long as the engine lives.
-
-        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
-        """
-        try:
-            result = self.answers.get(timeout=timeout)
-        except queue.Empty:
-            raise EngineUnavailable("The engine is busy and did not answer in time.") from None
-        finally:
-            self._client.forget_query(self._query_id)
-        if result is None:
-            self._client.check()
-            raise EngineUnavailable("The engine has ended.")
-        if result.error is not None:
-            raise QueryFailed(result.error, result.status)
-        return result.values
+    Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
+    """
+    try:
+        return answer.result(timeout)
+    except TimeoutError:
+        answer.cancel()
+        raise EngineUnavailable("The engine is busy and did not answer in time.") from None
 
 
 class EngineClient:
@@ -90,7 +109,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._requests: dict[str, _Registered] = {}
-        self._queries: dict[int, queue.SimpleQueue[wire.Result | None]] = {}
+        self._queries: dict[int, Future[dict[str, Any]]] = {}
         self._query_ids = itertools.count()
         self._link: EngineLink[wire.Command, wire.AnyReply] = EngineLink(
             endpoint, self, wire.encode, wire.decode_replies
@@ -105,10 +124,6 @@ class EngineClient:
     def wait_until_ready(self, seconds: float) -> bool:
         """Whether the first engine has answered within that time."""
         return self._first_ready.wait(seconds)
-
-    def subscribe(self, *, whole: bool) -> Subscription:
-        self.check()
-        return Subscription(self, whole=whole)
 
     def place(self, wanted: Wanted) -> Placement:
         """Where a request is to go: here."""
@@ -138,21 +153,17 @@ class EngineClient:
         Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
         """
         self.check()
-        return self.begin(kind, *arguments).result(timeout)
+        return result_of(self.begin(kind, *arguments), timeout)
 
-    def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> PendingAnswer:
-        """Send a query of this kind."""
+    def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> Future[dict[str, Any]]:
+        """Send a query of this kind; `result_of` waits for what comes back."""
         query_id = next(self._query_ids)
-        pending = PendingAnswer(self, query_id)
+        answer: Future[dict[str, Any]] = Future()
         with self._lock:
-            self._queries[query_id] = pending.answers
+            self._queries[query_id] = answer
+        answer.add_done_callback(lambda _: self._queries.pop(query_id, None))
         self.send(kind(query_id, *arguments))
-        return pending
-
-    def forget_query(self, query_id: int) -> None:
-        """Nobody waits for this answer any more."""
-        with self._lock:
-            self._queries.pop(query_id, None)
+        return answer
 
     def abort(self, request_id: str) -> int:
         """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
@@ -188,7 +199,7 @@ class EngineClient:
         subscription: Subscription,
         on_first: Callable[[str], None] | None = None,
     ) -> None:
-        """Send a request, and hand the events of its choices to the subscription, until each has
+        """Send a request, and hand the events of its answers to the subscription, until each has
         ended. on_first: called with the request's id when its first event comes, by the link's
         thread."""
         name = request.request_id
@@ -203,9 +214,9 @@ class EngineClient:
         raise EngineUnavailable(self._down or "The engine process is shutting down.")
 
     def forget(self, request_id: str, index: int) -> None:
-        """Drop whatever still comes for this choice."""
+        """Drop whatever still comes for this answer."""
         with self._lock:
-            self._end_choice(request_id, index)
+            self._end_answer(request_id, index)
 
     def send(self, command: wire.Command) -> None:
         self._link.send(command)
@@ -256,7 +267,8 @@ class EngineClient:
         for known in lost.values():
             known.subscription.deliver(EngineUnavailable(reason))
         for answer in queries:
-            answer.put(None)
+            with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+                answer.set_exception(EngineUnavailable(reason))
         return list(lost)
 
     def _dispatch(self, reply: wire.AnyReply) -> None:
@@ -269,10 +281,12 @@ class EngineClient:
             if known is not None:
                 known.subscription.deliver(_refusal(reply))
         elif isinstance(reply, wire.Result):
-            with self._lock:
-                answer = self._queries.get(reply.query_id)
-            if answer is not None:
-                answer.put(reply)
+            if (answer := self._queries.get(reply.query_id)) is not None:
+                with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+                    if reply.error is None:
+                        answer.set_result(reply.values)
+                    else:
+                        answer.set_exception(QueryFailed(reply.error, reply.status))
         elif isinstance(reply, wire.EngineReady):
             self.ready = reply
             self.state = "ok"
@@ -296,14 +310,14 @@ class EngineClient:
             if known is None or event.index not in known.open:
                 return  # nobody waits for it any more
             if event.finish_reason is not None:
-                self._end_choice(event.request_id, event.index)
+                self._end_answer(event.request_id, event.index)
         if known.on_first is not None:
             known.on_first(event.request_id)
             known.on_first = None
         known.subscription.deliver(event)
 
-    def _end_choice(self, request_id: str, index: int) -> None:
-        """With its last choice the request is forgotten. Under the lock."""
+    def _end_answer(self, request_id: str, index: int) -> None:
+        """With its last answer the request is forgotten. Under the lock."""
         known = self._requests.get(request_id)
         if known is not None:
             known.open.discard(index)

@@ -60,7 +60,7 @@ class GrammarReady(Command, frozen=True):
 
 
 class AbortRequest(Command, frozen=True):
-    """End one choice of a request; without an index, all that have not ended. `reason`: how it is
+    """End one answer to a request; without an index, all that have not ended. `reason`: how it is
     counted; "stop" when a stop string ended it, which only the front end sees."""
 
     request_id: str
@@ -79,7 +79,7 @@ class GetStats(Query, frozen=True):
 
 
 class AbortAnswers(Query, frozen=True):
-    """End all choices of one HTTP request, whichever front end it came through; the result holds
+    """End all answers to one HTTP request, whichever front end it came through; the result holds
     `aborted`, their number."""
 
     request_id: str

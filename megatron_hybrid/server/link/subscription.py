@@ -28,13 +28,13 @@ class Overloaded(RequestError):
 
 
 Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable
-ChoiceKey = tuple[str, int]  # an engine request's id, and which of its choices
+AnswerKey = tuple[str, int]  # an engine request's id, and which of its answers
 
 
 class Subscription:
     """The events of one HTTP request's engine requests, in the order of their arrival.
 
-    whole: deliver a choice's events as one, when it has ended; what nobody looks at earlier
+    whole: deliver an answer's events as one, when it has ended; what nobody looks at earlier
     need not wake a thread at every step. on_first: called with the id of each engine request when
     its first event comes, in the client's thread.
     """
@@ -50,13 +50,13 @@ class Subscription:
         self._whole = whole
         self._on_first = on_first
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._partial: dict[ChoiceKey, RequestEvent] = {}
-        self.open_choices: set[ChoiceKey] = set()
+        self._partial: dict[AnswerKey, RequestEvent] = {}
+        self.open_answers: set[AnswerKey] = set()
         self.first_event: float | None = None  # when it came, by `time.monotonic`
 
     def add(self, request: wire.AddRequest) -> None:
         self._client.submit(request, self, self._on_first)
-        self.open_choices.update((request.request_id, i) for i in range(request.params.n))
+        self.open_answers.update((request.request_id, i) for i in range(request.params.n))
 
     def next(self, timeout: float) -> list[RequestEvent]:
         """The events so far, at least one unless `timeout` seconds pass without any.
@@ -73,15 +73,15 @@ class Subscription:
             return events
 
     def abort(self, request_id: str, index: int, reason: FinishReason) -> None:
-        """Stop caring for one choice, and let the engine know why."""
-        if (request_id, index) in self.open_choices:
+        """Stop caring for one answer, and let the engine know why."""
+        if (request_id, index) in self.open_answers:
             self._forget(request_id, index)
             self._client.send(wire.AbortRequest(request_id, index, reason))
 
     def close(self) -> None:
         """Abort whatever has not ended."""
-        requests = {request_id for request_id, _ in self.open_choices}
-        for request_id, index in list(self.open_choices):
+        requests = {request_id for request_id, _ in self.open_answers}
+        for request_id, index in list(self.open_answers):
             self._forget(request_id, index)
         for request_id in requests:
             self._client.send(wire.AbortRequest(request_id))
@@ -102,11 +102,11 @@ class Subscription:
         if not isinstance(item, RequestEvent):
             raise item
         if item.finish_reason is not None:
-            self.open_choices.discard((item.request_id, item.index))
+            self.open_answers.discard((item.request_id, item.index))
         return item
 
     def _forget(self, request_id: str, index: int) -> None:
-        self.open_choices.discard((request_id, index))
+        self.open_answers.discard((request_id, index))
         self._client.forget(request_id, index)
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.kv_events import KVEventPublisher, KVEventRecorder, KVEventsConfig
 from megatron_hybrid.server.link.run_folder import RunFolder
 
-
-class Engine(Protocol):
-    """What is needed of DynamicInferenceEngine."""
-
-    def listen_to_cache(self, listener: CacheListener) -> None: ...
-
-    @property
-    def cache_geometry(self) -> CacheGeometry: ...
-
-    @property
-    def epoch(self) -> int: ...
+if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
 
 
 class CachePublishing:
@@ -28,7 +17,7 @@ class CachePublishing:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DynamicInferenceEngine,
         config: KVEventsConfig,
         folder: RunFolder,
         *,

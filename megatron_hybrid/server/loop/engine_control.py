@@ -10,38 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.server.link import messages as wire
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
-    from megatron_hybrid.execution.lockstep import Lockstep
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
 
 logger = logging.getLogger(__name__)
 
 BAD_REQUEST, CONFLICT, FAILED = 400, 409, 500  # HTTP statuses
 
 ControlQuery = wire.Pause | wire.Resume | wire.UpdateWeights
-
-
-class Engine(Protocol):
-    """What is needed of DynamicInferenceEngine."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def is_paused(self) -> bool: ...
-
-    @property
-    def is_quiet(self) -> bool: ...
-
-    def pause(self, mode: str) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def update_weights(self, source: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -58,13 +39,10 @@ class EngineControl:
     and they load the weights together."""
 
     def __init__(
-        self,
-        engine: Engine,
-        send: Callable[[bytes, wire.Reply], None],
-        lockstep: Lockstep | None = None,
+        self, engine: DynamicInferenceEngine, send: Callable[[bytes, wire.Reply], None]
     ) -> None:
         self._engine = engine
-        self._lockstep = lockstep
+        self._lockstep = engine.lockstep
         self._send = send
         self._pauses: list[tuple[bytes, wire.Pause]] = []  # not answered yet
         self._update: _Update | None = None

@@ -8,16 +8,10 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from megatron_hybrid.server.link.messages import NO_CACHE, CacheSizes
-from megatron_hybrid.server.loop.engine_process import Broadcast, Engine, EngineLoop
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.processes.launch import FrontEnd
-
-if TYPE_CHECKING:
-    from megatron_hybrid.execution.lockstep import Lockstep
-    from megatron_hybrid.server.loop.waker import Waker
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,21 +36,11 @@ def end_loading_on_signals(front_end: FrontEnd) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def make_loop(
-    engine: Engine,
-    front_end: FrontEnd,
-    options: ServerOptions,
-    *,
-    broadcast: Broadcast | None = None,
-    on_serving: Callable[[str], None] = lambda url: None,
-    cache: CacheSizes = NO_CACHE,
-    publish_cache: Callable[[], None] = lambda: None,
-    lockstep: Lockstep | None = None,
-    waker: Waker | None = None,
-    on_turn: Callable[[], None] = lambda: None,
-) -> EngineLoop:
-    """The first rank's loop. on_serving: called once, when every worker is served; cache: what the
-    coordinator of several replicas needs to know of this one's."""
+def say_when_served(
+    options: ServerOptions, replica: int, on_serving: Callable[[str], None] = lambda url: None
+) -> Callable[[str], None]:
+    """For EngineLoop's `on_join`: prints the address once every worker is served, and then calls
+    `on_serving` with it."""
     joined = 0
 
     def on_join(url: str) -> None:
@@ -64,23 +48,11 @@ def make_loop(
         joined += 1
         if joined == options.http_workers:  # later ones replace workers that died
             size = options.data_parallel_size
-            which = f" (replica {front_end.replica} of {size})" if size > 1 else ""
+            which = f" (replica {replica} of {size})" if size > 1 else ""
             print(f"serving {options.model_name} on {url}{which}", flush=True)
             on_serving(url)
 
-    return EngineLoop(
-        engine,
-        front_end.socket,
-        broadcast=broadcast,
-        front_end_failure=front_end.failure,
-        on_join=on_join,
-        max_queue=options.max_queue,
-        cache=cache,
-        publish_cache=publish_cache,
-        lockstep=lockstep,
-        waker=waker,
-        on_turn=on_turn,
-    )
+    return on_join
 
 
 def serve(

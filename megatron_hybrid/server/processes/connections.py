@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid.server.http.body_reader import Pace
-from megatron_hybrid.server.http.turns import let_others_run
 
 CANDIDATES = 8  # looked at for one that makes room
 
@@ -65,7 +64,6 @@ class Connection:
         finally:
             self.client.settimeout(before)
         self.pace.received += len(data)
-        let_others_run()  # however fast the client is
         return data
 
     def hang_up(self) -> None:

@@ -177,7 +177,7 @@ class Coordinator:
             block_size = 1 + max(map(len, command.prompts), default=0)
         prompts = [PromptKeys(data, block_size, command.cache_salt) for data in command.prompts]
         return self.placer.place(
-            command.request_id, prompts, command.choices, command.max_tokens, command.replicas
+            command.request_id, prompts, command.n, command.max_tokens, command.replicas
         )
 
     def _ping(self) -> None:

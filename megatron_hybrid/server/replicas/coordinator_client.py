@@ -7,9 +7,9 @@ import queue
 import threading
 import time
 
+from megatron_hybrid.server.link.engine_client import Wanted
 from megatron_hybrid.server.link.engine_link import EngineLink
 from megatron_hybrid.server.link.messages import packed
-from megatron_hybrid.server.link.placement import Wanted
 from megatron_hybrid.server.replicas import coordinator_messages as wire
 
 # Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
@@ -50,7 +50,7 @@ class CoordinatorClient:
                 place_id,
                 wanted.request_id,
                 [packed(prompt) for prompt in wanted.prompts],
-                wanted.choices,
+                wanted.n,
                 wanted.max_tokens,
                 wanted.cache_salt,
                 replicas,

@@ -21,7 +21,7 @@ class Place(Command, frozen=True):
     place_id: int
     request_id: str
     prompts: list[bytes]
-    choices: int
+    n: int
     max_tokens: int | None
     cache_salt: str
     replicas: list[int]

@@ -40,7 +40,7 @@ class _Placed:
 
     replica: int
     answers: int
-    choices: int = 0  # of each prompt
+    n: int = 0  # to each prompt
     waiting: dict[str, tuple[int, PromptKeys]] = field(default_factory=dict)
     # ^ prompts without their first token, by engine request: tokens to compute
 
@@ -83,14 +83,14 @@ class Placer:
         self,
         request_id: str,
         prompts: Sequence[PromptKeys],
-        choices: int,
+        n: int,
         max_tokens: int | None,
         replicas: Sequence[int],
     ) -> int:
         """One of these replicas, at least one, for the HTTP request, which counts there from now
         on. A request that has a place gives it up."""
         self.end(request_id)
-        answers = len(prompts) * choices
+        answers = len(prompts) * n
         # One that would refuse it is no place while another one has room.
         room = [
             one
@@ -99,7 +99,7 @@ class Placer:
         ]
         replica = self._choose(prompts, max_tokens, room or replicas)
         placed = self._put(request_id, replica, answers)
-        placed.choices = choices
+        placed.n = n
         self._waiting[replica] = self.waiting(replica) + answers
         for number, prompt in enumerate(prompts):
             tokens = prompt.length - self.prefixes.reusable(prompt, [replica])[replica]
@@ -151,7 +151,7 @@ class Placer:
         if waiting is not None:
             tokens, prompt = waiting
             self._prefill[placed.replica] -= tokens
-            self._waiting[placed.replica] -= placed.choices
+            self._waiting[placed.replica] -= placed.n
             self.prefixes.expect_no_more(placed.replica, prompt)
 
     def _longest_prefix(

@@ -182,11 +182,6 @@ class ReplicaContents:
         """Blocks that are cached."""
         return len(self._blocks)
 
-    @property
-    def num_states(self) -> int:
-        """States that are cached."""
-        return len(self._states)
-
     def apply(self, events: Iterable[Event]) -> None:
         """Take over what has changed; O(1) a block."""
         for event in events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.server.link import messages as wire
@@ -12,9 +13,11 @@ from megatron_hybrid.server.link.engine_client import (
     QUERY_SECONDS,
     STATS_SECONDS,
     EngineClient,
+    Placement,
     QueryFailed,
+    Wanted,
+    result_of,
 )
-from megatron_hybrid.server.link.placement import Placement, Wanted
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
 from megatron_hybrid.server.replicas.stats_sum import sum_stats
@@ -155,7 +158,12 @@ class ReplicaSet:
             # It is being restarted, or slow: what this process has on each must do.
             chosen = min(candidates, key=lambda one: (self.clients[one].running(), one))
             self._coordinator.moved(wanted, chosen)
-        return _ReplicaPlacement(self, wanted, chosen, tried | {chosen})
+        return Placement(
+            self.clients[chosen],
+            on_first=self._coordinator.started,
+            elsewhere=partial(self._place, wanted, tried | {chosen}),
+            ended=partial(self._coordinator.ended, wanted.request_id),
+        )
 
     def _ready_to_begin(self, replicas: list[int]) -> list[int]:
         """Those of them, if any, that begin requests soon: that are not paused, and do not hang as
@@ -179,31 +187,12 @@ class ReplicaSet:
         for replica, answer in pending.items():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                results[replica] = answer.result(left)
+                results[replica] = result_of(answer, left)
             except EngineUnavailable as error:
                 silent[replica] = str(error)
             except QueryFailed as error:
                 refusals[replica] = error
         return results, refusals, silent
-
-
-class _ReplicaPlacement(Placement):
-    """A place on one replica, of which the coordinator knows."""
-
-    def __init__(
-        self, replicas: ReplicaSet, wanted: Wanted, replica: int, tried: frozenset[int]
-    ) -> None:
-        super().__init__(replicas.clients[replica])
-        self.on_first = replicas._coordinator.started
-        self._replicas = replicas
-        self._wanted = wanted
-        self._tried = tried
-
-    def elsewhere(self) -> Placement | None:
-        return self._replicas._place(self._wanted, self._tried)
-
-    def ended(self, tokens: int | None) -> None:
-        self._replicas._coordinator.ended(self._wanted.request_id, tokens)
 
 
 Engines = EngineClient | ReplicaSet  # what the routes are given

@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, SamplingParams
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.subscription import Subscription
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
@@ -178,7 +179,7 @@ def test_a_failed_step_fails_all_choices_and_the_next_request_is_served(
 
 def test_a_request_ends_for_loop_and_client_with_its_last_choice(running: RunningLoop) -> None:
     running.engine.step_seconds = 0.02
-    subscription = running.client.subscribe(whole=True)
+    subscription = Subscription(running.client, whole=True)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6, 7]), GREEDY))
     running.client.send(wire.AbortRequest("a-0", 1))
     (event,) = subscription.next(5)
@@ -190,23 +191,23 @@ def test_a_request_ends_for_loop_and_client_with_its_last_choice(running: Runnin
     (event,) = subscription.next(5)
     assert (event.index, event.finish_reason) == (2, FinishReason.ABORT)
     assert event.counters is not None
-    assert subscription.open_choices == set()
+    assert subscription.open_answers == set()
     assert running.client.running() == 0
-    wait_until(lambda: not running.loop._owned)
+    wait_until(lambda: not running.loop._requests)
 
 
 def test_an_id_in_use_is_refused_to_the_second_and_the_first_goes_on(running: RunningLoop) -> None:
     running.engine.step_seconds = 0.02
     params = SamplingParams(temperature=0.0, max_tokens=20, n=2)
-    first = running.client.subscribe(whole=True)
+    first = Subscription(running.client, whole=True)
     first.add(wire.AddRequest("same-0", wire.packed([5, 6, 7]), params))
     wait_until(running.engine.has_work)
     with pytest.raises(InvalidRequestError, match="in use"):
-        running.client.subscribe(whole=True).add(
+        Subscription(running.client, whole=True).add(
             wire.AddRequest("same-0", wire.packed([5]), params)
         )
     other = running.connect()
-    second = other.subscribe(whole=True)
+    second = Subscription(other, whole=True)
     second.add(wire.AddRequest("same-0", wire.packed([5, 6, 7]), params))
     with pytest.raises(InvalidRequestError, match="in use"):
         second.next(5)
@@ -217,7 +218,7 @@ def test_an_id_in_use_is_refused_to_the_second_and_the_first_goes_on(running: Ru
         events += first.next(5)
     assert {event.index for event in events} == {0, 1}
     assert all(event.finish_reason is FinishReason.LENGTH for event in events)
-    wait_until(lambda: not running.loop._owned)
+    wait_until(lambda: not running.loop._requests)
 
 
 def test_numpy_counters_survive_the_wire() -> None:

@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 
 from megatron_hybrid.request import RequestEvent, SamplingParams
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.loop.engine_process import EngineLoop
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
@@ -57,8 +57,8 @@ def test_a_rank_without_a_socket_goes_on_alike(tokenizer: Tokenizer) -> None:
     params = SamplingParams(max_tokens=1)
     for name, prompt in (("a-0", [7]), ("b-0", [8])):
         loop._apply(wire.AddRequest(name, wire.packed(prompt), params))
-    assert list(loop._owned) == ["b-0"]
-    assert loop._step() and not loop._owned
+    assert list(loop._requests._owned) == ["b-0"]
+    assert loop._step() and not loop._requests
     assert not engine.has_work()
 
 

@@ -20,9 +20,9 @@ from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import EngineClient
-from megatron_hybrid.server.link.subscription import EngineUnavailable, Overloaded
-from megatron_hybrid.server.loop import engine_process
-from megatron_hybrid.server.loop.engine_process import EngineLoop
+from megatron_hybrid.server.link.subscription import EngineUnavailable, Overloaded, Subscription
+from megatron_hybrid.server.loop import engine_loop
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUE, RunningLoop
@@ -98,8 +98,8 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(
 def test_a_turn_takes_only_so_many_commands_and_tokens(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "COMMANDS_AT_ONCE", 3)
-    monkeypatch.setattr(engine_process, "BYTES_A_COMMAND", 40)
+    monkeypatch.setattr(engine_loop, "COMMANDS_AT_ONCE", 3)
+    monkeypatch.setattr(engine_loop, "BYTES_A_COMMAND", 40)
 
     def turns(lengths: list[int]) -> list[list[str]]:
         loop = EngineLoop(engine, None)
@@ -121,7 +121,7 @@ def test_a_turn_takes_only_so_many_commands_and_tokens(
 def test_a_request_that_takes_several_turns_is_answered_in_full(
     http: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_process, "COMMANDS_AT_ONCE", 3)
+    monkeypatch.setattr(engine_loop, "COMMANDS_AT_ONCE", 3)
     answer = http.post(COMPLETION, json={**HELLO, "prompt": ["a"] * 10})
     assert answer.status_code == 200 and len(answer.get_json()["choices"]) == 10
 
@@ -260,7 +260,7 @@ def test_metrics_show_the_front_ends_figures_and_the_engines(http: FlaskClient) 
 
 
 def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -> None:
-    subscription = running.client.subscribe(whole=False)
+    subscription = Subscription(running.client, whole=False)
     subscription.add(wire.AddRequest("a-0", wire.packed([]), SamplingParams(n=2)))
     with pytest.raises(InvalidRequestError, match="empty") as caught:
         subscription.next(5)
@@ -269,7 +269,7 @@ def test_what_the_engine_refuses_comes_back_as_its_error(running: RunningLoop) -
 
 
 def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
-    subscription = running.client.subscribe(whole=True)
+    subscription = Subscription(running.client, whole=True)
     params = SamplingParams(temperature=0.0, max_tokens=5)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6, 7]), params))
     (event,) = subscription.next(5)
@@ -327,7 +327,7 @@ def test_the_requests_of_a_front_end_that_vanishes_are_aborted(running: RunningL
     slow(running.engine)
     other = running.connect()
     for client, name in ((other, "a"), (running.client, "b")):
-        subscription = client.subscribe(whole=False)
+        subscription = Subscription(client, whole=False)
         subscription.add(
             wire.AddRequest(f"{name}-0", wire.packed([5, 6]), SamplingParams(max_tokens=50))
         )
@@ -345,7 +345,7 @@ def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
     first = RunningLoop(engine, folder)
     slow(engine)
     client = first.client
-    subscription = client.subscribe(whole=False)
+    subscription = Subscription(client, whole=False)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), SamplingParams(max_tokens=50)))
     subscription.next(5)
     first.die()
@@ -357,7 +357,7 @@ def test_a_client_fails_what_runs_when_the_engine_dies_and_joins_the_next_one(
     again = FakeEngine(engine.vocab_size, engine.eos_token_ids)
     second = RunningLoop(again, folder)
     wait_until(lambda: client.ready is not None)
-    later = client.subscribe(whole=True)
+    later = Subscription(client, whole=True)
     params = SamplingParams(temperature=0.0, max_tokens=2)
     later.add(wire.AddRequest("b-0", wire.packed([5, 6]), params))
     (event,) = later.next(5)
@@ -374,7 +374,7 @@ WITH_GRAMMAR = SamplingParams(
 
 def test_a_grammar_that_is_being_compiled_keeps_nobody_else_waiting(running: RunningLoop) -> None:
     running.engine.grammars_are_ready = False
-    slow, other = (running.client.subscribe(whole=True) for _ in range(2))
+    slow, other = (Subscription(running.client, whole=True) for _ in range(2))
     slow.add(wire.AddRequest("slow-0", wire.packed([5, 6]), WITH_GRAMMAR))
     other.add(
         wire.AddRequest("other-0", wire.packed([7, 8]), SamplingParams(temperature=0, max_tokens=2))
@@ -383,24 +383,24 @@ def test_a_grammar_that_is_being_compiled_keeps_nobody_else_waiting(running: Run
     assert event.token_ids == [7, 8]
     assert "add other-0" in running.engine.log and "add slow-0" not in running.engine.log
     running.engine.grammars_are_ready = True
-    while slow.open_choices:
+    while slow.open_answers:
         assert all(len(event.token_ids) == 3 for event in slow.next(5))
 
 
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(running: RunningLoop) -> None:
     running.engine.grammars_are_ready = False
-    subscription = running.client.subscribe(whole=True)
+    subscription = Subscription(running.client, whole=True)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), WITH_GRAMMAR))
     assert running.client.abort("a") == 2
     running.engine.grammars_are_ready = True
-    while subscription.open_choices:
+    while subscription.open_answers:
         for event in subscription.next(5):
             assert event.finish_reason is FinishReason.ABORT
 
 
 def test_requests_that_wait_for_their_grammar_count_as_waiting(running: RunningLoop) -> None:
     running.engine.grammars_are_ready = False
-    subscriptions = [running.client.subscribe(whole=True) for _ in range(MAX_QUEUE + 1)]
+    subscriptions = [Subscription(running.client, whole=True) for _ in range(MAX_QUEUE + 1)]
     for number, subscription in enumerate(subscriptions):
         name, params = f"{number}-0", dataclasses.replace(WITH_GRAMMAR, n=1)
         subscription.add(wire.AddRequest(name, wire.packed([5, 6]), params))
@@ -414,14 +414,14 @@ def test_what_waits_for_its_grammar_ends_with_a_step_that_fails(
     running: RunningLoop, tokenizer: Tokenizer
 ) -> None:
     running.engine.grammars_are_ready = False
-    waiting, bad = (running.client.subscribe(whole=True) for _ in range(2))
+    waiting, bad = (Subscription(running.client, whole=True) for _ in range(2))
     waiting.add(wire.AddRequest("waiting-0", wire.packed([5, 6]), WITH_GRAMMAR))
     bad.add(
         wire.AddRequest("bad-0", wire.packed(tokenizer.encode("~")), SamplingParams(max_tokens=2))
     )
     assert waiting.next(5)[0].finish_reason is FinishReason.ERROR
     running.engine.grammars_are_ready = True
-    later = running.client.subscribe(whole=True)
+    later = Subscription(running.client, whole=True)
     later.add(wire.AddRequest("later-0", wire.packed([5, 6]), WITH_GRAMMAR))
     assert later.next(5)[0].finish_reason is FinishReason.LENGTH
     assert not any("waiting-0" in line for line in running.engine.log if line.startswith("add"))

@@ -20,12 +20,11 @@ from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
-from megatron_hybrid.server.link.engine_client import EngineClient
-from megatron_hybrid.server.link.placement import Wanted
+from megatron_hybrid.server.link.engine_client import EngineClient, Wanted
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
-from megatron_hybrid.server.link.subscription import EngineUnavailable
-from megatron_hybrid.server.loop.engine_process import EngineLoop
+from megatron_hybrid.server.link.subscription import EngineUnavailable, Subscription
+from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas import coordinator_client
 from megatron_hybrid.server.replicas.coordinator import Coordinator
@@ -122,7 +121,7 @@ def server(tokenizer: Tokenizer) -> Iterator[Server]:
 
 
 def wanted(name: str, tokens: list[int]) -> Wanted:
-    return Wanted(name, [tokens], choices=1, max_tokens=4, cache_salt="")
+    return Wanted(name, [tokens], n=1, max_tokens=4, cache_salt="")
 
 
 def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> None:
@@ -219,7 +218,7 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
     placement = server.worker.place(request)
     number = server.worker.clients.index(placement.client)
     assert coordinator.placer.prefill(number) == len(SHARED)
-    subscription = placement.client.subscribe(whole=True)
+    subscription = Subscription(placement.client, whole=True)
     subscription._on_first = placement.on_first
     subscription.add(wire.AddRequest("a-0", wire.packed(SHARED), SamplingParams(max_tokens=20)))
     wait_until(lambda: coordinator.placer.prefill(number) == 0)
@@ -291,7 +290,7 @@ def test_requests_that_are_refused_say_nothing_of_how_long_answers_are(
 
 def test_what_a_busy_replica_has_not_done_yet_is_said(server: Server) -> None:
     server.replicas[1].engine.step_seconds = 1.0
-    busy = server.worker.clients[1].subscribe(whole=True)
+    busy = Subscription(server.worker.clients[1], whole=True)
     busy.add(
         wire.AddRequest("a-0", wire.packed([5]), SamplingParams(max_tokens=2, ignore_eos=True))
     )
@@ -310,7 +309,7 @@ def test_without_a_coordinator_nothing_is_kept_for_it(server: Server) -> None:
 
 def test_without_a_coordinator_requests_go_where_this_worker_has_fewest(server: Server) -> None:
     first, second = server.worker.clients
-    submitted = first.subscribe(whole=True)
+    submitted = Subscription(first, whole=True)
     server.replicas[0].engine.step_seconds = 0.05
     submitted.add(
         wire.AddRequest("a-0", wire.packed([5]), SamplingParams(max_tokens=50, ignore_eos=True))

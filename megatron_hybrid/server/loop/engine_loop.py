@@ -10,22 +10,18 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
-from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
-from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.loop import engine_control
 from megatron_hybrid.server.loop.engine_control import EngineControl
+from megatron_hybrid.server.loop.running_requests import RunningRequests
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
-    from megatron_hybrid.execution.lockstep import Lockstep
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
     from megatron_hybrid.server.loop.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -39,74 +35,7 @@ BYTES_A_COMMAND = 65_536  # of a prompt: it counts once more for so many
 MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
 
 
-class Engine(engine_control.Engine, Protocol):
-    """What the loop needs of DynamicInferenceEngine."""
-
-    @property
-    def max_seq_length(self) -> int: ...
-
-    @property
-    def max_seq_length_flag(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        cache_checkpoints: Sequence[int] = (),
-        message_ends: Sequence[int] = (),
-        arrived: float | None = None,
-    ) -> None: ...
-
-    def begin_grammar(self, params: SamplingParams) -> bool: ...
-
-    def abort(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-    ) -> None: ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Answers that have not begun."""
-
-    def has_work(self) -> bool: ...
-
-    def step(self) -> list[RequestEvent]: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Delayed:
-    """A request whose grammar is being compiled, and what was aborted of it meanwhile."""
-
-    client: bytes
-    request: wire.AddRequest
-    aborts: list[wire.AbortRequest] = field(default_factory=list)
-
-
 Broadcast = Callable[[list[wire.Command]], list[wire.Command]]
-
-
-@dataclass(slots=True)
-class _Owned:
-    """A request that runs: who asked for it, and which of its choices have not ended."""
-
-    client: bytes  # b"" on the other ranks
-    open: set[int]
 
 
 class EngineLoop:
@@ -118,13 +47,13 @@ class EngineLoop:
     on_join: called with the URL of each front end that has begun to take requests for this engine.
     cache: what the coordinator of several replicas needs to know of this one's.
     publish_cache: called when what the prefix cache holds may have changed; must not wait.
-    lockstep, waker: of a replica that steps together with others; only first ranks have wakers.
+    waker: of a first rank whose replica steps together with others.
     on_turn: called at the beginning of each turn.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DynamicInferenceEngine,
         socket: zmq.Socket[bytes] | None,
         *,
         broadcast: Broadcast | None = None,
@@ -133,7 +62,6 @@ class EngineLoop:
         max_queue: int = 1_000_000,
         cache: wire.CacheSizes = wire.NO_CACHE,
         publish_cache: Callable[[], None] = lambda: None,
-        lockstep: Lockstep | None = None,
         waker: Waker | None = None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
@@ -146,16 +74,14 @@ class EngineLoop:
         self._cache = cache
         self._publish_cache = publish_cache
         self._clients: set[bytes] = set()
-        self._owned: dict[str, _Owned] = {}
-        self._delayed: dict[str, _Delayed] = {}  # theirs are owned already
+        self._requests = RunningRequests(engine, self._send, max_queue)
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
-        self._turned_away = "", ""  # the HTTP request that was refused last, and why
         self._failed_steps = 0
         self.failure: Exception | None = None  # of the last step that failed
         self._last_heartbeat = 0.0
-        self._is_alone = broadcast is None and lockstep is None
-        self._lockstep = lockstep
+        self._is_alone = broadcast is None and engine.lockstep is None
+        self._lockstep = engine.lockstep
         self._waker = waker
         self._on_turn = on_turn
         self._stop_requested = False
@@ -165,7 +91,7 @@ class EngineLoop:
         self._told: set[bytes] = set()  # clients that know of it
         self._left: set[bytes] = set()  # those whose last request is here
         self._unreachable: list[bytes] = []  # clients that went away since the last turn
-        self._control = EngineControl(engine, self._send, lockstep)
+        self._control = EngineControl(engine, self._send)
 
     def request_stop(self) -> None:
         """End the loop at its next turn; safe in a signal handler and in any thread."""
@@ -219,10 +145,10 @@ class EngineLoop:
         if self._stop_requested or self._has_ended:
             return [wire.Stop(at_once=self._stop_requested)]
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
-        if self._delayed:
+        if self._requests.await_grammars:
             idle_seconds = GRAMMAR_POLL_SECONDS
         self._backlog.extend((b"", command) for command in self._abort_orphans())
-        shared = self._grammars_that_are_ready()
+        shared = self._requests.compiled_grammars()
         is_busy = shared or self._backlog or self._engine.has_work()
         timeout = 0 if is_busy else int(1000 * idle_seconds)
         sleeps = timeout > 0
@@ -282,7 +208,7 @@ class EngineLoop:
         for client in self._clients - self._told:
             self._told.add(client)
             self._send(client, wire.Draining())
-        return self._clients <= self._left and not self._owned
+        return self._clients <= self._left and not self._requests
 
     def _abort_orphans(self) -> list[wire.Command]:
         """For the requests of clients that went away: those of a front-end worker that died."""
@@ -291,17 +217,7 @@ class EngineLoop:
         gone = set(self._unreachable)
         self._unreachable.clear()
         self._clients -= gone
-        return [
-            wire.AbortRequest(name) for name, owned in self._owned.items() if owned.client in gone
-        ]
-
-    def _grammars_that_are_ready(self) -> list[wire.Command]:
-        """For the requests that waited for one; every rank takes them at the same turn."""
-        return [
-            wire.GrammarReady(name)
-            for name, delayed in self._delayed.items()
-            if self._engine.begin_grammar(delayed.request.params)
-        ]
+        return [wire.AbortRequest(name) for name in self._requests.orphans(gone)]
 
     def _ready(self) -> wire.EngineReady:
         engine = self._engine
@@ -316,118 +232,25 @@ class EngineLoop:
         )
 
     def _apply(self, command: wire.Command) -> None:
-        if isinstance(command, wire.AddRequest):
-            self._add(command)
-        elif isinstance(command, wire.GrammarReady):
-            self._go_on(command.request_id)
-        elif isinstance(command, wire.AbortRequest):
-            self._abort(command)
-        elif isinstance(command, wire.Query):
-            self._answer(command)
-
-    def _answer(self, query: wire.Query) -> None:
-        """Do what every rank does, and tell the first rank's client."""
-        client = self._senders.popleft() if self._senders else b""
-        values: dict[str, Any] = {}
-        if isinstance(query, wire.ResetPrefixCache):
-            self._engine.reset_prefix_cache()
-        elif isinstance(query, wire.Pause | wire.Resume | wire.UpdateWeights):
-            self._control.take(client, query)  # which answers
-            return
-        elif isinstance(query, wire.AbortAnswers):
-            values = {"aborted": self._abort_answers(query.request_id)}
-        self._send(client, wire.Result(query.query_id, values))
-
-    def _abort_answers(self, request_id: str) -> int:
-        """Of one HTTP request, whose prompts are engine requests named `<its id>-<number>`."""
-        found = {
-            name: len(owned.open)
-            for name, owned in self._owned.items()
-            if request_id in (name, name.rpartition("-")[0])
-        }
-        for name in found:
-            self._abort(wire.AbortRequest(name))
-        return sum(found.values())
-
-    def _add(self, command: wire.AddRequest) -> None:
-        client = self._senders.popleft() if self._senders else b""
-        if (no_room := self._no_room(command)) is not None:
-            self._send(client, wire.Refused(command.request_id, "", no_room, 429))
-        elif command.params.grammar is None:
-            self._submit(client, command)
-        else:
-            # At the next turn at the earliest, when the first rank has seen that it is compiled:
-            # the ranks' threads need not be equally fast.
-            self._engine.begin_grammar(command.params)
-            self._delayed[command.request_id] = _Delayed(client, command)
-            self._own(client, command)
-
-    def _go_on(self, request_id: str) -> None:
-        """A request's grammar is there."""
-        delayed = self._delayed.pop(request_id, None)
-        if delayed is None:  # a step has failed, and with it everything
-            return
-        del self._owned[request_id]
-        self._submit(delayed.client, delayed.request)
-        for abort in delayed.aborts:
-            self._abort(abort)
-
-    def _abort(self, command: wire.AbortRequest) -> None:
-        if command.request_id in self._delayed:
-            self._delayed[command.request_id].aborts.append(command)
-        else:
-            self._engine.abort(command.request_id, command.index, command.reason)
-
-    def _submit(self, client: bytes, command: wire.AddRequest) -> None:
-        try:
-            self._engine.add_request(
-                command.request_id,
-                np.frombuffer(command.prompt, dtype=np.int32),
-                command.params,
-                cache_salt=command.cache_salt,
-                priority=command.priority,
-                cache_checkpoints=command.cache_checkpoints,
-                message_ends=command.message_ends,
-                arrived=command.arrived,
-            )
-        except InvalidRequestError as error:
-            self._send(
-                client, wire.Refused(command.request_id, error.field, str(error), error.status)
-            )
-        except Exception as error:  # it concerns nobody else; every rank has it
-            logger.exception("A request could not be added.")
-            self._engine.abort(command.request_id)
-            reason = f"The engine could not take the request: {type(error).__name__}: {error}"
-            self._own(client, command)
-            self._publish(self._failures(command.request_id, reason))
-        else:
-            self._own(client, command)
-
-    def _own(self, client: bytes, command: wire.AddRequest) -> None:
-        self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
-
-    def _failures(self, request_id: str, reason: str) -> list[RequestEvent]:
-        """The last event of each of a request's choices that have not ended."""
-        return [
-            RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)
-            for index in sorted(self._owned[request_id].open)
-        ]
-
-    def _no_room(self, command: wire.AddRequest) -> str | None:
-        """Why the queue does not take it; the same on every rank."""
-        http_request = command.request_id.rpartition("-")[0]
-        if command.answers == 0:
-            return self._turned_away[1] if self._turned_away[0] == http_request else None
-        waiting = self._engine.num_waiting + len(self._delayed)
-        # A request with more answers than the queue has places runs when nobody else waits.
-        if not waiting or waiting + command.answers <= self._max_queue:
-            return None
-        message = (
-            f"{waiting} answers are waiting and this request asks for {command.answers}; the "
-            f"limit is {self._max_queue} (--max-queue). Try again later."
-        )
-        self._turned_away = http_request, message
-        return message
+        """What every rank does; the first one's client is answered."""
+        client = b""
+        if isinstance(command, wire.AddRequest | wire.Query) and self._senders:
+            client = self._senders.popleft()
+        match command:
+            case wire.AddRequest():
+                self._requests.add(client, command)
+            case wire.GrammarReady(request_id):
+                self._requests.go_on(request_id)
+            case wire.AbortRequest():
+                self._requests.abort(command)
+            case wire.Pause() | wire.Resume() | wire.UpdateWeights():
+                self._control.take(client, command)  # which answers
+            case wire.ResetPrefixCache(query_id):
+                self._engine.reset_prefix_cache()
+                self._send(client, wire.Result(query_id))
+            case wire.AbortAnswers(query_id, http_request):
+                values = {"aborted": self._requests.abort_all_of(http_request)}
+                self._send(client, wire.Result(query_id, values))
 
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""
@@ -435,7 +258,7 @@ class EngineLoop:
             events = self._engine.step()
         except Exception as error:
             logger.exception("The engine's step failed.")
-            self._fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
+            self._requests.fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
             self._failed_steps += 1
             self.failure = error
             # Other ranks may wait in a collective that this one has left: there is no going on.
@@ -443,30 +266,8 @@ class EngineLoop:
             return sound and self._failed_steps < MAX_FAILED_STEPS
         self._failed_steps = 0
         self._publish_cache()  # first: who sees the answer may ask again at once
-        self._publish(events)
+        self._requests.publish(events)
         return True
-
-    def _fail_all(self, reason: str) -> None:
-        """End every request with an error, in the engine and for its client."""
-        lost = list(self._owned)
-        self._delayed.clear()
-        self._publish([event for name in lost for event in self._failures(name, reason)])
-        for request_id in lost:
-            self._engine.abort(request_id)
-
-    def _publish(self, events: list[RequestEvent]) -> None:
-        by_client: dict[bytes, list[RequestEvent]] = {}
-        for event in events:
-            owned = self._owned.get(event.request_id)
-            if owned is None:
-                continue  # already ended by an error; the engine's own last event comes later
-            by_client.setdefault(owned.client, []).append(event)
-            if event.finish_reason is not None:
-                owned.open.discard(event.index)
-                if not owned.open:
-                    del self._owned[event.request_id]
-        for client, client_events in by_client.items():
-            self._send(client, wire.Events(client_events))
 
     def _keep_contact(self) -> str | None:
         """Send a heartbeat when one is due; why the front end is gone, if it is."""

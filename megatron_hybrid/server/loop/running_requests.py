@@ -1,0 +1,190 @@
+"""The requests in one rank's engine, and whose they are: taken, refused, aborted, answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import FinishReason, RequestEvent
+from megatron_hybrid.server.link import messages as wire
+
+if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
+    from megatron_hybrid.engine.engine import DynamicInferenceEngine
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[bytes, wire.Reply], None]  # to a front end, by its name
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A request that runs: who asked for it, and which of its answers have not ended."""
+
+    client: bytes  # b"" on ranks that have no front end
+    open: set[int]
+
+
+@dataclass(slots=True)
+class _Delayed:
+    """A request whose grammar is being compiled, and what was aborted of it meanwhile."""
+
+    client: bytes
+    request: wire.AddRequest
+    aborts: list[wire.AbortRequest] = field(default_factory=list)
+
+
+class RunningRequests:
+    """What front ends have asked of `engine`. All that is decided here follows from the commands
+    and from the engine's state, so every rank decides alike.
+
+    max_queue: answers that may wait.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, send: Send, max_queue: int) -> None:
+        self._engine = engine
+        self._send = send
+        self._max_queue = max_queue
+        self._owned: dict[str, _Owned] = {}
+        self._delayed: dict[str, _Delayed] = {}  # theirs are owned already
+        self._turned_away = "", ""  # the HTTP request that was refused last, and why
+
+    def __len__(self) -> int:
+        return len(self._owned)
+
+    @property
+    def await_grammars(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._delayed)
+
+    def add(self, client: bytes, command: wire.AddRequest) -> None:
+        """Take a request, or tell its client why not."""
+        if (no_room := self._no_room(command)) is not None:
+            self._send(client, wire.Refused(command.request_id, "", no_room, 429))
+        elif command.params.grammar is None:
+            self._submit(client, command)
+        else:
+            # At the next turn at the earliest, when the first rank has seen that it is compiled:
+            # the ranks' threads need not be equally fast.
+            self._engine.begin_grammar(command.params)
+            self._delayed[command.request_id] = _Delayed(client, command)
+            self._own(client, command)
+
+    def compiled_grammars(self) -> list[wire.Command]:
+        """For the requests that waited for one; every rank takes them at the same turn."""
+        return [
+            wire.GrammarReady(name)
+            for name, delayed in self._delayed.items()
+            if self._engine.begin_grammar(delayed.request.params)
+        ]
+
+    def go_on(self, request_id: str) -> None:
+        """A request's grammar is there."""
+        delayed = self._delayed.pop(request_id, None)
+        if delayed is None:  # a step has failed, and with it everything
+            return
+        del self._owned[request_id]
+        self._submit(delayed.client, delayed.request)
+        for abort in delayed.aborts:
+            self.abort(abort)
+
+    def abort(self, command: wire.AbortRequest) -> None:
+        """End answers of a request; their last events say so."""
+        if command.request_id in self._delayed:
+            self._delayed[command.request_id].aborts.append(command)
+        else:
+            self._engine.abort(command.request_id, command.index, command.reason)
+
+    def abort_all_of(self, http_request: str) -> int:
+        """End one HTTP request, whose prompts are engine requests named `<its id>-<number>`; how
+        many answers that were."""
+        found = {
+            name: len(owned.open)
+            for name, owned in self._owned.items()
+            if http_request in (name, name.rpartition("-")[0])
+        }
+        for name in found:
+            self.abort(wire.AbortRequest(name))
+        return sum(found.values())
+
+    def orphans(self, gone: set[bytes]) -> list[str]:
+        """The requests of clients that went away."""
+        return [name for name, owned in self._owned.items() if owned.client in gone]
+
+    def publish(self, events: Iterable[RequestEvent]) -> None:
+        """Send each client the events of its requests, and forget those that have ended."""
+        by_client: dict[bytes, list[RequestEvent]] = {}
+        for event in events:
+            owned = self._owned.get(event.request_id)
+            if owned is None:
+                continue  # already ended by an error; the engine's own last event comes later
+            by_client.setdefault(owned.client, []).append(event)
+            if event.finish_reason is not None:
+                owned.open.discard(event.index)
+                if not owned.open:
+                    del self._owned[event.request_id]
+        for client, client_events in by_client.items():
+            self._send(client, wire.Events(client_events))
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error, in the engine and for its client."""
+        lost = list(self._owned)
+        self._delayed.clear()
+        self.publish([event for name in lost for event in self._failures(name, reason)])
+        for request_id in lost:
+            self._engine.abort(request_id)
+
+    def _submit(self, client: bytes, command: wire.AddRequest) -> None:
+        try:
+            self._engine.add_request(
+                command.request_id,
+                np.frombuffer(command.prompt, dtype=np.int32),
+                command.params,
+                cache_salt=command.cache_salt,
+                priority=command.priority,
+                cache_checkpoints=command.cache_checkpoints,
+                message_ends=command.message_ends,
+                arrived=command.arrived,
+            )
+        except InvalidRequestError as error:
+            self._send(
+                client, wire.Refused(command.request_id, error.field, str(error), error.status)
+            )
+        except Exception as error:  # it concerns nobody else; every rank has it
+            logger.exception("A request could not be added.")
+            self._engine.abort(command.request_id)
+            reason = f"The engine could not take the request: {type(error).__name__}: {error}"
+            self._own(client, command)
+            self.publish(self._failures(command.request_id, reason))
+        else:
+            self._own(client, command)
+
+    def _own(self, client: bytes, command: wire.AddRequest) -> None:
+        self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+
+    def _failures(self, request_id: str, reason: str) -> list[RequestEvent]:
+        """The last event of each of a request's answers that have not ended."""
+        return [
+            RequestEvent(request_id, index, finish_reason=FinishReason.ERROR, error=reason)
+            for index in sorted(self._owned[request_id].open)
+        ]
+
+    def _no_room(self, command: wire.AddRequest) -> str | None:
+        """Why the queue does not take it."""
+        http_request = command.request_id.rpartition("-")[0]
+        if command.answers == 0:
+            return self._turned_away[1] if self._turned_away[0] == http_request else None
+        waiting = self._engine.num_waiting + len(self._delayed)
+        # A request with more answers than the queue has places runs when nobody else waits.
+        if not waiting or waiting + command.answers <= self._max_queue:
+            return None
+        message = (
+            f"{waiting} answers are waiting and this request asks for {command.answers}; the "
+            f"limit is {self._max_queue} (--max-queue). Try again later."
+        )
+        self._turned_away = http_request, message
+        return message
