@@ -1,4 +1,4 @@
-"""Megatron's command-line flags <-> EngineConfig, and a parser that answers mistakes in a
+"""Command-line flags and files of options to Settings, and a parser that answers mistakes in a
 sentence."""
 
 from __future__ import annotations
@@ -7,12 +7,13 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import MISSING, Field
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from megatron_hybrid.config import EngineConfig, read_yaml
+from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.flag_names import elsewhere
+from megatron_hybrid.settings import Settings, flag_of, options_of, plain_type, read_yaml
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -87,29 +88,43 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-_TYPES = {"int": _whole, "float": _number, "str": str}
+_TYPES = {"int": _whole, "float": _number}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of EngineConfig, and --config for a file of them."""
     group = parser.add_argument_group("engine")
     group.add_argument("--config", metavar="YAML", help="file of options; flags win over it")
-    for option in fields(EngineConfig):
-        kind = str(option.type)
+    add_arguments(parser, EngineConfig, "engine", "chosen by the engine")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, kind: type[Settings], group: str, none: str = ""
+) -> None:
+    """One flag for each option of `kind`, in its group or else in `group`. `none`: what --help says
+    of the default None."""
+    groups = {one.title: one for one in parser._action_groups}
+    for option in options_of(kind):
+        title, name = option.metadata["group"] or group, plain_type(option)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = _shown(option, none)
         settings: dict[str, Any] = {
             "dest": option.name,
             "default": argparse.SUPPRESS,  # so that only flags that were given win over --config
-            "help": f"{option.metadata['help']} (default: {_shown(option.default)})",
+            "help": option.metadata["help"] + (f" (default: {default})" if default else ""),
         }
-        if kind.startswith("bool"):
+        if name == "bool":
             settings["action"] = argparse.BooleanOptionalAction
+        elif option.metadata["choices"]:
+            settings["choices"] = option.metadata["choices"]
         else:
-            settings["type"] = _TYPES[kind.split(" ")[0]]
-            if option.metadata["choices"]:
-                settings["choices"] = option.metadata["choices"]
-            else:
-                settings["metavar"] = kind.split(" ")[0].upper()
-        group.add_argument("--" + option.name.replace("_", "-"), **settings)
+            settings["type"] = _TYPES.get(name, str)
+            settings["metavar"] = option.metadata["metavar"] or name.upper()
+        if name == "tuple":
+            secret = option.metadata["is_secret"]
+            settings |= {"action": "append"} if secret else {"action": "extend", "nargs": "+"}
+        groups[title].add_argument(flag_of(option.name), **settings)
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -117,15 +132,30 @@ def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
 
     Raises ConfigurationError, whose message is fit for the user.
     """
-    values = read_yaml(args.config) if args.config else {}
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    for option in fields(EngineConfig):
-        if hasattr(args, option.name):
-            values[option.name] = getattr(args, option.name)
-    return EngineConfig.from_mapping(values, f"--config {args.config}")
+    (values,) = values_from_args(args, EngineConfig)
+    return EngineConfig(**values)
 
 
-def _shown(default: object) -> str:
-    if default is None:
-        return "chosen by the engine"
+def values_from_args(args: argparse.Namespace, *kinds: type[Settings]) -> list[dict[str, Any]]:
+    """What the flags, and the file that --config names, set: keyword arguments for each of the
+    `kinds`.
+
+    Raises ConfigurationError for a file that is wrong, or that sets what none of them has.
+    """
+    found = read_yaml(args.config, kinds) if args.config else [{} for _ in kinds]
+    for kind, values in zip(kinds, found, strict=True):
+        for option in options_of(kind):
+            if hasattr(args, option.name):
+                value = getattr(args, option.name)
+                values[option.name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _shown(option: Field[Any], none: str) -> str:
+    """What --help says of the default."""
+    default = option.default
+    if option.metadata["shown"] is not None:
+        return str(option.metadata["shown"])
+    if default is None or default is MISSING or default == ():
+        return none
     return str(default).lower() if isinstance(default, bool) else str(default)

@@ -2,106 +2,82 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
+from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_SPECULATIVE_TOKENS = 32
 MOST_WRITE_INTERVAL = 16
 PREFIX = "inference_dynamic_batching_"
-# Upper limits of whole numbers: MOST where more would do nothing, the others where arrays are made
-# that more would only fill memory with.
-MOST = 2**31 - 1
+# Upper limits of whole numbers of which arrays are made, that more would only fill memory with.
 MOST_BLOCK_SIZE = 2**20
 MOST_REQUESTS = 2**16
 MOST_TOKENS = 2**24
 MOST_GB = 2**30
 
 
-def _option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    *,
-    least: int = 0,
-    least_means: str = "",
-    most: int = MOST,
-) -> Any:
-    """`least`, `most`: of a number, both included; `least_means`: what the first one stands for."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "least": least,
-        "least_means": least_means,
-        "most": most,
-    }
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """One engine's settings. Field `a_b` is flag `--a-b` and a key in configs/*.yaml.
 
     None means that the engine chooses; the start log says what it chose.
     """
 
-    load: str | None = _option(
+    load: str | None = option(
         None,
         "Hugging Face folder or Megatron checkpoint (torch_dist) to load, in a file of options "
         "relative to that file; left out: the reference model that ships with us",
+        is_file=True,
     )
-    tokenizer_model: str | None = _option(
+    tokenizer_model: str | None = option(
         None,
         "folder with the tokenizer and the end tokens, where --load has none: what Megatron saves",
     )
-    load_format: str = _option(
+    load_format: str = option(
         "auto", "auto, or dummy: random weights from the config alone", ("auto", "dummy")
     )
-    dtype: str | None = _option(
+    dtype: str | None = option(
         None,
         "type of weights and activations; left out: the checkpoint's, but float32 on a CPU, "
         "which is slower in 16 bits",
         DTYPES,
     )
-    device: str = _option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
-    kernels: str = _option(
+    device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
+    kernels: str = option(
         "auto",
         "auto: the fastest kernels on the device; reference: plain torch, to compare with",
         ("auto", "reference"),
     )
-    seed: int = _option(
+    seed: int = option(
         1234,
         "seed of requests that bring none, and of dummy weights",
         least=-(2**63),
         most=2**64 - 1,
     )
 
-    tensor_model_parallel_size: int = _option(1, "ranks that each layer is split over", least=1)
-    pipeline_model_parallel_size: int = _option(1, "stages that the layers are split into", least=1)
-    expert_model_parallel_size: int = _option(
+    tensor_model_parallel_size: int = option(1, "ranks that each layer is split over", least=1)
+    pipeline_model_parallel_size: int = option(1, "stages that the layers are split into", least=1)
+    expert_model_parallel_size: int = option(
         1, "ranks that a layer's experts are shared out to", least=1
     )
-    expert_tensor_parallel_size: int | None = _option(
+    expert_tensor_parallel_size: int | None = option(
         None,
         "ranks that each expert is split over; left out: --tensor-model-parallel-size",
         least=1,
     )
 
-    symmetric_memory_all_reduce: bool = _option(
+    symmetric_memory_all_reduce: bool = option(
         True,
         "sum the activations of tensor-parallel ranks through torch's symmetric memory, where the "
         "GPUs of one host can read one another's memory; else by NCCL",
     )
-    moe_token_dispatcher_type: str = _option(
+    moe_token_dispatcher_type: str = option(
         "auto",
         "how tokens reach experts of other replicas' ranks. allgather: everybody gets all tokens, "
         "and nobody waits for counts; alltoall: only who needs them, in steps without a CUDA "
@@ -109,98 +85,98 @@ class EngineConfig:
         ("auto", "allgather", "alltoall"),
     )
 
-    inference_dynamic_batching_buffer_size_gb: float | None = _option(
+    inference_dynamic_batching_buffer_size_gb: float | None = option(
         None,
         "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)",
         most=MOST_GB,
     )
-    inference_dynamic_batching_block_size: int = _option(
+    inference_dynamic_batching_block_size: int = option(
         64, "tokens in a KV block", least=1, most=MOST_BLOCK_SIZE
     )
-    inference_dynamic_batching_max_requests: int | None = _option(
+    inference_dynamic_batching_max_requests: int | None = option(
         None,
         "requests that run at the same time; left out: up to 256, as memory allows",
         least=1,
         most=MOST_REQUESTS,
     )
-    inference_dynamic_batching_max_tokens: int = _option(
+    inference_dynamic_batching_max_tokens: int = option(
         8192, "tokens computed in one step", least=1, most=MOST_TOKENS
     )
-    inference_dynamic_batching_num_cuda_graphs: int = _option(
+    inference_dynamic_batching_num_cuda_graphs: int = option(
         16,
         "batch sizes of decodes for which a CUDA graph is captured at start, on a GPU; -1: all "
         "sizes that are worth one; 0: none",
         least=-1,
         least_means="all sizes that are worth one",
     )
-    inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = _option(
+    inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = option(
         16,
         "prompts that a graph of small prompts beside decodes has room for; 0: only steps of "
         "decodes run from graphs",
         least_means="none",
     )
-    inference_max_seq_length: int | None = _option(
+    inference_max_seq_length: int | None = option(
         None, "longest prompt and answer together; left out: the model's", least=1
     )
-    enable_chunked_prefill: bool | None = _option(
+    enable_chunked_prefill: bool | None = option(
         None, "cut prompts into chunks that fit a step; always on with state caching"
     )
 
-    inference_dynamic_batching_prefix_caching: bool = _option(
+    inference_dynamic_batching_prefix_caching: bool = option(
         True, "reuse the KV blocks and states of earlier prompts"
     )
-    inference_dynamic_batching_prefix_caching_mamba_gb: float | None = _option(
+    inference_dynamic_batching_prefix_caching_mamba_gb: float | None = option(
         None,
         "memory for cached recurrent states; 0: none, and then a hybrid skips nothing; left out: "
         "at most 0.25 on a CPU, half of what is free on a GPU",
         least_means="none",
         most=MOST_GB,
     )
-    inference_dynamic_batching_prefix_caching_eviction_policy: str = _option(
+    inference_dynamic_batching_prefix_caching_eviction_policy: str = option(
         "replay_cost",
         "which cached state goes first. replay_cost: the one that is cheapest to compute again, "
         "weighed by age; lru: the least recently used; ref_zero: nothing outlives its last user",
         POLICIES,
     )
-    inference_dynamic_batching_prefix_caching_exact_ends: bool = _option(
+    inference_dynamic_batching_prefix_caching_exact_ends: bool = option(
         True, "also keep states at the exact end of prompts and answers, off the grid"
     )
-    inference_dynamic_batching_prefix_caching_checkpoint_interval: int = _option(
+    inference_dynamic_batching_prefix_caching_checkpoint_interval: int = option(
         1024,
         "tokens between states that are kept for want of a better place; 0: none",
         least_means="none",
     )
-    num_speculative_tokens: int = _option(
+    num_speculative_tokens: int = option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "
         "they come from. 0: none. Answers are the same",
         least_means="none",
         most=MOST_SPECULATIVE_TOKENS,
     )
-    drafter: str = _option(
+    drafter: str = option(
         "auto",
         "where guesses come from. heads: the model's own head for multi-token prediction (mtp.*); "
         "prompt_lookup: the request's own text, where it repeats itself; auto: heads where the "
         "checkpoint has them",
         ("auto", "heads", "prompt_lookup"),
     )
-    prompt_lookup_shares_texts: bool = _option(
+    prompt_lookup_shares_texts: bool = option(
         False,
         "let guesses of prompt lookup come from other requests with the same cache_salt, too, "
         "which may show by how fast an answer comes",
     )
-    prefill_checkpoint_mode: str = _option(
+    prefill_checkpoint_mode: str = option(
         "extract",
         "extract: kernels store states inside a chunk; break: chunks end where a state is kept",
         ("extract", "break"),
     )
-    mamba_inference_conv_states_dtype: str | None = _option(
+    mamba_inference_conv_states_dtype: str | None = option(
         None, "type of the convolution's states; left out: the model's", DTYPES
     )
-    mamba_inference_ssm_states_dtype: str = _option(
+    mamba_inference_ssm_states_dtype: str = option(
         "float32", "type of the recurrent states", DTYPES
     )
-    mamba_inference_state_write_interval: int | None = _option(
+    mamba_inference_state_write_interval: int | None = option(
         None,
         "tokens that a request decodes from one write of its recurrent states to the next; in "
         "between what the states take in is kept, which is much less. Left out: chosen for the "
@@ -208,29 +184,30 @@ class EngineConfig:
         least=1,
         most=MOST_WRITE_INTERVAL,
     )
-    inference_logging_step_interval: int = _option(
+    inference_logging_step_interval: int = option(
         100, "steps between two lines of the periodic log; 0: none", least_means="none"
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
         size = self.inference_dynamic_batching_buffer_size_gb
-        if size is not None and size <= 0:
+        if isinstance(size, int | float) and size <= 0:
             raise ConfigurationError(
-                f"{_flag(PREFIX + 'buffer_size_gb')} is {_shown(size)}; it must be more than 0."
+                f"{flag_of(PREFIX + 'buffer_size_gb')} is {size!r}; it must be more than 0."
             )
-        self._check_ranges()
+        super().__post_init__()
         _ = self.parallel_sizes  # refuses what does not go together
         requests = self.inference_dynamic_batching_max_requests
-        if requests is not None and requests > self.inference_dynamic_batching_max_tokens:
+        tokens = self.inference_dynamic_batching_max_tokens
+        if requests is not None and requests > tokens:
             raise ConfigurationError(
-                f"{_flag(PREFIX + 'max_tokens')} is {self.inference_dynamic_batching_max_tokens}; "
-                f"it must be at least {_flag(PREFIX + 'max_requests')}, which is {requests}: every "
-                "running request computes one token a step."
+                f"{flag_of(PREFIX + 'max_tokens')} is {tokens}; it must be at least "
+                f"{flag_of(PREFIX + 'max_requests')}, which is {requests}: every running request "
+                "computes one token a step."
             )
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
+        """Over how many ranks the model is split, and how."""
         return ParallelSizes(
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
@@ -238,90 +215,14 @@ class EngineConfig:
             self.expert_tensor_parallel_size,
         )
 
-    def _check_types(self) -> None:
-        for option in fields(self):
-            value, kind = getattr(self, option.name), str(option.type)
-            if value is None and "None" in kind:
-                continue
-            wanted: tuple[type, ...] = {
-                "bool": (bool,),
-                "int": (int,),
-                "float": (float, int),
-                "str": (str,),
-            }[kind.split(" ")[0]]
-            if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-                raise ConfigurationError(
-                    f"{_flag(option.name)} is {_shown(value)}; it must be of type {kind}."
-                )
-            choices = option.metadata["choices"]
-            if choices and value not in choices:
-                raise ConfigurationError(
-                    f"{_flag(option.name)} is {value!r}; it must be one of {', '.join(choices)}."
-                )
-
-    def _check_ranges(self) -> None:
-        for option in fields(self):
-            value, limits = getattr(self, option.name), option.metadata
-            if isinstance(value, bool | str | None) or limits["least"] <= value <= limits["most"]:
-                continue
-            if value != value or abs(value) == math.inf:
-                wanted = "a finite number"
-            elif value > limits["most"]:
-                wanted = f"at most {limits['most']}"
-            elif limits["least_means"]:
-                wanted = f"{limits['least']} ({limits['least_means']}) or more"
-            else:
-                wanted = f"at least {limits['least']}"
-            raise ConfigurationError(
-                f"{_flag(option.name)} is {_shown(value)}; it must be {wanted}."
-            )
-
     @classmethod
     def from_mapping(cls, values: dict[str, Any], source: str) -> EngineConfig:
         """From field names, or flags' names without the dashes in front. `source` is for errors."""
-        names = {option.name for option in fields(cls)}
-        found = {}
-        for key, value in values.items():
-            name = key.replace("-", "_")
-            if name not in names:
-                raise ConfigurationError(f"{source} sets {key!r}, which is not an option.")
-            found[name] = value
+        (found,) = split_values(values, (cls,), source)
         return cls(**found)
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
         """From a configs/*.yaml file; `overrides` are fields that win over it."""
-        return cls.from_mapping(read_yaml(path) | overrides, str(path))
-
-    def replace(self, **changes: Any) -> EngineConfig:
-        return dataclasses.replace(self, **changes)
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; a relative `load` is resolved against the file's folder.
-
-    Raises ConfigurationError that says what is wrong with the file.
-    """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigurationError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--config {path} is not YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigurationError(f"--config {path} must hold option names and their values.")
-    if isinstance(values.get("load"), str):  # an absolute path stays as it is
-        values["load"] = str(Path(path).parent / values["load"])
-    return values
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"  # which Python may refuse to print
-    return repr(value)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        (found,) = read_yaml(path, (cls,))
+        return cls(**found | overrides)

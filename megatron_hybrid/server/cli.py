@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.arguments import (
     ArgumentParser,
+    add_arguments,
     add_engine_arguments,
-    engine_config_from_args,
+    values_from_args,
 )
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
@@ -26,18 +28,12 @@ from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.http import browsers
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.link.parent import end_with_parent
-from megatron_hybrid.server.log_format import set_up_logging
+from megatron_hybrid.server.log_format import LOG_FORMATS, set_up_logging
 from megatron_hybrid.server.loop.cache_publishing import CachePublishing
 from megatron_hybrid.server.loop.engine_loop import Broadcast, EngineLoop
 from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
 from megatron_hybrid.server.loop.waker import Waker
-from megatron_hybrid.server.options import (
-    ServerOptions,
-    add_ask_arguments,
-    add_replica_arguments,
-    add_server_arguments,
-    is_loopback,
-)
+from megatron_hybrid.server.options import LaunchOptions, ServerOptions, is_loopback
 from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.watchdog import Watchdog
 
@@ -60,27 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_engine_arguments(parser)
     add_server_arguments(parser)
-    add_replica_arguments(parser)
-    add_ask_arguments(parser)
     args = parser.parse_args(argv)
-    set_up_logging(args.log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
-    logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
     # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
     # other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        config = engine_config_from_args(args)
+        engine, server, launched = values_from_args(
+            args, EngineConfig, ServerOptions, LaunchOptions
+        )
+        log_format = server.get("log_format", LOG_FORMATS[0])
+        set_up_logging(log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
+        logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
+        config, launch = EngineConfig(**engine), launch_options(launched)
         check_model_files(config)
-        kv_events = KVEventsConfig.from_json(args.kv_events_config)
+        kv_events = KVEventsConfig.from_json(launch.kv_events_config)
         layout = RankLayout.from_environment(config.parallel_sizes)
-        options = _server_options(config, args, layout)
+        options = server_options(config, server, launch, layout)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
-        with Watchdog(layout, args.inference_rank_timeout) as watchdog:
+        with Watchdog(layout, launch.inference_rank_timeout) as watchdog:
             if layout.is_first_of_replica:
-                exit_code = _serve_first_rank(config, args, options, kv_events, layout, watchdog)
+                exit_code = _serve_first_rank(config, options, launch, kv_events, layout, watchdog)
             else:
-                exit_code = _serve_other_rank(config, args.max_queue, watchdog)
+                exit_code = _serve_other_rank(config, options.max_queue, watchdog)
             if exit_code != 0:
                 watchdog.fail()  # the other ranks wait for this one
             return exit_code
@@ -93,15 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve_first_rank(
     config: EngineConfig,
-    args: argparse.Namespace,
     options: ServerOptions,
+    launch: LaunchOptions,
     kv_events: KVEventsConfig,
     layout: RankLayout,
     watchdog: Watchdog,
 ) -> int:
     if layout.replica == 0:
         _warn(options)
-    with FrontEnd(options, args.data_parallel_rank + layout.replica) as front_end:
+    with FrontEnd(options, launch.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
@@ -126,7 +124,7 @@ def _serve_first_rank(
             waker=Waker.of(front_end.context, parallel),
             on_turn=watchdog.turn,
         )
-        question = _first_question(args, options, loop) if layout.replica == 0 else None
+        question = _first_question(launch, options, loop) if layout.replica == 0 else None
         exit_code = serve(loop, front_end, options, when_all_live=watchdog.when_all_live)
         publishing.close()
         if exit_code != 0:
@@ -134,7 +132,7 @@ def _serve_first_rank(
             return exit_code
         watchdog.leave()
     parallel.destroy()
-    return int(args.exit_after_answer and question is not None and question.failed)
+    return int(launch.exit_after_answer and question is not None and question.failed)
 
 
 def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) -> int:
@@ -186,80 +184,78 @@ def _cache_sizes(geometry: CacheGeometry) -> CacheSizes:
     )
 
 
-def _server_options(
-    config: EngineConfig, args: argparse.Namespace, layout: RankLayout
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The server's flags, besides the engine's."""
+    add_arguments(parser, ServerOptions, "text server")
+    add_arguments(parser, LaunchOptions, "text server")
+
+
+def server_options(
+    config: EngineConfig, values: dict[str, Any], launch: LaunchOptions, layout: RankLayout
 ) -> ServerOptions:
-    """ConfigurationError when the replicas do not fit their number, or could not meet."""
-    end = args.data_parallel_rank + layout.num_replicas
-    size = end if args.data_parallel_size is None else args.data_parallel_size
+    """The options that `values` set of a front end, with what follows from the launch.
+
+    ConfigurationError when the replicas do not fit their number, or could not meet, and for what
+    can't be of who may come in.
+    """
+    folder = ModelFolder.of(config)
+    name = REFERENCE_MODEL_NAME if config.load is None else folder.path.resolve().name
+    end = launch.data_parallel_rank + layout.num_replicas
+    options = ServerOptions(
+        tokenizer_folder=str(folder.tokenizer),
+        model_name=launch.served_model_name or name,
+        **{"data_parallel_size": end, **values},
+    )
+    size = options.data_parallel_size
     if end > size:
         raise ConfigurationError(
             f"This launch has {layout.num_replicas} replica(s), the first with number "
-            f"{args.data_parallel_rank} (--data-parallel-rank), but --data-parallel-size is {size}."
+            f"{launch.data_parallel_rank} (--data-parallel-rank), but --data-parallel-size is "
+            f"{size}."
         )
-    if size > 1 and args.exit_after_answer:
+    if size > 1 and launch.exit_after_answer:
         raise ConfigurationError(
             f"--exit-after-answer ends one engine process, and there are {size} replicas."
         )
-    if size > 1 and args.port == 0:
+    if size > 1 and options.port == 0:
         raise ConfigurationError(
             f"--port is 0, but {size} replicas share one address: choose a port."
         )
-    folder = ModelFolder.of(config)
-    name = REFERENCE_MODEL_NAME if config.load is None else folder.path.resolve().name
-    return ServerOptions(
-        tokenizer_folder=str(folder.tokenizer),
-        model_name=args.served_model_name or name,
-        host=args.host,
-        port=args.port,
-        # Other ranks serve nobody, and may be on machines without these files.
-        **(_access(args) if layout.is_first_of_replica else {}),
-        max_queue=args.max_queue,
-        control_routes=args.enable_control_routes,
-        close_json_objects=args.close_json_objects,
-        ignore_unknown_fields=args.ignore_unknown_fields,
-        request_timeout=args.request_timeout,
-        http_workers=args.http_workers,
-        http_connections=args.http_connections,
-        http_connections_per_address=args.http_connections_per_address,
-        trusted_proxies=tuple(args.trusted_proxies),
-        log_format=args.log_format,
-        access_log=args.access_log,
-        engine_restart_timeout=args.engine_restart_timeout,
-        shutdown_timeout=args.shutdown_timeout,
-        tool_call_parser=args.tool_call_parser,
-        data_parallel_size=size,
-        coordinator_policy=args.coordinator_policy,
-    )
+    # Other ranks serve nobody, and may be on machines without these files.
+    return _with_access(options, launch) if layout.is_first_of_replica else options
 
 
-def _access(args: argparse.Namespace) -> dict[str, Any]:
-    """What ServerOptions say of who may come in; ConfigurationError for what can't be."""
-    tls.check_certificate(args.ssl_certfile, args.ssl_keyfile)
+def launch_options(values: dict[str, Any]) -> LaunchOptions:
+    """The options that `values` set; a file may say what --kv-events-config does without quotes."""
+    if isinstance(events := values.get("kv_events_config"), dict):
+        values["kv_events_config"] = json.dumps(events)
+    return LaunchOptions(**values)
+
+
+def _with_access(options: ServerOptions, launch: LaunchOptions) -> ServerOptions:
+    """With the keys, and who may come in as it is compared; ConfigurationError for what can't
+    be."""
+    tls.check_certificate(options.ssl_certfile, options.ssl_keyfile)
     api_keys = [
         *keys.read_keys(
-            args.api_key, args.api_key_file, flag="--api-key", variable=keys.API_KEY_VARIABLE
+            launch.api_key, launch.api_key_file, flag="--api-key", variable=keys.API_KEY_VARIABLE
         ),
         *keys.read_keys(
-            args.admin_api_key,
-            args.admin_api_key_file,
+            launch.admin_api_key,
+            launch.admin_api_key_file,
             flag="--admin-api-key",
             variable=keys.ADMIN_KEY_VARIABLE,
             admin=True,
         ),
     ]
     keys.check_distinct(api_keys)
-    if args.cache_salt_per_key and not api_keys:
+    if options.cache_salt_per_key and not api_keys:
         raise ConfigurationError("--cache-salt-per-key needs keys (--api-key).")
-    return {
-        "api_keys": tuple(api_keys),
-        "cache_salt_per_key": args.cache_salt_per_key,
-        "report_cached_tokens": args.report_cached_tokens,
-        "allowed_origins": browsers.parse_origins(args.allowed_origins),
-        "allowed_hosts": browsers.parse_hosts(args.allowed_hosts),
-        "ssl_certfile": args.ssl_certfile,
-        "ssl_keyfile": args.ssl_keyfile,
-    }
+    return options.replace(
+        api_keys=tuple(api_keys),
+        allowed_origins=browsers.parse_origins(options.allowed_origins),
+        allowed_hosts=browsers.parse_hosts(options.allowed_hosts),
+    )
 
 
 def _warn(options: ServerOptions) -> None:
@@ -276,14 +272,14 @@ def _warn(options: ServerOptions) -> None:
 
 
 def _first_question(
-    args: argparse.Namespace, options: ServerOptions, loop: EngineLoop
+    launch: LaunchOptions, options: ServerOptions, loop: EngineLoop
 ) -> FirstQuestion | None:
-    if args.ask is None:
+    if launch.ask is None:
         return None
-    when_done = loop.request_stop if args.exit_after_answer else lambda: None
+    when_done = loop.request_stop if launch.exit_after_answer else lambda: None
     return FirstQuestion(
-        args.ask,
-        args.system,
+        launch.ask,
+        launch.system,
         options.model_name,
         options.api_keys[0].key if options.api_keys else None,
         when_done,

@@ -81,7 +81,7 @@ def main() -> int:
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,
         data_parallel_size=args.data_parallel_size,
-        coordinator_policy=args.policy,
+        inference_dynamic_batching_prefix_caching_coordinator_policy=args.policy,
     )
     try:
         with FrontEnd(options, args.data_parallel_rank) as front_end:

@@ -9,11 +9,7 @@ import pytest
 from megatron_hybrid import cli
 from megatron_hybrid.arguments import ArgumentParser, add_engine_arguments
 from megatron_hybrid.flag_names import NONE, SAME, elsewhere
-from megatron_hybrid.server.options import (
-    add_ask_arguments,
-    add_replica_arguments,
-    add_server_arguments,
-)
+from megatron_hybrid.server.cli import add_server_arguments
 
 BATCHING = "--inference-dynamic-batching-"
 
@@ -23,8 +19,6 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="serve")
     add_engine_arguments(parser)
     add_server_arguments(parser)
-    add_replica_arguments(parser)
-    add_ask_arguments(parser)
     return parser
 
 
@@ -57,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         (["--mem-fraction-static", ".9"], f"there is none: .*{BATCHING}buffer-size-gb"),
         (["--trust-remote-code"], "there is none: no code of a checkpoint is ever run."),
         (["Org/Name"], "'Org/Name' belongs to no flag; a model's folder is named by --load."),
-        (["--port", "70000"], "--port: 70000 is not a whole number from 0 to 65535."),
+        (["--port", "x"], "--port: 'x' is not a whole number."),
         (["--port"], "--port: expected one argument."),
         (["--seed", "x"], "--seed: 'x' is not a whole number."),
         ([BATCHING + "buffer-size-gb", "1,5"], "buffer-size-gb: '1,5' is not a number."),

@@ -14,7 +14,7 @@ PACKAGE = "megatron_hybrid"
 ROOMS = """
     errors request reference_model
     cache kv_events
-    rank_layout config flag_names arguments
+    settings rank_layout config flag_names arguments
     kernels parallel layers
     models models.families models.checkpoints
     text execution engine

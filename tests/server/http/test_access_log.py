@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from typing import Any
@@ -14,7 +13,7 @@ from flask.testing import FlaskClient
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.log_format import ACCESS_LOG, JsonFormatter, TextFormatter, log_fields
-from megatron_hybrid.server.options import ServerOptions, add_server_arguments
+from megatron_hybrid.server.options import ServerOptions
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import QUEUE_SECONDS
 from tests.server.running import wait_until
@@ -225,20 +224,6 @@ def test_a_failure_is_one_object(caplog: pytest.LogCaptureFixture) -> None:
     assert (values["message"], values["level"], values["logger"]) == ("It failed.", "error", "some")
     assert (values["process"], values["time"][10]) == ("engine", "T")
     assert values["exception"].endswith("ValueError: first line\nsecond line")
-
-
-def test_flags_of_the_log_and_of_proxies(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_server_arguments(parser)
-    args = parser.parse_args(
-        ["--log-format", "json", "--no-access-log", "--trusted-proxies", "10.1.2.3/8", "fd00::1"]
-    )
-    assert (args.log_format, args.access_log) == ("json", False)
-    assert args.trusted_proxies == ["10.0.0.0/8", "fd00::1/128"]
-    assert parser.parse_args([]).http_connections_per_address == 1024
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--trusted-proxies", "proxy.example"])
-    assert "proxy.example is not an address" in capsys.readouterr().err
 
 
 def test_an_address_has_a_workers_share_of_its_connections() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -38,7 +38,7 @@ def make(serving: Serving, options: ServerOptions) -> Make:
     """The application with changed options."""
 
     def make(address: str | None = None, **changes: Any) -> FlaskClient:
-        serving.options = msgspec.structs.replace(options, **changes)
+        serving.options = dataclasses.replace(options, **changes)
         return create_app(serving, address).test_client()
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import urllib.error
@@ -11,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -187,7 +187,7 @@ def test_wrong_fields_are_named_and_nothing_happens(
 def test_a_server_that_others_can_reach_has_these_routes_only_on_request(
     host: str, enabled: bool, status: int, serving: Serving, options: ServerOptions
 ):
-    serving.options = msgspec.structs.replace(options, host=host, control_routes=enabled)
+    serving.options = dataclasses.replace(options, host=host, enable_control_routes=enabled)
     client = create_app(serving).test_client()
     for path in ("/pause", "/resume", "/update_weights"):
         answer = client.post(path, json={"path": "b"} if path == "/update_weights" else {})

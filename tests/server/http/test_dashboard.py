@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -477,7 +477,7 @@ def test_an_allowed_page_of_another_origin_asks_and_reads(
     serving: Serving, elsewhere: Site, visit: Callable[..., Visit]
 ) -> None:
     origin = elsewhere.url.removesuffix("/")
-    serving.options = msgspec.structs.replace(
+    serving.options = dataclasses.replace(
         serving.options, allowed_origins=(origin,), api_keys=(ApiKey("sesame", "door"),)
     )
     site = Site(serving)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from flask import g
 from flask.testing import FlaskClient
@@ -40,7 +40,7 @@ def make(serving: Serving, options: ServerOptions) -> Make:
     """The application with these keys and changed options."""
 
     def make(*keys: ApiKey, **changes: Any) -> FlaskClient:
-        serving.options = msgspec.structs.replace(options, api_keys=keys, **changes)
+        serving.options = dataclasses.replace(options, api_keys=keys, **changes)
         return create_app(serving).test_client()
 
     return make
@@ -228,7 +228,7 @@ def test_flags_and_environment_become_options(
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "omega")
     taken: list[ServerOptions] = []
     monkeypatch.setattr(
-        cli, "_serve_first_rank", lambda config, args, options, *rest: taken.append(options) or 0
+        cli, "_serve_first_rank", lambda config, options, *rest: taken.append(options) or 0
     )
     flags = ["--api-key", "k1", "--api-key", "k2", "--api-key-file", str(file)]
     flags += ["--cache-salt-per-key", "--no-report-cached-tokens"]
@@ -264,7 +264,7 @@ def test_a_server_that_is_open_to_others_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        cli._warn(msgspec.structs.replace(options, **changes))
+        cli._warn(dataclasses.replace(options, **changes))
     assert len(caplog.messages) == bool(words)
     assert all(word in caplog.text for word in words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 from worst_bodies import WORST_BODIES, WorstBody
@@ -167,7 +167,7 @@ def test_what_an_answer_was_is_found_again_by_another_process(
 def test_a_keys_salt_is_the_same_in_another_process(
     running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions, children: Children
 ) -> None:
-    keyed = msgspec.structs.replace(
+    keyed = dataclasses.replace(
         options, api_keys=(ApiKey("sesame", "door"),), cache_salt_per_key=True
     )
     preparers = Preparers(children.path, 2)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -62,7 +62,7 @@ def test_the_smaller_of_both_limits_holds(
     server: float,
 ) -> None:
     running.engine.step_seconds = 0.05
-    options = msgspec.structs.replace(options, request_timeout=server)
+    options = dataclasses.replace(options, request_timeout=server)
     http = create_app(Serving(running.client, tokenizer, options)).test_client()
     answer = http.post(COMPLETION, json={**LONG, "timeout": own})
     assert answer.status_code == 504

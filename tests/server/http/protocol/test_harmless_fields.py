@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import pickle
 from typing import Any
 
-import msgspec
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.rank_layout import RankLayout
-from megatron_hybrid.server.cli import _server_options
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.protocol.generation_request import parse_chat, parse_completion
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import (
     ParseOptions,
     ServerOptions,
-    add_replica_arguments,
-    add_server_arguments,
 )
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_options import parsed
 from tests.text.make_tokenizers import byte_level
 
 CHAT = "/v1/chat/completions"
@@ -244,7 +239,7 @@ def test_what_is_known_and_wrong_or_not_supported_is_refused_all_the_same() -> N
 def test_the_flags_reach_every_route(
     running: RunningLoop, tokenizer: Tokenizer, engine: FakeEngine, options: ServerOptions
 ) -> None:
-    lenient = msgspec.structs.replace(options, ignore_unknown_fields=True, close_json_objects=False)
+    lenient = dataclasses.replace(options, ignore_unknown_fields=True, close_json_objects=False)
     http = create_app(Serving(running.client, tokenizer, lenient)).test_client()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -270,12 +265,6 @@ def test_tokenize_takes_the_effort_as_a_chat_does(http: FlaskClient) -> None:
     ],
 )
 def test_the_flags_say_how_bodies_are_read(flags: list[str], wanted: ParseOptions) -> None:
-    parser = argparse.ArgumentParser()
-    add_server_arguments(parser)
-    add_replica_arguments(parser)
-    args = parser.parse_args(flags)
-    args.exit_after_answer = False
-    config = EngineConfig()
-    options = _server_options(config, args, RankLayout.from_environment(config.parallel_sizes))
+    _, options, _ = parsed(*flags)
     assert options.parsing == wanted
     assert pickle.loads(pickle.dumps(options.parsing)) == wanted, "another process parses too"
