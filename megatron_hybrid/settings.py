@@ -153,7 +153,7 @@ def _check(one: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigurationError(f"{says} one of {', '.join(limits['choices'])}.")
     elif isinstance(value, bool | str) or limits["least"] <= value <= limits["most"]:
         return
-    elif not math.isfinite(value):
+    elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{says} a finite number.")
     elif value > limits["most"]:
         raise ConfigurationError(f"{says} at most {limits['most']}.")
