@@ -26,6 +26,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
+        """As argparse, but exits with a sentence for each unknown flag, or for a stray value."""
         given = list(sys.argv[1:] if args is None else args)
         # Before anything else: a required flag that is missing may be there under a wrong name.
         if unknown := self._unknown_flags(given):
@@ -37,6 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
+        """Exit with 2 and this sentence."""
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ').rstrip('.')}.\n")
 
     def _has(self, flag: str) -> bool:

@@ -48,12 +48,15 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def enabled(self) -> bool:
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
     def endpoint_of(self, replica: int) -> str:
+        """Where this replica publishes."""
         return _offset(self.endpoint, replica)
 
     def replay_endpoint_of(self, replica: int) -> str | None:
+        """Where this replica is asked for what was missed; None: nowhere."""
         return None if self.replay_endpoint is None else _offset(self.replay_endpoint, replica)
 
 

@@ -51,6 +51,7 @@ class CacheContents:
         self._fills: dict[int | None, dict[int, int]] = {}  # parent -> {tokens behind it: states}
 
     def apply(self, events: Iterable[Event]) -> None:
+        """Take over what has changed."""
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event)

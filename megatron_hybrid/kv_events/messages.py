@@ -94,6 +94,7 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
+    """The payload of a message."""
     return _encoder.encode(batch)
 
 

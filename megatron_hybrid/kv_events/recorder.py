@@ -60,6 +60,7 @@ class KVEventRecorder:
     # ------------------------------------------------------- the cache's calls
 
     def blocks_stored(self, keys: SequenceKeys, first: int, end: int) -> None:
+        """Blocks [first, end) of a sequence are there from now on."""
         size = self._geometry.block_size
         self._changes.append(
             _Stored(
@@ -75,9 +76,11 @@ class KVEventRecorder:
         )
 
     def block_removed(self, key: BlockKey) -> None:
+        """A block is gone."""
         self._changes.append(_Removed(key, BLOCKS))
 
     def state_stored(self, keys: SequenceKeys, position: int, has_logits: bool) -> None:
+        """A state after so many tokens is there, or its logits are."""
         size = self._geometry.block_size
         start = (position - 1) // size * size
         self._changes.append(
@@ -94,12 +97,15 @@ class KVEventRecorder:
         )
 
     def state_removed(self, key: BlockKey) -> None:
+        """A state is gone."""
         self._changes.append(_Removed(key, STATES))
 
     def logits_removed(self, key: BlockKey) -> None:
+        """A state's logits are gone; the state stays."""
         self._changes.append(_Removed(key, LOGITS))
 
     def cleared(self, epoch: int) -> None:
+        """Nothing is there any more; `epoch`: of the weights, from now on."""
         self._changes = [_Cleared(epoch)]  # what came before does not matter any more
 
 

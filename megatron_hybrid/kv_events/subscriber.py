@@ -80,6 +80,7 @@ class KVEventSubscriber:
         return heard
 
     def close(self) -> None:
+        """Give up the sockets."""
         self._sub.close(0)
         self._stop_asking()
 

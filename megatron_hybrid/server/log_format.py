@@ -30,7 +30,10 @@ def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[st
 
 
 class TextFormatter(logging.Formatter):
+    """The message, then name=value for each field."""
+
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """The message, and its fields behind it."""
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, _FIELDS, {})
         return " ".join([line, *(f"{name}={_quoted(value)}" for name, value in fields.items())])
@@ -47,6 +50,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
         line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),

@@ -48,6 +48,7 @@ class AnswerRecord:
 
     @property
     def has_calls(self) -> bool:
+        """Whether a tool call was found."""
         return bool(self._calls)
 
     def advance(

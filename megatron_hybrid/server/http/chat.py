@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flask import Response
 
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.chat_turn import ChatTurn
+from megatron_hybrid.server.http.answer_record import AnswerRecord, CompleteAnswer
 from megatron_hybrid.server.http.generation import Delta, Generation
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.logprobs import chat_logprobs
 from megatron_hybrid.server.http.preparation import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import (
-    Answer,
     Chunk,
     EventFrame,
     collect,
-    frame_of,
     stream,
 )
 from megatron_hybrid.server.http.tool_calls.reader import as_openai
@@ -28,8 +27,7 @@ from megatron_hybrid.server.http.tool_calls.reader import as_openai
 def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) -> Response:
     """Run one chat request; raises what `Generation` raises."""
     wanted = chat.generation
-    turn = ChatTurn(serving, chat)
-    generation.start([chat.prompt], chat.message_ends, turn.record)
+    generation.start([chat.prompt], chat.message_ends, partial(_record, serving, chat))
     with_logprobs = wanted.params.logprobs is not None
     head: Chunk = {
         "id": generation.request_id,
@@ -43,11 +41,10 @@ def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) ->
 
     prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
     if wanted.stream:
-        frame = frame_of(generation, head, wanted)
-        events = _ChatEvents(frame, logprobs, prompt_token_ids)
-        return stream(generation, frame, events, include_usage=wanted.include_usage)
+        frame = EventFrame(generation, head, wanted)
+        return stream(generation, frame, _ChatEvents(frame, logprobs, prompt_token_ids))
     answers = collect(generation, wanted.params.n)
-    choices = [_choice(index, answer, logprobs) for index, answer in enumerate(answers)]
+    choices = [_choice(answer, logprobs) for answer in answers]
     if prompt_token_ids is not None:
         head["prompt_token_ids"] = prompt_token_ids
         for choice, answer in zip(choices, answers, strict=True):
@@ -55,13 +52,33 @@ def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) ->
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
 
-def _choice(index: int, answer: Answer, logprobs: Any) -> Chunk:
+def _record(serving: Serving, chat: PreparedChat) -> AnswerRecord | None:
+    """Follows one choice; None if nothing is to be found in it or remembered of it."""
+    calling, tools = serving.tool_calling, chat.tools
+    reader = calling.reader(tools)
+    if reader is None and serving.answers is None:
+        return None
+    visible = calling.visible_ids if reader is not None else frozenset()
+    return AnswerRecord(serving.tokenizer, reader, visible, partial(_remember, serving, chat))
+
+
+def _remember(serving: Serving, chat: PreparedChat, answer: CompleteAnswer) -> None:
+    if serving.answers is None or not answer.generated.token_ids:
+        return
+    calls = [
+        {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
+    ]
+    key = chat.keys.key_of({"content": answer.text, "tool_calls": calls})
+    serving.answers.remember(key, *answer.generated)
+
+
+def _choice(answer: Delta, logprobs: Any) -> Chunk:
     message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["content"] = answer.text or None
         message["tool_calls"] = [as_openai(call) for call in answer.calls]
     return {
-        "index": index,
+        "index": answer.index,
         "message": message,
         "logprobs": logprobs(answer.logprobs),
         "finish_reason": answer.finish_reason,

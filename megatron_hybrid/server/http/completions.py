@@ -13,7 +13,7 @@ from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.http.preparation import PreparedCompletion
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Chunk, EventFrame, collect, frame_of, stream
+from megatron_hybrid.server.http.streaming import Chunk, EventFrame, collect, stream
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 
@@ -31,24 +31,10 @@ def answer_completion(
         "model": serving.options.model_name,
     }
     if wanted.stream:
-        frame = frame_of(generation, head, wanted)
-        events = _CompletionEvents(frame, shapes)
-        return stream(generation, frame, events, include_usage=wanted.include_usage)
-    choices = [
-        shapes.choice(
-            Delta(
-                index,
-                answer.text,
-                answer.logprobs,
-                answer.finish_reason,
-                token_ids=answer.token_ids,
-            ),
-            first=True,
-        )
-        for index, answer in enumerate(
-            collect(generation, len(completion.prompts) * wanted.params.n)
-        )
-    ]
+        frame = EventFrame(generation, head, wanted)
+        return stream(generation, frame, _CompletionEvents(frame, shapes))
+    answers = collect(generation, len(completion.prompts) * wanted.params.n)
+    choices = [shapes.choice(answer, first=True) for answer in answers]
     return json_response({**head, "choices": choices, "usage": generation.usage()})
 
 
@@ -68,10 +54,6 @@ class _Shapes:
         self._prompts = completion.prompts
         self._echoed = completion.echoed
         self._logprobs: dict[int, CompletionLogprobs] = {}
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._prompts) * self.n
 
     @property
     def waits_for_prompt(self) -> bool:

@@ -44,24 +44,29 @@ _COUNTERS = {
     "kv_blocks_evicted": ("kv_evictions", "KV blocks that made room for others"),
     "states_evicted": ("state_evictions", "Cached states that made room for others"),
 }
+# The label's values are there from the start, or the first of its kind would be no increase to
+# Prometheus.
 _LABELLED_COUNTERS = {
-    "request_success": ("requests_finished", "finished_reason", "Answers that ended, by reason"),
-    "state_checkpoints_published": ("checkpoints_published", "kind", "States kept"),
-    "state_checkpoints_read": ("checkpoints_read", "kind", "States used"),
-    "prefix_lost_tokens": ("lost_tokens", "cause", "Tokens that matched but were computed again"),
+    "request_success": (
+        "requests_finished",
+        "finished_reason",
+        tuple(reason.value for reason in FinishReason),
+        "Answers that ended, by reason",
+    ),
+    "state_checkpoints_published": ("checkpoints_published", "kind", KINDS, "States kept"),
+    "state_checkpoints_read": ("checkpoints_read", "kind", KINDS, "States used"),
+    "prefix_lost_tokens": (
+        "lost_tokens",
+        "cause",
+        LOST_CAUSES,
+        "Tokens that matched but were computed again",
+    ),
     "spec_decode_num_accepted_tokens_per_pos": (
         "accepted_by_position",
         "position",
+        (),
         "Drafted tokens that held, by their place in the draft",
     ),
-}
-# There from the start, or the first of its kind would be no increase to Prometheus.
-_LABEL_VALUES = {
-    "request_success": tuple(reason.value for reason in FinishReason),
-    "state_checkpoints_published": KINDS,
-    "state_checkpoints_read": KINDS,
-    "prefix_lost_tokens": LOST_CAUSES,
-    "spec_decode_num_accepted_tokens_per_pos": (),
 }
 _GAUGES = {
     "num_requests_running": ("requests_running", "Requests that run"),
@@ -147,9 +152,9 @@ class _Families:
         """One engine's figures; `engine`: the values of its labels."""
         for name, (key, text) in _COUNTERS.items():
             self._get(CounterMetricFamily, name, text).add_metric(engine, values[key])
-        for name, (key, label, text) in _LABELLED_COUNTERS.items():
+        for name, (key, label, known, text) in _LABELLED_COUNTERS.items():
             counter = self._get(CounterMetricFamily, name, text, label)
-            for kind, count in {**dict.fromkeys(_LABEL_VALUES[name], 0), **values[key]}.items():
+            for kind, count in {**dict.fromkeys(known, 0), **values[key]}.items():
                 counter.add_metric([*engine, kind], count)
         for name, (key, text) in _GAUGES.items():
             self._get(GaugeMetricFamily, name, text).add_metric(engine, values[key])

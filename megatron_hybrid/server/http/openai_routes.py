@@ -20,6 +20,8 @@ from megatron_hybrid.server.http.serving import Serving
 
 
 def install(app: Flask, serving: Serving) -> None:
+    """The answers' routes, streamed or whole, and the list of models."""
+
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
         chat: PreparedChat = serving.prepare("chat", read_body(), g.caller)

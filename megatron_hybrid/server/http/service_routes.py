@@ -10,9 +10,13 @@ from megatron_hybrid.server.http.bodies import read_body, small_body
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol.requests import AbortRequest, ResumeRequest
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.link import messages as wire
 
 
 def install(app: Flask, serving: Serving) -> None:
+    """GET /health, /metrics, /stats and /server_info; POST /tokenize, /detokenize, /abort and
+    /reset_prefix_cache."""
+
     @app.get("/health")
     def health() -> Response:
         return json_response(serving.health())
@@ -50,12 +54,12 @@ def install(app: Flask, serving: Serving) -> None:
     @app.post("/abort")
     def abort() -> Response:
         request_id = small_body(AbortRequest).request_id
-        return json_response({"aborted": serving.client.abort(request_id)})
+        return json_response(serving.client.ask(wire.AbortAnswers, request_id))
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache() -> Response:
         small_body(ResumeRequest)
-        serving.client.reset_prefix_cache()
+        serving.client.ask(wire.ResetPrefixCache)
         return json_response({"status": "ok"})
 
 

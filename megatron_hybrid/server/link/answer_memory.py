@@ -199,6 +199,7 @@ class AnswerMemoryClient:
         return nothing
 
     def close(self) -> None:
+        """End the connection."""
         with self._lock:
             self._socket.close(linger=0)
             self._context.term()

@@ -142,6 +142,7 @@ class EngineClient:
         return self.ready
 
     def running(self) -> int:
+        """Requests of this process that have not ended."""
         with self._lock:
             return len(self._requests)
 
@@ -165,13 +166,6 @@ class EngineClient:
         self.send(kind(query_id, *arguments))
         return answer
 
-    def abort(self, request_id: str) -> int:
-        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
-        return int(self.ask(wire.AbortAnswers, request_id)["aborted"])
-
-    def reset_prefix_cache(self) -> None:
-        self.ask(wire.ResetPrefixCache)
-
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
         return self.ask(wire.GetStats, timeout=STATS_SECONDS)
@@ -191,6 +185,7 @@ class EngineClient:
             return {"0": {"status": "down"}}
 
     def close(self) -> None:
+        """End the connection."""
         self._link.close()
 
     def submit(
@@ -219,6 +214,7 @@ class EngineClient:
             self._end_answer(request_id, index)
 
     def send(self, command: wire.Command) -> None:
+        """Send a command; it is dropped while there is no engine."""
         self._link.send(command)
 
     # What the link says, in its thread.
@@ -232,6 +228,7 @@ class EngineClient:
         return [wire.Join()]
 
     def received(self, replies: list[wire.AnyReply]) -> None:
+        """The engine has said something."""
         self._heard = time.monotonic()
         for reply in replies:
             self._dispatch(reply)
@@ -241,6 +238,7 @@ class EngineClient:
         self._end("The engine process has ended; its log says why.")
 
     def tick(self) -> None:
+        """Fail what waits for an engine that hangs."""
         silence = self.silence()
         if self.ready is not None and silence > STALLED_SECONDS:
             for request_id in self._fail(f"The engine has not answered for {silence:.0f} seconds."):

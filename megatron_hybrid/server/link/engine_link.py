@@ -38,7 +38,8 @@ class Listener(Protocol[Sent_co, Received]):
     def connected(self) -> Sequence[Sent_co]:
         """An engine process is there; what to say to it first."""
 
-    def received(self, replies: list[Received]) -> None: ...
+    def received(self, replies: list[Received]) -> None:
+        """What the engine has said."""
 
     def lost(self) -> None:
         """The engine process is gone. The link goes on looking for the next one."""

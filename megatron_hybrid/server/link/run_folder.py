@@ -84,6 +84,7 @@ class Lock:
         os.ftruncate(self._file, len(content))
 
     def release(self) -> None:
+        """Give the lock up."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -182,4 +183,5 @@ class RunFolder:
         return self.endpoint(f"kv-replay-{replica}")
 
     def remove(self) -> None:
+        """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)

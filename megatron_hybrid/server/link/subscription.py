@@ -55,6 +55,7 @@ class Subscription:
         self.first_event: float | None = None  # when it came, by `time.monotonic`
 
     def add(self, request: wire.AddRequest) -> None:
+        """Submit a request, whose events come here."""
         self._client.submit(request, self, self._on_first)
         self.open_answers.update((request.request_id, i) for i in range(request.params.n))
 

@@ -53,5 +53,6 @@ class CachePublishing:
             self._publisher.publish(self._recorder.take())
 
     def close(self) -> None:
+        """Send what is left."""
         if self._publisher is not None:
             self._publisher.close()

@@ -44,6 +44,7 @@ class Waker:
         return waker
 
     def wake_others(self) -> None:
+        """Let the other replicas look up, if they sleep."""
         for other in self._others:
             with contextlib.suppress(zmq.Again):  # it has enough to wake up from
                 other.send(b"", zmq.NOBLOCK)

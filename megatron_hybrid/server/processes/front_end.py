@@ -38,6 +38,7 @@ BACKLOG = 2048
 
 
 def main() -> int:
+    """Run a front end with the settings on standard input; the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
     options = settings.options

@@ -113,6 +113,7 @@ class FrontEndWorker(GeventWorker):
         return connection
 
     def handle(self, listener: Any, client: Any, addr: Any, connection: Connection) -> None:
+        """A connection's life, in its greenlet."""
         gevent.getcurrent().connection = connection
         try:
             seconds = LAST_WORDS_SECONDS if connection.is_refused else HEADER_SECONDS
@@ -126,6 +127,7 @@ class FrontEndWorker(GeventWorker):
             self._connections.close(connection)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
+        """One request: refused, or read and answered."""
         connection: Connection = gevent.getcurrent().connection
         brief = req.method in ("GET", "HEAD") and req.path in BRIEF_ROUTES
         if not self._connections.begin(connection, brief=brief):
@@ -145,6 +147,7 @@ class FrontEndWorker(GeventWorker):
             raise StopIteration from None
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        """Answer what is not HTTP; stay silent where nobody is left to be answered."""
         # An idle connection that is closed for the shutdown, or one whose client breaks off in a
         # body that was not needed any more, or breaks TLS: there is nothing to answer and nothing
         # to log.
@@ -209,6 +212,7 @@ class FrontEndWorker(GeventWorker):
         util.close_graceful(client, timeout=LAST_WORDS_SECONDS)
 
     def run(self) -> None:
+        """Accept connections until told to end, and let open requests finish then."""
         listener = self.sockets[0]
         listener.setblocking(1)
         pool = Pool(None)
@@ -259,6 +263,7 @@ class FrontEndWorker(GeventWorker):
         return bool(made_room or refused)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
+        """SIGQUIT: end at once."""
         # Without a word to anybody: whoever sends it has waited long enough.
         sys.stderr.flush()
         os._exit(0)
@@ -277,6 +282,7 @@ class ServerLog(Logger):
     """gunicorn's log, in the form that all other lines have."""
 
     def setup(self, cfg: Any) -> None:
+        """Called by gunicorn: its errors go where all our lines go."""
         super().setup(cfg)
         self.error_log.handlers.clear()
         self.error_log.propagate = True

@@ -41,6 +41,7 @@ PING_SECONDS = 1.0  # how soon the requests of a worker that died stop counting
 
 
 def main() -> int:
+    """Run a coordinator with the settings on standard input, until its parent is gone."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=FrontEndSettings)
     text = f"%(asctime)s {COORDINATOR}: "
     set_up_logging(settings.options.log_format, COORDINATOR, text, logging.INFO)
@@ -87,6 +88,7 @@ class Coordinator:
             self.close()
 
     def close(self) -> None:
+        """Give up all sockets."""
         for engine in self._engines:
             engine.close()
         for subscriber in self._subscribers.values():

@@ -35,6 +35,7 @@ class CoordinatorClient:
         self._link.start()
 
     def close(self) -> None:
+        """End the connection."""
         self._link.close()
 
     def place(self, wanted: Wanted, replicas: list[int]) -> int | None:
@@ -99,6 +100,7 @@ class CoordinatorClient:
             return list(self._running.values())
 
     def received(self, replies: list[wire.AnyReply]) -> None:
+        """Places that were asked for."""
         for reply in replies:
             if isinstance(reply, wire.Placed):
                 self._silent_until = 0.0  # late perhaps, but it answers
@@ -116,4 +118,5 @@ class CoordinatorClient:
             answer.put(None)
 
     def tick(self) -> None:
+        """Nothing has to be looked at."""
         pass

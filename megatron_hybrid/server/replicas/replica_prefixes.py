@@ -257,10 +257,12 @@ def _depths(having: Masks, names: Sequence[int], replicas: Sequence[int]) -> dic
 
 
 def set_bit(masks: Masks, name: int, replica: int) -> None:
+    """This replica has the prefix."""
     masks[name] = masks.get(name, 0) | 1 << replica
 
 
 def clear_bit(masks: Masks, name: int, replica: int) -> None:
+    """This replica has the prefix no more."""
     mask = masks.get(name, 0) & ~(1 << replica)
     if mask:
         masks[name] = mask

@@ -77,6 +77,7 @@ class ReplicaSet:
         return min(there, key=_longest, default=None)
 
     def running(self) -> int:
+        """Requests of this process that have not ended, on all replicas."""
         return sum(client.running() for client in self.clients)
 
     def place(self, wanted: Wanted) -> Placement:
@@ -106,13 +107,6 @@ class ReplicaSet:
                 raise EngineUnavailable(f"Replica {replica}: {reason}{_done_on(sorted(results))}")
         return _combined(list(results.values()))
 
-    def abort(self, request_id: str) -> int:
-        """Abort all answers of one HTTP request, which end with FinishReason.ABORT; how many."""
-        return int(self.ask(wire.AbortAnswers, request_id)["aborted"])
-
-    def reset_prefix_cache(self) -> None:
-        self.ask(wire.ResetPrefixCache)
-
     def stats(self) -> dict[str, Any]:
         """The replicas' counters, added up; under `engines`, those of each by its number."""
         each = self.stats_by_engine()
@@ -137,6 +131,7 @@ class ReplicaSet:
         return states
 
     def close(self) -> None:
+        """End all connections."""
         for client in self.clients:
             client.close()
         self._coordinator.close()

@@ -391,7 +391,7 @@ def test_a_request_can_be_aborted_while_its_grammar_is_compiled(running: Running
     running.engine.grammars_are_ready = False
     subscription = Subscription(running.client, whole=True)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), WITH_GRAMMAR))
-    assert running.client.abort("a") == 2
+    assert running.client.ask(wire.AbortAnswers, "a") == {"aborted": 2}
     running.engine.grammars_are_ready = True
     while subscription.open_answers:
         for event in subscription.next(5):

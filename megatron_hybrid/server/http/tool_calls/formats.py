@@ -127,6 +127,7 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 def types_of(schema: Mapping[str, Any]) -> list[Any]:
+    """What `type` allows; [None] where it says nothing."""
     kind = schema.get("type")
     return kind if isinstance(kind, list) else [kind]
 
