@@ -166,10 +166,8 @@ class CacheContents:
             first.parent,
             tokens,
             first.size,
-            group=group,
-            adapter=first.adapter,
-            cache_salt=first.cache_salt,
-            has_logits=first.has_logits,
+            group,
+            *first[3:],
         )
 
 
@@ -178,7 +176,6 @@ def stored_event(
     parent: int | None,
     tokens: list[int],
     block_size: int,
-    *,
     group: int,
     adapter: str | None,
     cache_salt: str | None,

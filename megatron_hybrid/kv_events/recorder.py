@@ -19,7 +19,7 @@ from megatron_hybrid.kv_events.messages import (
 )
 
 
-class _Stored(NamedTuple):
+class _Stored(NamedTuple):  # from `block_size` on as `stored_event` takes it
     keys: list[BlockKey]
     parent: BlockKey | None
     tokens: Tokens  # of these blocks; a view of the prompt where that is possible
@@ -147,9 +147,5 @@ class Changes:
             [wire_hash(key) for key in change.keys],
             None if change.parent is None else wire_hash(change.parent),
             change.tokens.tolist(),
-            change.block_size,
-            group=change.group,
-            adapter=change.adapter,
-            cache_salt=change.cache_salt,
-            has_logits=change.has_logits,
+            *change[3:],
         )

@@ -38,18 +38,25 @@ def default_workers() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // CORES_A_WORKER))
 
 
-@dataclass(frozen=True, slots=True)
-class ParseOptions:
-    """What the operator decides about bodies. close_json_objects: an object of a JSON Schema has no
-    properties but those that it names, unless it says otherwise. ignore_unknown_fields: they are
-    dropped instead of refused."""
+@dataclass(frozen=True, kw_only=True)
+class ParseOptions(Settings):
+    """What the operator decides about bodies."""
 
-    close_json_objects: bool = True
-    ignore_unknown_fields: bool = False
+    close_json_objects: bool = option(
+        True,
+        "an object with `properties` in a JSON schema has no others, unless the schema says so "
+        "with additionalProperties; the standard's letter allows any, and small models then never "
+        "end",
+    )
+    ignore_unknown_fields: bool = option(
+        False,
+        "drop fields of requests that are not known here instead of refusing them by name; those "
+        "that are known and not supported are refused all the same",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Settings):
+class ServerOptions(ParseOptions):
     """What the front end process needs to know. Replicas that share it have the same."""
 
     # What other settings come to, and no options themselves.
@@ -99,17 +106,6 @@ class ServerOptions(Settings):
         "auto",
         "how the model writes tool calls; auto: as its chat template shows",
         ("auto", *TOOL_CALL_FORMATS),
-    )
-    close_json_objects: bool = option(
-        True,
-        "an object with `properties` in a JSON schema has no others, unless the schema says so "
-        "with additionalProperties; the standard's letter allows any, and small models then never "
-        "end",
-    )
-    ignore_unknown_fields: bool = option(
-        False,
-        "drop fields of requests that are not known here instead of refusing them by name; those "
-        "that are known and not supported are refused all the same",
     )
     request_timeout: float = option(
         0.0,
@@ -209,11 +205,6 @@ class ServerOptions(Settings):
                     f"{flag_of('trusted_proxies')}: {text} is not an address, nor a network such "
                     "as 10.0.0.0/8."
                 ) from None
-
-    @property
-    def parsing(self) -> ParseOptions:
-        """What concerns the reading of bodies."""
-        return ParseOptions(self.close_json_objects, self.ignore_unknown_fields)
 
     @property
     def serves_control(self) -> bool:

@@ -112,7 +112,7 @@ class Preparation:
 
     def chat(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/chat/completions."""
-        request = parse_chat(parse_body(body), self.options.parsing)
+        request = parse_chat(parse_body(body), self.options)
         self._check_model(request.generation)
         wanted = _salted(self._with_tool_grammar(request), caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
@@ -127,7 +127,7 @@ class Preparation:
         self, body: Bytes, limits: Limits, caller: Caller = NOBODY
     ) -> PreparedCompletion:
         """Of /v1/completions."""
-        request = parse_completion(parse_body(body), self.options.parsing)
+        request = parse_completion(parse_body(body), self.options)
         wanted = _salted(request.generation, caller)
         self._check_model(wanted)
         prompts = []
@@ -140,7 +140,7 @@ class Preparation:
 
     def tokenize(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
-        values, options = parse_body(body), self.options.parsing
+        values, options = parse_body(body), self.options
         if values.get("messages") is not None:
             chat = read(TokenizeChatRequest, values, options)
             prompt = chat_prompt(chat, options)

@@ -161,24 +161,27 @@ class FrontEndWorker(GeventWorker):
     # What the application never sees. Imported in the functions: what they use must be gevent's.
 
     def _refuse_address(self, client: Any, addr: Any) -> None:
-        from megatron_hybrid.server.link.subscription import Overloaded
-
-        limit = self._options.connections_an_address
-        error = Overloaded(
-            f"{limit} connections are open from {addr[0]}; that is the limit "
-            "(--http-connections-per-address, divided by --http-workers; --trusted-proxies have "
-            "none). Try again later."
+        self._refuse_overload(
+            client,
+            addr,
+            f"{self._options.connections_an_address} connections are open from {addr[0]}; that is "
+            "the limit (--http-connections-per-address, divided by --http-workers; "
+            "--trusted-proxies have none). Try again later.",
         )
-        self._refuse(client, addr, error)
 
     def _refuse_request(self, req: Any, client: Any, addr: Any) -> None:
+        self._refuse_overload(
+            client,
+            addr,
+            f"{self._connections.requests} requests are being read or answered; that is the limit "
+            "(--http-connections, divided by --http-workers). Try again later.",
+            req,
+        )
+
+    def _refuse_overload(self, client: Any, addr: Any, reason: str, req: Any = None) -> None:
         from megatron_hybrid.server.link.subscription import Overloaded
 
-        error = Overloaded(
-            f"{self._connections.requests} requests are being read or answered; that is the limit "
-            "(--http-connections, divided by --http-workers). Try again later."
-        )
-        self._refuse(client, addr, error, req)
+        self._refuse(client, addr, Overloaded(reason), req)
 
     def _refuse_headers(self, client: Any, addr: Any, error: Exception) -> None:
         from werkzeug.exceptions import default_exceptions
