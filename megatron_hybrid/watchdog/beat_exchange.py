@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ ANSWER_SECONDS = 2.0  # for the store to take last words, and to say what the la
 START_TIMEOUT = timedelta(minutes=30)  # as torch's process groups have it
 VERDICT, NO_VERDICT = "verdict", "-"
 StoreFactory = Callable[[], "dist.Store"]
+T = TypeVar("T")
 
 
 class BeatExchange:
@@ -97,21 +98,16 @@ class BeatExchange:
 
     def read_now(self) -> list[RankBeat | None] | None:
         """Everybody's latest beats; None if the store does not say."""
-        found: list[list[RankBeat | None]] = []
-        if (store := self._store) is not None:
-            _within(ANSWER_SECONDS, lambda: found.append(self._read(store)))
-        return found[0] if found else None
+        store = self._store
+        return None if store is None else _within(ANSWER_SECONDS, lambda: self._read(store))
 
     def judge(self, message: str) -> str:
         """Say why the group has to end; the answer is what holds, which may be another rank's
         reason that came first."""
-        said = [message]
-        if (store := self._store) is not None:
-            _within(
-                ANSWER_SECONDS,
-                lambda: said.append(store.compare_set(VERDICT, NO_VERDICT, message).decode()),
-            )
-        return said[-1]
+        if (store := self._store) is None:
+            return message
+        said = _within(ANSWER_SECONDS, lambda: store.compare_set(VERDICT, NO_VERDICT, message))
+        return message if said is None else said.decode()
 
     def leave(self) -> None:
         """Send the last beat, and no more."""
@@ -177,13 +173,15 @@ def _key(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def _within(seconds: float, call: Callable[[], object]) -> None:
-    """Wait for a call to the store, for so long."""
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What a call to the store gives; None if it fails, or takes longer."""
+    found: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            call()
+            found.append(call())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    return found[0] if found else None

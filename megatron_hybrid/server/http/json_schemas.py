@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import JsonSchema
-from megatron_hybrid.server.http.schema_references import depth_through_references, find
+from megatron_hybrid.server.http.schema_references import (
+    depth_through_references,
+    find,
+    look_through,
+)
 from megatron_hybrid.server.options import ParseOptions
 
 MAX_DEPTH = 120  # of lists and objects in each other; llguidance reads 127
@@ -38,34 +42,24 @@ def served_schema(schema: JsonSchema, path: str, options: ParseOptions) -> JsonS
     `unevaluatedProperties`): the letter of the standard allows any, and small models then never
     end. What changes nothing, but llguidance refuses, is left out. Raises FieldError.
     """
-    _check_depth(schema, path)
+    depth, _ = look_through(schema)
+    if depth > MAX_DEPTH + 1:  # itself, and those in it
+        raise FieldError(
+            path, f"{path} has more than {MAX_DEPTH} lists and objects inside each other."
+        )
     return _Schema(schema, path, close=options.close_json_objects).served()
 
 
 def with_definitions(part: Any, root: Mapping[str, Any]) -> Any:
     """A part of `root` as a schema of its own, whose references still mean parts of `root`."""
-    if not isinstance(part, Mapping) or not any(_references(part)):
+    if not isinstance(part, Mapping):
+        return part
+    _, references = look_through(part)  # and what only looks like one
+    if not any(reference.startswith("#") for reference in references):
         return part
     rest = {name: value for name, value in root.items() if name != "$id"}
     definitions = {"part": _moved(part), "root": _moved(rest)}
     return {"$ref": "#/$defs/part", "$defs": definitions}
-
-
-def _check_depth(schema: Any, path: str) -> None:
-    level, depth = [schema], 0
-    while level:
-        if depth > MAX_DEPTH:
-            raise FieldError(
-                path, f"{path} has more than {MAX_DEPTH} lists and objects inside each other."
-            )
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
-        level = [value for value in inner if isinstance(value, (dict, list))]
-        depth += 1
 
 
 class _Schema:
@@ -257,20 +251,6 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _references(value: Any) -> Iterator[str]:
-    """References to places in the same schema; also what only looks like one."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Mapping):
-            reference = item.get("$ref")
-            if isinstance(reference, str) and reference.startswith("#"):
-                yield reference
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
 
 
 def _moved(schema: Any) -> Any:

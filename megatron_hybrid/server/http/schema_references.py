@@ -41,7 +41,7 @@ def depth_through_references(root: Mapping[str, Any], step: Callable[[], None]) 
         place, part = pending.pop()
         if place in depths:
             continue
-        depths[place], references = _look_through(part, step)
+        depths[place], references = look_through(part, step)
         named[place] = []
         for reference in references:
             target = find(root, reference)
@@ -53,8 +53,9 @@ def depth_through_references(root: Mapping[str, Any], step: Callable[[], None]) 
     return _longest("#", named, depths)
 
 
-def _look_through(part: Any, step: Callable[[], None]) -> tuple[int, list[str]]:
-    """How deep a part is, and what it refers to."""
+def look_through(part: Any, step: Callable[[], None] = lambda: None) -> tuple[int, list[str]]:
+    """How many lists and objects inside each other a part (one of them) is, and the references in
+    it. step: called for each of them."""
     references: list[str] = []
     level, depth = [part], 0
     while level:

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from tests.server.running import ServerProcess, is_alive, wait_until
@@ -40,8 +41,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[ServerProcess]:
-    question = ("--ask", "Who is quick?", "--system", "Numbers: 12345, 12345 and 12345. " * 8)
-    with ServerProcess(TOOL, "--load", str(model_folder), "--port", "0", *question) as server:
+    """Some of its settings come from a file of options."""
+    options = {
+        "load": "tiny",
+        "port": 5,  # no such port is used: the flag wins
+        "log_format": "json",
+        "ask": "Who is quick?",
+        "system": "Numbers: 12345, 12345 and 12345. " * 8,
+    }
+    file = model_folder.parent / "options.yaml"
+    file.write_text(yaml.safe_dump(options))
+    with ServerProcess(TOOL, "--config", str(file), "--port", "0") as server:
         yield server
 
 
@@ -215,6 +225,13 @@ def test_the_first_question_was_asked_twice(server: ServerProcess) -> None:
     server.wait_for_line(r"(Asked again)", 30)
     server.wait_for_line(r"([1-9]\d*) of \d+ prompt tokens from the cache", 30)
     assert re.search(r"\b0 of \d+ prompt tokens from the cache", server.output)
+
+
+def test_a_file_of_options_holds_for_every_process(server: ServerProcess) -> None:
+    urllib.request.urlopen(f"{server.url}/v1/models").close()
+    for process in ("engine", "front end"):
+        line = server.wait_for_line(rf'^(\{{.*"process": ?"{process}".*\}})$', 10)
+        assert json.loads(line)["process"] == process
 
 
 @pytest.mark.parametrize(
