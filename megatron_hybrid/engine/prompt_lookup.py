@@ -18,7 +18,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.engine.drafter import NO_GUESS, Ints, Tokens
+from megatron_hybrid.engine.drafter import NO_GUESS, Drafter, Ints, Tokens
 
 # How many of the last tokens have to have stood together before, the most telling first.
 SIZES = (4, 2)
@@ -27,7 +27,7 @@ TABLE_BITS = 22  # entries of 8 bytes, which take memory when they are written
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with its bits in no order
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """A Drafter. Takes microseconds a step, whatever the number of rows, and a few nanoseconds for
     each token of a prompt."""
 

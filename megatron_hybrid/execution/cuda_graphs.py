@@ -42,10 +42,12 @@ class GraphSize(NamedTuple):
 
     @property
     def decode_tokens(self) -> int:
+        """Of the decodes: their next tokens and the drafts."""
         return self.decodes + self.drafts
 
     @property
     def tokens(self) -> int:
+        """All that a step of this size computes."""
         return self.decode_tokens + self.prefill_tokens
 
     @property

@@ -37,6 +37,7 @@ class PrefillChunk(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Tokens that it computes."""
         return self.end - self.start
 
 
@@ -127,6 +128,7 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> int:
+        """Drafts of all decodes together."""
         return 0 if self.drafts is None else int(self.drafts.num_drafts.sum())
 
     @property
@@ -136,6 +138,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Tokens of all chunks of prompts."""
         return sum(chunk.length for chunk in self.prefills)
 
     @property
@@ -176,6 +179,7 @@ class StepDemand(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
+        """What a plan asks of the ranks that compute it."""
         decodes, chunks = len(plan.decode_rows), plan.prefills
         drafts, prefill_tokens = plan.num_drafts, plan.num_prefill_tokens
         targets = [c.logprob_targets for c in chunks if c.logprob_targets is not None]
@@ -227,6 +231,7 @@ class Computed(NamedTuple):
     step: StepResult
 
     def result(self) -> StepResult:
+        """The step."""
         return self.step
 
 

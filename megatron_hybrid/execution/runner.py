@@ -17,6 +17,8 @@ from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.execution.plan import (
     CatchUp,
+    Launched,
+    Runner,
     StepDemand,
     StepPlan,
     StepResult,
@@ -34,7 +36,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
 
-class LaunchedStep:
+class LaunchedStep(Launched):
     """A step on its way, or done."""
 
     def __init__(self, sampling: Sampling) -> None:
@@ -45,7 +47,7 @@ class LaunchedStep:
             return self._sampling.result()
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """The model and its caches on one rank.
 
     Each row's last token stays on the device, where its next decode reads it. `asynchronous`
@@ -122,6 +124,7 @@ class ModelRunner:
             )
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """`launch`, and wait for the result."""
         return self.launch(plan).result()
 
     @torch.inference_mode()

@@ -24,7 +24,8 @@ class SharedRows(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Which of the ranks this one is."""
 
     @property
     def size(self) -> int:

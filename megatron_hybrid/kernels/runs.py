@@ -104,6 +104,7 @@ class HostRuns:
                 )
 
     def turn(self, tokens: list[tuple[int, int]]) -> Turn:
+        """The (sequence, tokens ahead of its position) that are computed together."""
         from_ring = any(ahead < 0 for _, ahead in tokens)
         return Turn(
             sequences=self._ints([s for s, _ in tokens]),
@@ -123,6 +124,7 @@ class HostRuns:
         )
 
     def fold(self, tokens: list[tuple[int, int]]) -> Fold:
+        """A turn of tokens that go into the states, with the checkpoints that they reach."""
         slots = [0] * len(self.lengths)
         for s, ahead in tokens:
             position, slot = self.checkpoints[s]

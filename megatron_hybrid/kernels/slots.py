@@ -24,6 +24,7 @@ class SlotReads:
 
     @classmethod
     def of(cls, slots: list[int], device: torch.device) -> SlotReads:
+        """Of the slots [N]; 0 or less: fresh."""
         fresh = [row for row, slot in enumerate(slots) if slot <= 0]
         clamped = [max(slot, 0) for slot in slots]
         return cls(
@@ -51,6 +52,7 @@ class SlotWrites:
 
     @classmethod
     def of(cls, slots: list[int], device: torch.device) -> SlotWrites:
+        """Of the slots [N]; 0 or less: goes nowhere."""
         kept = [row for row, slot in enumerate(slots) if slot > 0]
         chosen = torch.tensor([slots[row] for row in kept], dtype=torch.int64, device=device)
         if len(kept) == len(slots):

@@ -20,6 +20,8 @@ from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class AttentionConfig:
+    """Sizes and constants of one attention layer. scale: of q k before the softmax."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -89,6 +91,7 @@ class Attention(Mixer):
         return self
 
     def kv_spec(self) -> KVSpec:
+        """Of its cache on this rank."""
         return KVSpec(self.kv_heads, self.config.head_dim, self.qkv_proj.weight.dtype)
 
     def shape(self, block_size: int) -> AttentionShape:

@@ -65,10 +65,12 @@ class StepInputs:
 
     @property
     def num_tokens(self) -> int:
+        """Of all sequences, drafts included."""
         return int(self.token_ids.shape[0])
 
     @property
     def num_decode_tokens(self) -> int:
+        """Of the sequences that decode; they come first."""
         return self.num_decodes + self.num_drafts
 
 
@@ -81,6 +83,7 @@ class KVSpec:
     dtype: torch.dtype
 
     def bytes_per_token(self) -> int:
+        """Of a key and a value."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -109,6 +112,7 @@ class StateSpec:
         return sum(map(_prod, shapes)) * self.inputs_dtype.itemsize
 
     def bytes_per_slot(self) -> int:
+        """Of the convolution's window and the recurrence's state."""
         conv = _prod(self.conv_shape) * self.conv_dtype.itemsize
         return conv + _prod(self.ssm_shape) * self.ssm_dtype.itemsize
 
@@ -132,6 +136,7 @@ class LayerCaches:
 
     @property
     def ring_length(self) -> int:
+        """Tokens that the rings keep (R); 0 without rings."""
         return next((ring.conv.shape[1] for ring in self.rings.values()), 0)
 
 

@@ -43,6 +43,7 @@ class Mamba2Config:
 
     @property
     def inner_size(self) -> int:
+        """Channels of x and of the gate."""
         return self.num_heads * self.head_dim
 
 

@@ -36,6 +36,7 @@ class Mixer(nn.Module):
     of a sum over the tensor-parallel ranks: the block that follows adds the parts up."""
 
     def weight_parts(self) -> Parts:
+        """The weights that it needs on this rank."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
@@ -62,4 +63,5 @@ class Mixer(nn.Module):
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Memory for a weight that is read later; it has no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

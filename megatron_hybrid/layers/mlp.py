@@ -15,6 +15,8 @@ from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class MLPConfig:
+    """Sizes and constants of one MLP, or of one expert."""
+
     intermediate_size: int
     gated: bool
     activation: str  # a key of kernels.activation's ACTIVATIONS

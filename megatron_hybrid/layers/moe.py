@@ -53,6 +53,7 @@ class SoftmaxRouter(nn.Module):
         self.weight = parameter((config.num_experts, hidden_size), dtype)
 
     def weight_parts(self) -> Parts:
+        """The weights that it needs: every rank holds them whole."""
         yield whole("router.weight", self.weight)
 
     def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
@@ -78,6 +79,7 @@ class SigmoidRouter(nn.Module):
             self.bias = parameter((config.num_experts,), torch.float32)
 
     def weight_parts(self) -> Parts:
+        """The weights that it needs: every rank holds them whole."""
         yield whole("router.weight", self.weight)
         if self.bias is not None:
             yield whole("router.bias", self.bias)

@@ -28,6 +28,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
 
     def weight_parts(self) -> Parts:
+        """Its weight, which every rank holds whole."""
         yield replace(whole("weight", self.weight), offset=1.0 if self.zero_centered else 0.0)
 
     def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
@@ -84,6 +85,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, dtype=dtype), requires_grad=False)
 
     def weight_parts(self) -> Parts:
+        """This rank's channels of its weight."""
         yield shard("weight", self.weight, 0, self.parallel.rank, self.channels)
 
     def forward(self, x: Tensor, gate: Tensor, kernels: KernelSet) -> Tensor:

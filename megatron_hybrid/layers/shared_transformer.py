@@ -19,6 +19,8 @@ from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
 
 @dataclass(frozen=True)
 class SharedTransformerConfig:
+    """Sizes of the blocks that layers take in turn."""
+
     attention: AttentionConfig
     mlp: MLPConfig
     num_blocks: int  # that the layers take in turn
@@ -39,6 +41,7 @@ class SharedTransformer(nn.Module):
         self.mlp = MLP(config.mlp, context)
 
     def weight_parts(self) -> Parts:
+        """The weights that it needs on this rank."""
         yield from prefixed("input_norm", self.input_norm.weight_parts())
         yield from prefixed("self_attn", self.self_attn.weight_parts())
         yield from prefixed("mlp_norm", self.mlp_norm.weight_parts())

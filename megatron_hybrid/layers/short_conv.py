@@ -18,6 +18,8 @@ from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class ShortConvConfig:
+    """Sizes of one short convolution (LFM2)."""
+
     conv_width: int
     bias: bool = False  # of the convolution and the projections
 

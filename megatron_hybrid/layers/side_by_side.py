@@ -13,6 +13,8 @@ from megatron_hybrid.layers.recurrent import RecurrentMixer
 
 
 class SideBySide(Mixer):
+    """Both read the block's normed input; the block adds up what they give."""
+
     def __init__(
         self, attention: AttentionConfig, mamba: Mamba2Config, context: LayerContext
     ) -> None:

@@ -36,7 +36,7 @@ def test_every_public_class_and_function_is_documented() -> None:
 
 
 def undocumented(
-    body: list[ast.stmt], classes: dict[str, Class], owner: str | None = None
+    body: list[ast.stmt], classes: dict[str, Class], owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[int, str]]:
     """Line and name of what says nothing; `owner`: the class whose body it is."""
     for node in body:
@@ -46,19 +46,18 @@ def undocumented(
         if isinstance(node, Function):
             decorators = {name_of(one).rpartition(".")[2] for one in node.decorator_list}
             is_said = is_said or bool(decorators & {"overload", "setter", "override"})
-            is_said = is_said or (owner is not None and inherits(owner, node.name, classes))
+            bases = [] if owner is None else list(map(name_of, owner.bases))
+            is_said = is_said or inherits(bases, node.name, classes)
         else:
-            yield from undocumented(node.body, classes, node.name)
+            yield from undocumented(node.body, classes, node)
         if not is_said:
-            yield node.lineno, node.name if owner is None else f"{owner}.{node.name}"
+            yield node.lineno, node.name if owner is None else f"{owner.name}.{node.name}"
 
 
-def inherits(owner: str, method: str, classes: dict[str, Class]) -> bool:
-    """Whether a base class has words for it."""
-    bases = [classes[base] for base in classes[owner].bases if base in classes]
-    return any(method in base.documented for base in bases) or any(
-        inherits(base, method, classes) for base in classes[owner].bases if base in classes
-    )
+def inherits(bases: list[str], method: str, classes: dict[str, Class]) -> bool:
+    """Whether one of these classes, or of those that they are made from, has words for it."""
+    known = [classes[base] for base in bases if base in classes]
+    return any(method in base.documented or inherits(base.bases, method, classes) for base in known)
 
 
 def documented_in(node: ast.ClassDef) -> set[str]:

@@ -40,6 +40,7 @@ class TritonPlan:
 
     @property
     def kv_slot(self) -> Tensor:
+        """[tokens]: where each token's key and value go."""
         return self.paged.kv_slot
 
 
