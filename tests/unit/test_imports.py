@@ -90,3 +90,12 @@ def test_no_import_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+LONGEST_FILE = 450  # lines; more are two things
+
+
+def test_a_file_is_no_longer_than_a_head_can_hold() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    too_long = {name: count for name, count in lines.items() if count > LONGEST_FILE}
+    assert not {name: count for name, count in too_long.items() if not name.endswith(".triton")}

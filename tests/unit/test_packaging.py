@@ -263,6 +263,15 @@ def test_modules_on_the_page_that_explains_them_exist():
     assert named and named <= modules, f"not there: {sorted(named - modules)}"
 
 
+def test_a_newcomers_reading_fits_into_a_day():
+    (text,) = re.findall(
+        r"^A newcomer reads (.*?) and then", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    files = [ROOT / "megatron_hybrid" / name for name in re.findall(r"`([\w/]+\.py)`", text)]
+    assert len(files) > 4
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 2500
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
