@@ -27,6 +27,7 @@ from megatron_hybrid.server.http.protocol.answers import COUNTERS, COUNTERS_BY_N
 
 if TYPE_CHECKING:  # so that no method of ours drifts from the real one; which takes long to import
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
+    from megatron_hybrid.execution.plan import WeightsSource
 else:
     DynamicInferenceEngine = object
 
@@ -100,7 +101,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._latencies = Latencies(max_requests=0)  # of which it needs the histograms alone
         self._broken = False
         self._pause: str | None = None
-        self.epoch = 0
+        self._epoch = 0
 
     def add_request(
         self,
@@ -260,7 +261,11 @@ class FakeEngine(DynamicInferenceEngine):
         self.log.append("resume")
         self._pause = None
 
-    def update_weights(self, source: str) -> None:
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def update_weights(self, source: WeightsSource) -> None:
         """A folder called "wrong" does not fit; one called "half" is copied only in part."""
         self.log.append(f"update {source}")
         if source == "wrong":
@@ -268,7 +273,7 @@ class FakeEngine(DynamicInferenceEngine):
         if source == "half":
             raise RuntimeError("The new weights were copied only in part.")
         self._cached.clear()
-        self.epoch += 1
+        self._epoch += 1
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
