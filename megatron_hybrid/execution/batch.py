@@ -94,8 +94,8 @@ class BatchBuilder:
         n = len(decodes)
         lengths = np.asarray([chunk.length for chunk in chunks], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        checkpoints = _checkpoints(chunks)
-        used = GraphSize(n, int(starts[-1]), len(chunks), len(checkpoints), plan.num_drafts)
+        checkpoints = sum(len(chunk.checkpoints) for chunk in chunks)
+        used = GraphSize(n, int(starts[-1]), len(chunks), checkpoints, plan.num_drafts)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
         drafted = self._drafted if plan.drafts is not None or room.drafts else None
@@ -124,7 +124,6 @@ class BatchBuilder:
         logits_index = _logits_index(chunks, used.decode_tokens, room.decode_tokens + starts)
         if size is not None:
             logits_index = filled(logits_index, room.rows)
-        cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
         figures = StepFigures(
             token_ids=token_ids,
             positions=positions,
@@ -137,20 +136,8 @@ class BatchBuilder:
             read_slot=filled(rows.read_slot[decodes], room.decodes),
             write_slot=filled(write_slot, room.decodes),
             logits_index=logits_index,
-            prefill=SegmentFigures(
-                cu_seqlens=filled(starts, room.prompts + 1, used.prefill_tokens),
-                start_position=filled([chunk.start for chunk in chunks], room.prompts),
-                read_slot=filled([chunk.read_slot for chunk in chunks], room.prompts),
-                write_slot=filled([chunk.write_slot for chunk in chunks], room.prompts),
-                cu_checkpoints=filled(cu_checkpoints, room.prompts + 1, used.checkpoints),
-                checkpoint_sequence=filled(checkpoints[:, 0], room.checkpoints),
-                checkpoint_position=filled(checkpoints[:, 1], room.checkpoints),
-                checkpoint_slot=filled(checkpoints[:, 2], room.checkpoints),
-                sequence_of_token=filled(
-                    np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1
-                ),
-            ),
-            chunk_bounds=tuple(self._chunk_bounds(chunks, lengths, room)),
+            prefill=_segments(chunks, lengths, room) if room.prompts else None,
+            chunk_bounds=self._chunk_bounds(chunks, lengths, room) if room.prompts else (),
             decodes=(drafted or self._singles).figures(plan, room),
             kv_indices=paged.kv_indices,
         )
@@ -164,7 +151,7 @@ class BatchBuilder:
         else:
             decode = drafted.inputs(step, paged, plan, size)
         prefill = None
-        if room.prompts:
+        if step.prefill is not None:
             longest = int(lengths.max()) if size is None else size.prefill_tokens
             bounds = dict(zip(self._chunk_sizes, step.chunk_bounds, strict=True))
             prefill = PrefillSegments(*step.prefill, longest, bounds)
@@ -222,7 +209,7 @@ class BatchBuilder:
 
     def _chunk_bounds(
         self, chunks: list[PrefillChunk], lengths: Ints, room: GraphSize
-    ) -> list[Ints]:
+    ) -> tuple[Ints, ...]:
         """PrefillSegments.cu_chunk_seqlens for each kernel chunk, filled up with empty chunks."""
         starts = np.asarray([chunk.start for chunk in chunks], dtype=np.int64)
         found = []
@@ -231,7 +218,7 @@ class BatchBuilder:
             # a prompt has at most one chunk more than its tokens fill, and one that was cut
             most = room.prefill_tokens // size + 2 * room.prompts
             found.append(filled(bounds, most + 1, int(bounds[-1])))
-        return found
+        return tuple(found)
 
     def _moves(self, plan: StepPlan) -> list[Ints]:
         """The parts of CacheMoves in their order; none when the step moves nothing."""
@@ -262,6 +249,25 @@ def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) ->
         if chunk.logprob_targets is not None:
             index.append(start + np.arange(len(chunk.logprob_targets)))
     return np.concatenate(index)
+
+
+def _segments(chunks: list[PrefillChunk], lengths: Ints, room: GraphSize) -> SegmentFigures[Ints]:
+    """Filled up with empty prompts behind the last one."""
+    ends, checkpoints = np.cumsum([0, *lengths]), _checkpoints(chunks)
+    cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
+    return SegmentFigures(
+        cu_seqlens=filled(ends, room.prompts + 1, int(ends[-1])),
+        start_position=filled([chunk.start for chunk in chunks], room.prompts),
+        read_slot=filled([chunk.read_slot for chunk in chunks], room.prompts),
+        write_slot=filled([chunk.write_slot for chunk in chunks], room.prompts),
+        cu_checkpoints=filled(cu_checkpoints, room.prompts + 1, len(checkpoints)),
+        checkpoint_sequence=filled(checkpoints[:, 0], room.checkpoints),
+        checkpoint_position=filled(checkpoints[:, 1], room.checkpoints),
+        checkpoint_slot=filled(checkpoints[:, 2], room.checkpoints),
+        sequence_of_token=filled(
+            np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1
+        ),
+    )
 
 
 def _checkpoints(chunks: list[PrefillChunk]) -> Ints:

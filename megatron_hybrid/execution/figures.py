@@ -72,7 +72,7 @@ class StepFigures(NamedTuple, Generic[T]):
     read_slot: T  # [decodes]
     write_slot: T  # [decodes]
     logits_index: T  # [rows] tokens whose logits are wanted
-    prefill: SegmentFigures[T]
+    prefill: SegmentFigures[T] | None  # None: there are no prompts
     chunk_bounds: tuple[T, ...]  # cu_chunk_seqlens of each kernel chunk
     decodes: SingleFigures[T] | DraftFigures[T] | None  # None: DecodeSlots say all
     # Last, because it varies: all others are as long as their graph has room for.
@@ -109,7 +109,7 @@ class Uploads:
         host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
         numbers, start = host.numpy(), 0
         for part in every:
-            numbers[start : start + part.size] = part.reshape(-1)
+            numbers[start : start + part.size] = part if part.ndim == 1 else part.reshape(-1)
             start += part.size + -part.size % _ALIGNMENT
         target = self._buffer[first : first + total]
         target.copy_(host, non_blocking=True)
@@ -139,12 +139,11 @@ def _arrays(figures: tuple[Any, ...]) -> Iterator[Ints]:
 
 def _tensors(figures: Any, tensors: Iterator[Tensor]) -> Any:
     """The same tuples, of the tensors in the shapes of the arrays."""
-    parts = [
-        _tensors(part, tensors)
-        if isinstance(part, tuple)
-        else None
-        if part is None
-        else next(tensors).view(part.shape)
-        for part in figures
-    ]
+    parts: list[Any] = []
+    for part in figures:
+        if part is None or isinstance(part, tuple):
+            parts.append(part and _tensors(part, tensors))
+        else:
+            flat = next(tensors)
+            parts.append(flat if part.ndim == 1 else flat.view(part.shape))
     return figures._make(parts) if hasattr(figures, "_make") else tuple(parts)
