@@ -67,8 +67,7 @@ class BatchBuilder:
         head: HeadDrafter | None = None,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
-        where decodes have drafts. `write_interval`: decodes have fewer unfolded tokens than
-        that.
+        where decodes have drafts. `write_interval`: decodes have fewer unfolded tokens than that.
         `head`: where the model's own head makes the drafts."""
         self._rows = rows
         self._singles = SingleDecodes(rows, write_interval)
@@ -136,7 +135,7 @@ class BatchBuilder:
             read_slot=filled(rows.read_slot[decodes], room.decodes),
             write_slot=filled(write_slot, room.decodes),
             logits_index=logits_index,
-            prefill=_segments(chunks, lengths, room) if room.prompts else None,
+            prefill=_segments(chunks, starts, room) if room.prompts else None,
             chunk_bounds=self._chunk_bounds(chunks, lengths, room) if room.prompts else (),
             decodes=(drafted or self._singles).figures(plan, room),
             kv_indices=paged.kv_indices,
@@ -251,12 +250,13 @@ def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) ->
     return np.concatenate(index)
 
 
-def _segments(chunks: list[PrefillChunk], lengths: Ints, room: GraphSize) -> SegmentFigures[Ints]:
-    """Filled up with empty prompts behind the last one."""
-    ends, checkpoints = np.cumsum([0, *lengths]), _checkpoints(chunks)
+def _segments(chunks: list[PrefillChunk], starts: Ints, room: GraphSize) -> SegmentFigures[Ints]:
+    """Filled up with empty prompts behind the last one. `starts`: the first token of each chunk
+    among those of all, and the end of the last one."""
+    checkpoints = _checkpoints(chunks)
     cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
     return SegmentFigures(
-        cu_seqlens=filled(ends, room.prompts + 1, int(ends[-1])),
+        cu_seqlens=filled(starts, room.prompts + 1, int(starts[-1])),
         start_position=filled([chunk.start for chunk in chunks], room.prompts),
         read_slot=filled([chunk.read_slot for chunk in chunks], room.prompts),
         write_slot=filled([chunk.write_slot for chunk in chunks], room.prompts),
@@ -265,7 +265,7 @@ def _segments(chunks: list[PrefillChunk], lengths: Ints, room: GraphSize) -> Seg
         checkpoint_position=filled(checkpoints[:, 1], room.checkpoints),
         checkpoint_slot=filled(checkpoints[:, 2], room.checkpoints),
         sequence_of_token=filled(
-            np.repeat(np.arange(len(chunks)), lengths), room.prefill_tokens, -1
+            np.repeat(np.arange(len(chunks)), np.diff(starts)), room.prefill_tokens, -1
         ),
     )
 
