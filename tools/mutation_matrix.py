@@ -100,7 +100,13 @@ def cover(folder: Path, arguments: list[str]) -> int:
 
 def environment(**more: str) -> dict[str, str]:
     paths = [ROOT / "tools" / "mutation", ROOT / "tools", ROOT, os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)).rstrip(":")} | more
+    ours = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)).rstrip(":"),
+        # Compiling what is imported would take most of a mutant's time.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / "bytecode"),
+    }
+    return os.environ | ours | more
 
 
 def read_costs(folder: Path) -> dict[str, Case]:
@@ -161,7 +167,7 @@ def run(folder: Path, count: int, seed: int, jobs: int) -> int:
             ("ci", [case for case in cases if case.name in in_ci]),
             ("all", [case for case in cases if case.name not in in_ci]),
         ):
-            if some and (killer := kill(mutant, some, folder)):
+            if some and (killer := kill(mutant, some, folder, tests=by)):
                 found |= {"killer": killer, "by": by}
                 break
         found["seconds"] = round(time.monotonic() - begun, 1)
@@ -186,14 +192,14 @@ def draw(coverage: Coverage, count: int, seed: int) -> list[Mutant]:
 
 def cases_of_ci() -> set[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "mutation.watching"]
-    told = environment(MUTATION_LIST_CI="1")
-    told.pop("TESTS", None)
+    told = environment(MUTATION_LIST_CI="1", TESTS="ci")
     done = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, check=True)
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
-def kill(mutant: Mutant, cases: list[Case], folder: Path) -> str | None:
-    """The first case that fails; files in the order of what their cases cost together."""
+def kill(mutant: Mutant, cases: list[Case], folder: Path, tests: str) -> str | None:
+    """The first case that fails with TESTS=`tests`; files in the order of what their cases cost
+    together."""
     together: dict[str, float] = defaultdict(float)
     for case in cases:
         together[case.name.partition("::")[0]] += case.cpu_seconds
@@ -208,7 +214,7 @@ def kill(mutant: Mutant, cases: list[Case], folder: Path) -> str | None:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment(MUTANT=f"{path}:{mutant.number}"),
+            env=environment(MUTANT=f"{path}:{mutant.number}", TESTS=tests),
             capture_output=True,
             text=True,
             timeout=sum(seconds.values()) + LEAST_SECONDS,

@@ -18,6 +18,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREAD
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # Nothing here is compiled, and megatron-core makes every process that a test starts load the compiler.
 export TORCHDYNAMO_DISABLE=1
+# Half of what a process needs to import torch is compiling it: bytecode is kept, also where it must
+# not lie among the sources.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$VENV/bytecode"
 
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@" </dev/null

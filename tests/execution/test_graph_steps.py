@@ -4,7 +4,6 @@ size, the same function on the same tensors, on kernels that read everything fro
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.interpreter  # noqa: F401
+
 if torch.cuda.is_available():
     pytest.skip("the GPU tests replay real graphs", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize, smallest_fit  # noqa: E402

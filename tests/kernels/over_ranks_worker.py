@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import tests.interpreter  # noqa: F401
 from megatron_hybrid.kernels.norm import triton as norm
 from megatron_hybrid.kernels.over_ranks import PIECE, gather_columns
 
