@@ -175,7 +175,7 @@ class Grammars(Protocol):
 
 
 class GrammarCompiler:
-    """Grammars over one model's vocabulary."""
+    """Grammars over one model's vocabulary; all of it may be called from any thread."""
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
@@ -191,30 +191,10 @@ class GrammarCompiler:
         # without ids of ours, the library takes one of the tokenizer for the end
         self._eos = np.asarray(self._tokenizer.eos_tokens, dtype=np.int64)
         self._has_eos = bool(eos)
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-
-    def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
-        """See Grammars."""
-        if grammar not in self._compiled:
-            self.keep(grammar, self.matcher(grammar))
-        self._compiled.move_to_end(grammar)
-        matcher = self._compiled[grammar]
-        never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
-        return AnswerMatcher(matcher.deep_copy(), never, self._size)
-
-    def has(self, grammar: Grammar) -> bool:
-        """Whether `compile` need not read it."""
-        return grammar in self._compiled
-
-    def keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Have it for `compile`; the one that was not used for longest goes."""
-        self._compiled[grammar] = matcher
-        if len(self._compiled) > KEPT_GRAMMARS:
-            self._compiled.popitem(last=False)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """At the start of an answer; may be called from any thread, and takes seconds for a large
-        schema, in which other threads go on. Raises InvalidRequestError."""
+        """For `answer`. Takes seconds for a large schema, in which other threads go on. Raises
+        InvalidRequestError."""
         from llguidance import LLMatcher
 
         source = _source(grammar)
@@ -227,10 +207,15 @@ class GrammarCompiler:
             raise _refusal(grammar, "no token of this model can begin an answer that matches it")
         return matcher
 
+    def answer(self, matcher: LLMatcher, *, ignore_eos: bool = False) -> AnswerMatcher:
+        """A matcher at the start of an answer; `ignore_eos`: see Grammars."""
+        never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
+        return AnswerMatcher(matcher.deep_copy(), never, self._size)
+
 
 class FolderGrammars:
-    """The compiler of a model folder's tokenizer, made when the first grammar comes: a large
-    vocabulary takes a second."""
+    """Grammars over a model folder's tokenizer. Their compiler is made when the first one comes: a
+    large vocabulary takes a second."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._folder, self._vocab_size, self._eos = folder, vocab_size, eos_token_ids
@@ -238,10 +223,11 @@ class FolderGrammars:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, "grammar", _be_nice)
         self._begun: dict[Grammar, Future[LLMatcher]] = {}
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def begin(self, grammar: Grammar) -> bool:
         """See Grammars."""
-        if self._compiler is not None and self._compiler.has(grammar):
+        if grammar in self._compiled:
             return True
         if grammar not in self._begun:
             try:
@@ -252,11 +238,13 @@ class FolderGrammars:
 
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
         """See Grammars; a folder without a tokenizer is an InvalidRequestError too."""
-        begun = self._begun.pop(grammar, None)
-        if begun is not None:
-            matcher = begun.result()
-            self._ready().keep(grammar, matcher)
-        return self._ready().compile(grammar, ignore_eos=ignore_eos)
+        if grammar not in self._compiled:
+            begun = self._begun.pop(grammar, None)
+            self._compiled[grammar] = self._matcher(grammar) if begun is None else begun.result()
+            if len(self._compiled) > KEPT_GRAMMARS:  # the one that was not used for longest goes
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._ready().answer(self._compiled[grammar], ignore_eos=ignore_eos)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         return self._ready().matcher(grammar)

@@ -174,7 +174,7 @@ def test_the_shipped_tokenizer_writes_json_in_few_tokens():
     compiler = GrammarCompiler(text, 2048, (1,))
     tokenizer = Tokenizer.load(reference_model.path())
     tokens = tokenizer.encode('{"name": "Ann", "ages": [31, 4]}')
-    assert takes(compiler.compile(schema(PERSON)), tokens)
+    assert takes(compiler.answer(compiler.matcher(schema(PERSON))), tokens)
 
 
 def test_checking_needs_no_torch():

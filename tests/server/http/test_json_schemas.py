@@ -137,7 +137,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 def allows(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, text: str) -> bool:
     """Whether an answer that is held to the schema may be this text."""
-    matcher = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    matcher = compiler.answer(compiler.matcher(Grammar("json_schema", json.dumps(schema))))
     for token in [*tokenizer.encode(text), tokenizer.eos_token_ids[0]]:
         if matcher.is_complete:
             return token == tokenizer.eos_token_ids[0]
@@ -289,7 +289,7 @@ def test_a_schema_of_nothing_but_references_is_refused(
 ) -> None:
     served = served_schema(schema, "schema", ParseOptions())
     with pytest.raises(InvalidRequestError, match="lead to nothing but each other"):
-        compiler.compile(Grammar("json_schema", json.dumps(served)))
+        compiler.matcher(Grammar("json_schema", json.dumps(served)))
 
 
 @pytest.mark.parametrize(

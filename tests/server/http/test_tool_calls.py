@@ -241,7 +241,7 @@ def compiler(reference: Tokenizer) -> GrammarCompiler:
 
 def allows(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     """Whether an answer may be this text and end there."""
-    matcher = compiler.compile(grammar)
+    matcher = compiler.answer(compiler.matcher(grammar))
 
     def may(token: int) -> bool:
         return bool(matcher.allowed()[token >> 3] >> (token & 7) & 1)
