@@ -6,8 +6,8 @@ docs/server_metrics.md describes the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,8 +23,6 @@ from megatron_hybrid.request import FinishReason
 
 PREFIX = "megatron_hybrid:"
 TAKES_REQUESTS = ("ok", "paused")
-_LABELS = ("engine",)
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
 
 # Prometheus name: the engine's name for it (docs/prefix_cache.md), and what it counts.
 _COUNTERS = {
@@ -125,61 +123,44 @@ class ServerMetrics:
         # differ, and a counter that falls looks like a restart.
         values = self._engine.stats_by_engine()
         states = self._engine.states()
-        labels = _LABELS if len(states) > 1 else ()
-        up = GaugeMetricFamily(PREFIX + "up", "Whether the engine takes requests", labels=labels)
-        for engine, state in states.items():
-            is_up = engine in values or state["status"] in TAKES_REQUESTS
-            up.add_metric([engine] if labels else [], float(is_up))
-        yield up
-        if values:
-            families = _Families(labels)
-            for engine, figures in values.items():
-                families.add([engine] if labels else [], figures)
-            yield from families.all()
+        labels = ["engine"] if len(states) > 1 else []
 
+        def family(kind: Any, name: str, text: str, samples: Iterable[Any], *own: str) -> Metric:
+            """samples: the engine with the metric's own labels, and what there is to say of it."""
+            made = kind(PREFIX + name, text, labels=[*labels, *own])
+            for named, *sample in samples:
+                made.add_metric(named if labels else named[1:], *sample)
+            return cast(Metric, made)
 
-class _Families:
-    """Every metric but `up`, of all engines."""
+        def histogram(name: str, text: str, found: list[tuple[str, Any]]) -> Metric:
+            samples = [([engine], _buckets(one), one["sum"]) for engine, one in found]
+            return family(HistogramMetricFamily, name, text, samples)
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        self._labels = labels
-        self._families: dict[str, Metric] = {}
-
-    def all(self) -> Iterator[Metric]:
-        yield from self._families.values()
-
-    def add(self, engine: list[str], values: Mapping[str, Any]) -> None:
-        """One engine's figures; `engine`: the values of its labels."""
-        for name, (key, text) in _COUNTERS.items():
-            self._get(CounterMetricFamily, name, text).add_metric(engine, values[key])
+        up = [([e], e in values or one["status"] in TAKES_REQUESTS) for e, one in states.items()]
+        yield family(GaugeMetricFamily, "up", "Whether the engine takes requests", up)
+        if not values:
+            return
+        each = values.items()
+        for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, (key, text) in table.items():
+                yield family(kind, name, text, [([e], one[key]) for e, one in each])
         for name, (key, label, known, text) in _LABELLED_COUNTERS.items():
-            counter = self._get(CounterMetricFamily, name, text, label)
-            for kind, count in {**dict.fromkeys(known, 0), **values[key]}.items():
-                counter.add_metric([*engine, kind], count)
-        for name, (key, text) in _GAUGES.items():
-            self._get(GaugeMetricFamily, name, text).add_metric(engine, values[key])
+            counts = [(e, dict.fromkeys(known, 0) | dict(one[key])) for e, one in each]
+            samples = [([e, name], count) for e, named in counts for name, count in named.items()]
+            yield family(CounterMetricFamily, name, text, samples, label)
         for name, (part, whole, text) in _SHARES.items():
-            share = values[part] / values[whole] if values[whole] else 0.0
-            self._get(GaugeMetricFamily, name, text).add_metric(engine, share)
+            shares = [([e], one[part] / one[whole] if one[whole] else 0.0) for e, one in each]
+            yield family(GaugeMetricFamily, name, text, shares)
         for name, (key, text) in _BY_AGE.items():
-            gauge = self._get(GaugeMetricFamily, name, text, "age")
-            for age, count in values[key]:
-                gauge.add_metric([*engine, age], count)
+            samples = [([e, age], count) for e, one in each for age, count in one[key]]
+            yield family(GaugeMetricFamily, name, text, samples, "age")
         for name, text in _LATENCIES.items():
-            self._add_histogram(engine, name, text, values["latency"][name])
+            yield histogram(name, text, [(e, one["latency"][name]) for e, one in each])
         text = "Tokens that a step computes, prompts' and answers'"
-        self._add_histogram(engine, "iteration_tokens_total", text, values["iteration_tokens"])
+        found = [(e, one["iteration_tokens"]) for e, one in each]
+        yield histogram("iteration_tokens_total", text, found)
 
-    def _get(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:
-        family = self._families.get(name)
-        if family is None:
-            family = kind(PREFIX + name, text, labels=[*self._labels, *labels])
-            self._families[name] = family
-        return cast(Family, family)
 
-    def _add_histogram(
-        self, engine: list[str], name: str, text: str, figures: Mapping[str, Any]
-    ) -> None:
-        buckets = [(repr(float(bound)), count) for bound, count in figures["buckets"]]
-        buckets.append(("+Inf", figures["count"]))
-        self._get(HistogramMetricFamily, name, text).add_metric(engine, buckets, figures["sum"])
+def _buckets(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
+    counted = [(repr(float(bound)), count) for bound, count in figures["buckets"]]
+    return [*counted, ("+Inf", figures["count"])]

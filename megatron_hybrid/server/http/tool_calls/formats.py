@@ -33,16 +33,17 @@ class NotACall(ValueError):
 class ToolFormat:
     """name: for --tool-call-parser. begin, end: the marks around a body; without an end mark the
     body reaches to the answer's end, and `begin` counts at the answer's beginning only.
-    sign: what is found in the chat templates of models that write calls so.
     read: the calls of a body, of whatever functions; raises NotACall.
+    sign: what is found (a regular expression) in the chat templates of models that write calls so,
+    unless it is the begin mark.
     arguments_key: the name of a JSON call's arguments. listed: a body is a list of calls.
     """
 
     name: str
     begin: str
     end: str
-    sign: re.Pattern[str]
     read: Callable[[str, Schemas], list[Call]]
+    sign: str = ""
     arguments_key: str = "arguments"
     listed: bool = False
 
@@ -194,38 +195,19 @@ def _literal(node: ast.expr) -> Any:
 
 # The first one whose sign a template holds is taken.
 FORMATS = (
-    ToolFormat(  # LFM2
-        "pythonic",
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
-        re.compile(r"<\|tool_call_start\|>"),
-        read_python,
-        listed=True,
-    ),
-    ToolFormat(  # Nemotron-H
-        "nemotron_json",
-        "<TOOLCALL>",
-        "</TOOLCALL>",
-        re.compile("<TOOLCALL>"),
-        read_json,
-        listed=True,
-    ),
-    ToolFormat(  # Jamba
-        "jamba", "<tool_calls>", "</tool_calls>", re.compile("<tool_calls>"), read_json, listed=True
-    ),
-    ToolFormat(  # Qwen3.5, Nemotron 3
-        "xml", "<tool_call>", "</tool_call>", re.compile("<function="), read_xml
-    ),
-    ToolFormat(  # Qwen3, Qwen3-Next, Granite 4, Falcon-H1
-        "hermes", "<tool_call>", "</tool_call>", re.compile("<tool_call>"), read_json
-    ),
-    ToolFormat(  # Llama 3.1
-        "llama3_json",
-        "{",
-        "",
-        re.compile(r'"parameters"\s*:|<\|python_tag\|>'),
-        read_json,
-        arguments_key="parameters",
+    # LFM2
+    ToolFormat("pythonic", "<|tool_call_start|>", "<|tool_call_end|>", read_python, listed=True),
+    # Nemotron-H
+    ToolFormat("nemotron_json", "<TOOLCALL>", "</TOOLCALL>", read_json, listed=True),
+    # Jamba
+    ToolFormat("jamba", "<tool_calls>", "</tool_calls>", read_json, listed=True),
+    # Qwen3.5, Nemotron 3
+    ToolFormat("xml", "<tool_call>", "</tool_call>", read_xml, "<function="),
+    # Qwen3, Qwen3-Next, Granite 4, Falcon-H1
+    ToolFormat("hermes", "<tool_call>", "</tool_call>", read_json),
+    # Llama 3.1
+    ToolFormat(
+        "llama3_json", "{", "", read_json, r'"parameters"\s*:|<\|python_tag\|>', "parameters"
     ),
 )
 NAMES = tuple(form.name for form in FORMATS)
@@ -234,7 +216,8 @@ NAMES = tuple(form.name for form in FORMATS)
 def choose_format(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat | None:
     """The format by its name, or the one that the chat template shows; None if it shows none."""
     for form in FORMATS:
-        if name == form.name or name == "auto" and form.sign.search(tokenizer.chat_template):
+        sign = form.sign or re.escape(form.begin)
+        if name == form.name or name == "auto" and re.search(sign, tokenizer.chat_template):
             return form
     return None
 
