@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader
@@ -14,19 +13,11 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 MAX_CUT_TOKENS = 64
 
 
-class CompleteAnswer(NamedTuple):
-    """`text`: what the client sees besides the calls; `generated`: the tokens, and the model's own
-    text."""
-
-    text: str
-    calls: list[Call]
-    generated: GeneratedAnswer
-
-
 class AnswerRecord:
     """Follows one choice from its first token to its end.
 
-    on_end: called with an answer that ended by itself, at its length or at a stop string.
+    on_end: called with an answer that ended by itself, at its length or at a stop string: what the
+    client sees besides the calls, the calls, the tokens and the model's own text.
     visible_ids: special tokens that the text shows, since calls are marked by them.
     """
 
@@ -35,7 +26,7 @@ class AnswerRecord:
         tokenizer: Tokenizer,
         reader: ToolCallReader | None,
         visible_ids: frozenset[int],
-        on_end: Callable[[CompleteAnswer], None],
+        on_end: Callable[[str, list[Call], GeneratedAnswer], None],
     ) -> None:
         self.visible_ids = visible_ids
         self._tokenizer = tokenizer
@@ -44,12 +35,7 @@ class AnswerRecord:
         self._token_ids: list[int] = []
         self._generated: list[str] = []  # pieces of the model's own text
         self._shown: list[str] = []  # pieces of what the client sees
-        self._calls: list[Call] = []
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a tool call was found."""
-        return bool(self._calls)
+        self.calls: list[Call] = []
 
     def advance(
         self, token_ids: Sequence[int], text: str, *, final: bool
@@ -65,7 +51,7 @@ class AnswerRecord:
         shown = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [piece for piece in pieces if isinstance(piece, Call)]
         self._shown.append(shown)
-        self._calls += calls
+        self.calls += calls
         return shown, calls
 
     def end(self, *, cut: bool) -> None:
@@ -75,7 +61,7 @@ class AnswerRecord:
         if cut:
             token_ids, known = self._inside(text)
         shown = text if self._reader is None else "".join(self._shown)
-        self._on_end(CompleteAnswer(shown, self._calls, GeneratedAnswer(token_ids, known)))
+        self._on_end(shown, self.calls, GeneratedAnswer(token_ids, known))
 
     def _inside(self, text: str) -> tuple[list[int], str]:
         """The tokens that lie wholly inside the text, and their part of it."""

@@ -8,12 +8,10 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.http import (
     access_log,
-    control_routes,
     dashboard,
     http_errors,
-    openai_routes,
     openapi,
-    service_routes,
+    routes,
 )
 from megatron_hybrid.server.http.browsers import BrowserRules
 from megatron_hybrid.server.http.http_errors import WrongKey
@@ -31,10 +29,8 @@ def create_app(serving: Serving, address: str | None = None) -> Flask:
     access_log.install(app, Addresses(serving.options.trusted_proxies))
     http_errors.install(app)
     _install_checks(app, serving.options, address)
-    openai_routes.install(app, serving)
-    service_routes.install(app, serving)
-    control_routes.install(app, serving)
-    dashboard.install(app, serving)
+    routes.install(app, serving)
+    dashboard.install(app)
     openapi.install(app, serving)
     return app
 

@@ -1,137 +1,105 @@
-"""/v1/chat/completions: messages to token ids, and answers in OpenAI's chat shape."""
+"""/v1/chat/completions: answers in OpenAI's chat shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from flask import Response
-
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.answer_record import AnswerRecord, CompleteAnswer
+from megatron_hybrid.server.http.answer_record import AnswerRecord
 from megatron_hybrid.server.http.generation import Delta, Generation
-from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.logprobs import chat_logprobs
 from megatron_hybrid.server.http.preparation import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import (
-    Chunk,
-    EventFrame,
-    collect,
-    stream,
-)
+from megatron_hybrid.server.http.streaming import Answers, Chunk
+from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import as_openai
+from megatron_hybrid.text.answer_places import GeneratedAnswer
 
 
-def answer_chat(serving: Serving, chat: PreparedChat, generation: Generation) -> Response:
-    """Run one chat request; raises what `Generation` raises."""
-    wanted = chat.generation
-    generation.start([chat.prompt], chat.message_ends, partial(_record, serving, chat))
-    with_logprobs = wanted.params.logprobs is not None
-    head: Chunk = {
-        "id": generation.request_id,
-        "object": "chat.completion.chunk" if wanted.stream else "chat.completion",
-        "created": generation.created,
-        "model": serving.options.model_name,
-    }
+class ChatAnswers(Answers):
+    """Of one chat. As events: one with the role before a choice's first text, and one with the
+    reason at its end."""
 
-    def logprobs(entries: list[TokenLogprob]) -> dict[str, Any] | None:
-        return chat_logprobs(serving.tokenizer, entries) if with_logprobs else None
-
-    prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
-    if wanted.stream:
-        frame = EventFrame(generation, head, wanted)
-        return stream(generation, frame, _ChatEvents(frame, logprobs, prompt_token_ids))
-    answers = collect(generation, wanted.params.n)
-    choices = [_choice(answer, logprobs) for answer in answers]
-    if prompt_token_ids is not None:
-        head["prompt_token_ids"] = prompt_token_ids
-        for choice, answer in zip(choices, answers, strict=True):
-            choice["token_ids"] = answer.token_ids
-    return json_response({**head, "choices": choices, "usage": generation.usage()})
-
-
-def _record(serving: Serving, chat: PreparedChat) -> AnswerRecord | None:
-    """Follows one choice; None if nothing is to be found in it or remembered of it."""
-    calling, tools = serving.tool_calling, chat.tools
-    reader = calling.reader(tools)
-    if reader is None and serving.answers is None:
-        return None
-    visible = calling.visible_ids if reader is not None else frozenset()
-    return AnswerRecord(serving.tokenizer, reader, visible, partial(_remember, serving, chat))
-
-
-def _remember(serving: Serving, chat: PreparedChat, answer: CompleteAnswer) -> None:
-    if serving.answers is None or not answer.generated.token_ids:
-        return
-    calls = [
-        {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
-    ]
-    key = chat.keys.key_of({"content": answer.text, "tool_calls": calls})
-    serving.answers.remember(key, *answer.generated)
-
-
-def _choice(answer: Delta, logprobs: Any) -> Chunk:
-    message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.calls:
-        message["content"] = answer.text or None
-        message["tool_calls"] = [as_openai(call) for call in answer.calls]
-    return {
-        "index": answer.index,
-        "message": message,
-        "logprobs": logprobs(answer.logprobs),
-        "finish_reason": answer.finish_reason,
-    }
-
-
-class _ChatEvents:
-    """An event with the role before a choice's first text, and one with the reason at its end.
-
-    prompt_token_ids: for the very first event, if they are wanted.
-    """
-
-    def __init__(
-        self,
-        frame: EventFrame,
-        logprobs: Callable[[list[TokenLogprob]], Any],
-        prompt_token_ids: list[int] | None,
-    ) -> None:
-        self._event = frame.event
-        self._prompt_token_ids = prompt_token_ids
-        self._frame = frame
-        self._logprobs = logprobs
+    def __init__(self, serving: Serving, chat: PreparedChat, generation: Generation) -> None:
+        """Begins; raises what `Generation.start` raises."""
+        wanted = chat.generation
+        name = "chat.completion.chunk" if wanted.stream else "chat.completion"
+        model, number = serving.options.model_name, wanted.params.n
+        super().__init__(generation, wanted, number=number, name=name, model=model)
+        self._serving = serving
+        self._chat = chat
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         self._calls: dict[int, int] = {}  # how many each choice has made
+        # With the answer, or with the very first event.
+        self._prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
+        if self._prompt_token_ids is not None and not wanted.stream:
+            self.head["prompt_token_ids"] = self._prompt_token_ids
+        generation.start([chat.prompt], chat.message_ends, self._record)
 
-    def __call__(self, delta: Delta) -> bytes:
+    def choice(self, answer: Delta) -> Chunk:
+        """See Answers."""
+        message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [as_openai(call) for call in answer.calls]
+        choice = {
+            "index": answer.index,
+            "message": message,
+            "logprobs": self._logprobs(answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
+        return (
+            choice if self._prompt_token_ids is None else {**choice, "token_ids": answer.token_ids}
+        )
+
+    def events(self, delta: Delta) -> bytes:
+        """See Answers."""
         index = delta.index
         encode_text = self._texts.get(index)
         events = b""
         if encode_text is None:
-            encode_text = self._frame.text_events(lambda text: _chunk(index, {"content": text}))
+            ids = None if self._texts else self._prompt_token_ids
+            encode_text = self.text_events(lambda text: _chunk(index, {"content": text}))
             self._texts[index] = encode_text
-            events = self._begin(_chunk(index, {"role": "assistant", "content": ""}))
+            events = self.opening(_chunk(index, {"role": "assistant", "content": ""}), ids)
         if delta.logprobs or delta.token_ids:
             chunk = _chunk(index, {"content": delta.text})
             chunk["logprobs"] = self._logprobs(delta.logprobs)
             if delta.token_ids:
                 chunk["token_ids"] = delta.token_ids
-            events += self._event(chunk)
+            events += self.event(chunk)
         elif delta.text:
             events += encode_text(delta.text)
         for call in delta.calls:
             number = self._calls.get(index, 0)
             self._calls[index] = number + 1
             calls = [{"index": number, **as_openai(call)}]
-            events += self._event(_chunk(index, {"tool_calls": calls}))
+            events += self.event(_chunk(index, {"tool_calls": calls}))
         if delta.finish_reason is not None:
-            events += self._event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
+            events += self.event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
         return events
 
-    def _begin(self, role: Chunk) -> bytes:
-        is_first = len(self._texts) == 1
-        return self._frame.opening(role, self._prompt_token_ids if is_first else None)
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._wanted.params.logprobs is None:
+            return None
+        return chat_logprobs(self._serving.tokenizer, entries)
+
+    def _record(self) -> AnswerRecord | None:
+        """Follows one choice; None if nothing is to be found in it or remembered of it."""
+        serving = self._serving
+        reader = serving.tool_calling.reader(self._chat.tools)
+        if reader is None and serving.answers is None:
+            return None
+        visible = serving.tool_calling.visible_ids if reader is not None else frozenset()
+        return AnswerRecord(serving.tokenizer, reader, visible, self._remember)
+
+    def _remember(self, text: str, calls: list[Call], generated: GeneratedAnswer) -> None:
+        if self._serving.answers is None or not generated.token_ids:
+            return
+        called = [{"function": call._asdict()} for call in calls]
+        key = self._chat.keys.key_of({"content": text, "tool_calls": called})
+        self._serving.answers.remember(key, *generated)
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Chunk:

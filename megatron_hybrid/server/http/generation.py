@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
@@ -19,6 +21,7 @@ from megatron_hybrid.server.link.subscription import (
     Overloaded,
     Subscription,
 )
+from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas.replica_set import Engines
 from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -94,7 +97,7 @@ class _Choice:
         text, calls = self.record.advance(shown, new.text, final=self.finished)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.record.end(cut=self.answer.stop_hit is not None)
-        if reason is FinishReason.STOP and self.record.has_calls:
+        if reason is FinishReason.STOP and self.record.calls:
             finish_reason = TOOL_CALLS
         return Delta(self.index, text, logprobs, finish_reason, calls, token_ids)
 
@@ -102,30 +105,28 @@ class _Choice:
 class Generation:
     """The choices of one HTTP request, in the engine from `start` to `close`.
 
-    disconnected: whether the client has gone; looked at with every event and while waiting.
-    on_close: called once, when the generation gives up its place.
-    arrived: when the request came, by `time.monotonic`.
-    timeout: seconds from then on until TimedOut is raised; None: no limit.
-    report_cached_tokens: whether `usage` says how much of the prompt was cached.
+    prefix: of its id. disconnected: whether the client has gone; looked at with every event and
+    while waiting. on_close: called once, when the generation gives up its place. arrived: when the
+    request came, by `time.monotonic`, from which its time counts.
     """
 
     def __init__(
         self,
         client: Engines,
         tokenizer: Tokenizer,
-        request_id: str,
+        options: ServerOptions,
         request: GenerationRequest,
+        prefix: str,
         *,
         disconnected: Callable[[], bool],
         on_close: Callable[[], None],
         arrived: float,
-        timeout: float | None = None,
-        report_cached_tokens: bool = True,
     ) -> None:
-        self.request_id = request_id
+        self.request_id = f"{prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self._client = client
         self._tokenizer = tokenizer
+        self._options = options
         self._request = request
         self._disconnected = disconnected
         self._on_close = on_close
@@ -135,11 +136,9 @@ class Generation:
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
         self._arrived = arrived
-        self._timeout = timeout
         self._prompt_tokens = 0
         self._queued: float | None = None  # seconds, in the engine
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
-        self._report_cached_tokens = report_cached_tokens
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
@@ -243,12 +242,12 @@ class Generation:
 
     def _patience(self) -> float:
         """Seconds to wait for the next event; TimedOut if none are left."""
-        if self._timeout is None:
-            return DISCONNECT_POLL_SECONDS
-        left = self._arrived + self._timeout - time.monotonic()
+        limits = (self._request.timeout, self._options.request_timeout)
+        timeout = min(filter(None, limits), default=inf)
+        left = self._arrived + timeout - time.monotonic()
         if left <= 0:
             raise TimedOut(
-                f"The request was given up after {self._timeout:g} seconds, the limit (timeout or "
+                f"The request was given up after {timeout:g} seconds, the limit (timeout or "
                 "--request-timeout)."
             )
         return min(left, DISCONNECT_POLL_SECONDS)
@@ -330,6 +329,6 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
-        if self._report_cached_tokens:
+        if self._options.report_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,8 +41,7 @@ class Serving:
         self._preparers = preparers
         self.tool_calling = self._preparation.tool_calling
         self.metrics = ServerMetrics(client)
-        self._lock = threading.Lock()
-        self._open = 0
+        self._places = threading.BoundedSemaphore(options.connections_a_worker)
 
     def prepare(self, name: str, body: Sequence[bytes], *more: Any) -> Any:
         """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
@@ -66,19 +64,22 @@ class Serving:
 
         Raises EngineUnavailable, or Overloaded when there is no place.
         """
-        self._enter()
-        request_id = f"{prefix}-{secrets.token_hex(16)}"
-        limits = [limit for limit in (request.timeout, self.options.request_timeout) if limit]
+        self.client.check()
+        if not self._places.acquire(blocking=False):
+            limit = self.options.connections_a_worker
+            raise Overloaded(
+                f"{limit} requests are being answered; the limit is {limit} "
+                "(--http-connections, divided by --http-workers). Try again later."
+            )
         return Generation(
             self.client,
             self.tokenizer,
-            request_id,
+            self.options,
             request,
+            prefix,
             disconnected=disconnected,
-            on_close=self._leave,
-            timeout=min(limits) if limits else None,
+            on_close=self._places.release,
             arrived=arrived,
-            report_cached_tokens=self.options.report_cached_tokens,
         )
 
     def health(self) -> dict[str, object]:
@@ -87,18 +88,3 @@ class Serving:
         health: dict[str, object] = {"status": self.client.state, "engine_pid": engine.pid}
         states = self.client.states()
         return {**health, "engines": states} if len(states) > 1 else health
-
-    def _enter(self) -> None:
-        self.client.check()
-        limit = self.options.connections_a_worker
-        with self._lock:
-            if self._open >= limit:
-                raise Overloaded(
-                    f"{self._open} requests are being answered; the limit is {limit} "
-                    "(--http-connections, divided by --http-workers). Try again later."
-                )
-            self._open += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._open -= 1

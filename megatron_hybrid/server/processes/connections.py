@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hybrid.server.http.body_reader import Pace
+from megatron_hybrid.server.http.connection import Pace
 
 CANDIDATES = 8  # looked at for one that makes room
 

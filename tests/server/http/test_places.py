@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid.server.http.body_reader import Pace
+from megatron_hybrid.server.http.connection import Pace
 from megatron_hybrid.server.processes.connections import Connection, Connections
 
 LATER = 1.0  # seconds; more than a client needs for its first bytes

@@ -20,9 +20,14 @@ import pytest
 from gunicorn.http.body import Body
 from gunicorn.http.errors import InvalidChunkSize
 
-from megatron_hybrid.server.http import body_reader
-from megatron_hybrid.server.http.body_reader import PAUSE_BYTES, BodyBroken, BodyReader, Pace
-from megatron_hybrid.server.http.connection import client_gone
+from megatron_hybrid.server.http import connection as http_connection
+from megatron_hybrid.server.http.connection import (
+    PAUSE_BYTES,
+    BodyBroken,
+    BodyReader,
+    Pace,
+    client_gone,
+)
 from megatron_hybrid.server.http.preparers import NICENESS
 from megatron_hybrid.server.processes.connections import Connection
 from tests.server.processes.test_processes import FAKE, JSON, engine_figure, open_stream, send
@@ -336,7 +341,7 @@ def test_others_have_their_turn_while_a_body_is_read(
 ) -> None:
     """Whoever reads it, and in whatever steps: 1,024 bytes are what gunicorn drains by."""
     events: list[int | None] = []
-    monkeypatch.setattr(body_reader.time, "sleep", lambda seconds: events.append(None))
+    monkeypatch.setattr(http_connection.time, "sleep", lambda seconds: events.append(None))
 
     class Noted(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:

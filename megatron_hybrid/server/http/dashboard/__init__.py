@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from flask import Blueprint, Flask, Response
 
-from megatron_hybrid.server.http.serving import Serving
-
 NAME = "dashboard"
 # Nothing inline, nothing from elsewhere, and nobody shows this page inside theirs.
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -32,7 +30,7 @@ _HEADERS = {
 }
 
 
-def install(app: Flask, serving: Serving) -> None:
+def install(app: Flask) -> None:
     """GET / and, under /dashboard/, the files of the page."""
     pages = Blueprint(NAME, __name__, static_folder="static", static_url_path=f"/{NAME}")
 

@@ -1,8 +1,10 @@
 """The bodies of requests, field by field: what is read, and what /openapi.json shows."""
 
+# mypy: disable-error-code="valid-type"
+
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -43,28 +45,13 @@ Filled = Annotated[str, Meta(min_length=1)]
 FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class _OnlyTrue(Unsupported):
-    harmless = (True,)
+def _only(*harmless: Any) -> Any:
+    return type("Only", (Unsupported,), {"harmless": harmless})
 
 
-class _OnlyFalse(Unsupported):
-    harmless = (False,)
-
-
-class _OnlyOne(Unsupported):
-    harmless = (1,)
-
-
-class _OnlyEmptyText(Unsupported):
-    harmless = ("",)
-
-
-class _OnlyNoneOrAuto(Unsupported):
-    harmless = ("none", "auto")
-
-
-class _OnlyTextModality(Unsupported):
-    harmless = (["text"],)
+_OnlyTrue, _OnlyFalse, _OnlyOne = _only(True), _only(False), _only(1)
+_OnlyEmptyText, _OnlyTextModality = _only(""), _only(["text"])
+_OnlyNoneOrAuto = _only("none", "auto")
 
 
 class Sampling(Body):

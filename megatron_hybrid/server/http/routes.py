@@ -1,0 +1,195 @@
+"""Every route but the page's and /openapi.json, which says what each takes and gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+from flask import Flask, Response, g, request
+from werkzeug.exceptions import Forbidden, RequestEntityTooLarge
+
+from megatron_hybrid.engine.pause import PauseMode
+from megatron_hybrid.server.http.chat import ChatAnswers
+from megatron_hybrid.server.http.completions import CompletionAnswers
+from megatron_hybrid.server.http.connection import client_gone
+from megatron_hybrid.server.http.generation import Generation
+from megatron_hybrid.server.http.http_errors import json_response
+from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
+from megatron_hybrid.server.http.protocol.requests import (
+    AbortRequest,
+    PauseRequest,
+    ResumeRequest,
+    UpdateWeightsRequest,
+)
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.streaming import Answers
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.engine_client import QueryFailed
+
+MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
+_PIECE = 2**16
+T = TypeVar("T", bound=Body)
+
+
+def install(app: Flask, serving: Serving) -> None:
+    """OpenAI's routes, those that look after the server, and those that steer the engine."""
+    _install_answers(app, serving)
+    _install_service(app, serving)
+    _install_control(app, serving)
+
+
+def _install_answers(app: Flask, serving: Serving) -> None:
+    @app.post("/v1/chat/completions")
+    def chat_completions() -> Response:
+        chat: PreparedChat = serving.prepare("chat", _body(), g.caller)
+        return answered("chatcmpl", chat, partial(ChatAnswers, serving, chat))
+
+    @app.post("/v1/completions")
+    def completions() -> Response:
+        completion: PreparedCompletion = serving.prepare("completion", _body(), g.caller)
+        return answered("cmpl", completion, partial(CompletionAnswers, serving, completion))
+
+    def answered(
+        prefix: str,
+        prepared: PreparedChat | PreparedCompletion,
+        begin: Callable[[Generation], Answers],
+    ) -> Response:
+        """Answered from a place that is given up when all is sent, or complete, or fails."""
+        gone = client_gone(request.environ)
+        generation = g.generation = serving.open(prefix, prepared.generation, gone, g.started)
+        with ExitStack() as place:
+            place.callback(generation.close)
+            response = begin(generation).respond()
+            if response.is_streamed:
+                response.call_on_close(place.pop_all().close)
+            return response
+
+    @app.get("/v1/models")
+    def models() -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/<path:name>")
+    def model(name: str) -> Response:
+        if name != serving.options.model_name:
+            raise UnknownModel(f"The model {name!r} is not served here.")
+        return json_response(card())
+
+    def card() -> dict[str, Any]:
+        ready = serving.client.ready
+        return {
+            "id": serving.options.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "megatron_hybrid",
+            "max_model_len": ready.max_seq_length if ready is not None else None,
+        }
+
+
+def _install_service(app: Flask, serving: Serving) -> None:
+    @app.get("/health")
+    def health() -> Response:
+        return json_response(serving.health())
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(serving.metrics.page(), mimetype="text/plain; version=0.0.4")
+
+    @app.get("/stats")
+    def stats() -> Response:
+        """The engine's figures as JSON, for the page at /; docs/server_metrics.md has the keys."""
+        figures = serving.client.stats()
+        return json_response(
+            {
+                "engine": figures,
+                "time": time.time(),
+                "model": serving.options.model_name,
+                "uptime": time.monotonic() - figures["started"],
+            }
+        )
+
+    @app.get("/server_info")
+    def server_info() -> Response:
+        """As SGLang has it: its router asks for the model's name here."""
+        return json_response({"served_model_name": serving.options.model_name})
+
+    @app.post("/tokenize")
+    def tokenize() -> Response:
+        tokens = serving.prepare("tokenize", _body(), g.caller)
+        return Response(tokens, mimetype="application/json")
+
+    @app.post("/detokenize")
+    def detokenize() -> Response:
+        return Response(serving.prepare("detokenize", _body()), mimetype="application/json")
+
+    @app.post("/abort")
+    def abort() -> Response:
+        request_id = _small_body(AbortRequest).request_id
+        return json_response(serving.client.ask(wire.AbortAnswers, request_id))
+
+    @app.post("/reset_prefix_cache")
+    def reset_prefix_cache() -> Response:
+        _small_body(ResumeRequest)
+        serving.client.ask(wire.ResetPrefixCache)
+        return json_response({"status": "ok"})
+
+
+def _install_control(app: Flask, serving: Serving) -> None:
+    """For a trainer beside the engine: they stop it for everybody and read files of its machine, so
+    a server that others can reach has them only with --enable-control-routes. Each is answered
+    with the weights' epoch when it is done, which may take as long as the requests that run."""
+
+    @app.post("/pause")
+    def pause() -> Response:
+        mode = body(PauseRequest).mode or PauseMode.FINISH
+        return answer(wire.Pause, mode.value)
+
+    @app.post("/resume")
+    def resume() -> Response:
+        body(ResumeRequest)
+        return answer(wire.Resume)
+
+    @app.post("/update_weights")
+    def update_weights() -> Response:
+        wanted = body(UpdateWeightsRequest)
+        mode = "" if wanted.mode is None else wanted.mode.value
+        try:
+            return answer(wire.UpdateWeights, wanted.path, mode)
+        except QueryFailed as error:
+            if error.status != 400:
+                raise
+            raise FieldError("path", str(error)) from error
+
+    def body(kind: type[T]) -> T:
+        if not serving.options.serves_control:
+            raise Forbidden(
+                f"{request.path} is off: this server listens on {serving.options.host}, where "
+                "others can reach it. --enable-control-routes switches it on."
+            )
+        return _small_body(kind)
+
+    def answer(kind: type[wire.AnyQuery], *arguments: Any) -> Response:
+        values = serving.client.ask(kind, *arguments, timeout=None)
+        return json_response({"status": "ok", **values})
+
+
+def _body() -> list[bytes]:
+    """The pieces of the current request's body."""
+    pieces, length, most = [], 0, request.max_content_length
+    while piece := request.stream.read(_PIECE):
+        pieces.append(piece)
+        length += len(piece)
+        if most is not None and length > most:  # in chunks, whose sum nobody has announced
+            raise RequestEntityTooLarge
+    return pieces
+
+
+def _small_body(kind: type[T]) -> T:
+    """A body that has few fields; without a body, none of them is given. Raises FieldError."""
+    request.max_content_length = MAX_SMALL_BODY_BYTES
+    data = b"".join(_body())
+    return read(kind, parse_body(data) if data else {})
