@@ -6,7 +6,6 @@ import codecs
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -35,7 +34,8 @@ class IncrementalDetokenizer:
         self.tokens_used = 0
         self._stops = _Stops(stop) if stop else None
         self._visible_ids = visible_ids
-        self._decoding = _decoding_for(tokenizer)
+        decoding = _ByteLevelDecoding if is_byte_level(tokenizer) else _WindowDecoding
+        self._decoding: _ByteLevelDecoding | _WindowDecoding = decoding(tokenizer)
         self._tokenizer = tokenizer
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -134,16 +134,6 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-class _Decoding(Protocol):
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-def _decoding_for(tokenizer: Tokenizer) -> _Decoding:
-    return _ByteLevelDecoding(tokenizer) if is_byte_level(tokenizer) else _WindowDecoding(tokenizer)
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -38,7 +38,6 @@ class ChatAnswers(Answers):
         generation.start([chat.prompt], chat.message_ends, self._record)
 
     def choice(self, answer: Delta) -> Chunk:
-        """See Answers."""
         message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
             message["content"] = answer.text or None
@@ -54,7 +53,6 @@ class ChatAnswers(Answers):
         )
 
     def events(self, delta: Delta) -> bytes:
-        """See Answers."""
         index = delta.index
         encode_text = self._texts.get(index)
         events = b""

@@ -38,7 +38,6 @@ class CompletionAnswers(Answers):
         generation.start(completion.prompts)
 
     def choice(self, answer: Delta) -> Chunk:
-        """See Answers."""
         return self._choice(answer, first=True)
 
     def _choice(self, delta: Delta, *, first: bool) -> Chunk:
@@ -74,7 +73,6 @@ class CompletionAnswers(Answers):
         return {name: before[name] + lists[name] for name in lists}
 
     def events(self, delta: Delta) -> bytes:
-        """See Answers."""
         encode_text = self._texts.get(delta.index)
         text_is_all = not (delta.finish_reason or delta.logprobs or delta.token_ids)
         if encode_text is not None and text_is_all:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_hybrid.server.http.protocol.complaints import FieldError
@@ -146,13 +146,7 @@ class _Schema:
         if key == "$ref" and parts_of_one:
             return self._copy_of(value)
         is_part = parts_of_one and key in _SAME_VALUE
-        if key in _SINGLE and isinstance(value, dict):
-            return self._walk(value, is_part=False)
-        if (key in _LISTS or key == "items") and isinstance(value, list):
-            return [self._walk(one, is_part=is_part) for one in value]
-        if key in _BY_NAME and isinstance(value, dict):
-            return {name: self._walk(one, is_part=False) for name, one in value.items()}
-        return value
+        return _with_schemas(key, value, lambda one: self._walk(one, is_part=is_part))
 
     def _copy_of(self, reference: Any) -> Any:
         """A reference to the same, open; what is not found is left for llguidance to refuse."""
@@ -261,11 +255,16 @@ def _moved(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = f"#/$defs/root{value[1:]}"
-        elif (key in _LISTS or key == "items") and isinstance(value, list):
-            value = [_moved(one) for one in value]
-        elif key in _BY_NAME and isinstance(value, Mapping):
-            value = {name: _moved(one) for name, one in value.items()}
-        elif key in _SINGLE:
-            value = _moved(value)
-        result[key] = value
+        result[key] = _with_schemas(key, value, _moved)
     return result
+
+
+def _with_schemas(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """A keyword's value, with each schema that it holds as `change` makes it."""
+    if isinstance(value, list):
+        return list(map(change, value)) if key in _LISTS or key == "items" else value
+    if not isinstance(value, Mapping):
+        return value
+    if key in _BY_NAME:
+        return {name: change(one) for name, one in value.items()}
+    return change(value) if key in _SINGLE else value

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import NamedTuple
 
 from msgspec import json
 
@@ -20,9 +19,7 @@ from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.generation_request import (
-    Chat,
     ChatPrompt,
-    Completion,
     GenerationRequest,
     chat_prompt,
     parse_chat,
@@ -38,6 +35,7 @@ from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
+from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Message, Tokenizer
@@ -51,15 +49,6 @@ class UnknownModel(RequestError):
 
     status, kind, code = 404, "invalid_request_error", "model_not_found"
     field = "model"
-
-
-class Limits(NamedTuple):
-    """What the engine can take: token ids, and tokens of prompt and answer together, with the flag
-    that says so."""
-
-    vocab_size: int
-    max_seq_length: int
-    max_seq_length_flag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +97,25 @@ class Preparation:
             self._answers = self._connect()
         return self._answers
 
-    # Each takes a body, and raises InvalidRequestError or UnknownModel. caller: whose it is.
+    # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
+    # fits. caller: whose the body is.
 
-    def chat(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> PreparedChat:
+    def chat(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/chat/completions."""
         request = parse_chat(parse_body(body), self.options)
         self._check_model(request.generation)
-        wanted = _salted(self._with_tool_grammar(request), caller)
+        params = self.tool_calling.params(request.tools, request.generation.params)
+        wanted = _salted(replace(request.generation, params=params), caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
-        prompt, message_ends = self._encode_chat(request, keys, limits)
-        token_ids = self._checked("messages", prompt, wanted, limits)
+        prompt, message_ends = self._encode_chat(request, keys, engine)
+        token_ids = self._checked("messages", prompt, wanted, engine)
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
         return PreparedChat(wanted, token_ids, message_ends, tools, keys)
 
     def completion(
-        self, body: Bytes, limits: Limits, caller: Caller = NOBODY
+        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
@@ -132,35 +123,36 @@ class Preparation:
         self._check_model(wanted)
         prompts = []
         for number, given in enumerate(request.prompts):
-            prompt = self._encode("prompt", given, limits) if isinstance(given, str) else given
-            prompts.append(self._checked("prompt", prompt, wanted, limits))
+            prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
+            prompts.append(self._checked("prompt", prompt, wanted, engine))
             name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
             _check_cache_checkpoints(name, prompt, wanted)
-        return PreparedCompletion(wanted, prompts, self._echoed(request, prompts))
+        pairs = zip(request.prompts, prompts, strict=True) if request.echo else ()
+        return PreparedCompletion(wanted, prompts, [self._echoed(*pair) for pair in pairs])
 
-    def tokenize(self, body: Bytes, limits: Limits, caller: Caller = NOBODY) -> bytes:
+    def tokenize(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
         values, options = parse_body(body), self.options
         if values.get("messages") is not None:
             chat = read(TokenizeChatRequest, values, options)
             prompt = chat_prompt(chat, options)
             keys = ChatKeys(caller.salt_for(chat.cache_salt or ""), prompt.messages)
-            tokens = self._encode_chat(prompt, keys, limits).token_ids
+            tokens = self._encode_chat(prompt, keys, engine).token_ids
         else:
             text = read(TokenizeTextRequest, values, options)
             special = text.add_special_tokens is not False
-            tokens = self._encode("prompt", text.prompt, limits, add_special_tokens=special)
-        limit = limits.max_seq_length
+            tokens = self._encode("prompt", text.prompt, engine, add_special_tokens=special)
+        limit = engine.max_seq_length
         return json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
-    def detokenize(self, body: Bytes, limits: Limits) -> bytes:
+    def detokenize(self, body: Bytes, engine: EngineReady) -> bytes:
         """Of /detokenize; the answer's body."""
         tokens = read(DetokenizeRequest, parse_body(body)).tokens
-        most = max(MAX_DETOKENIZED, limits.max_seq_length)
+        most = max(MAX_DETOKENIZED, engine.max_seq_length)
         if len(tokens) > most:
             raise FieldError("tokens", f"tokens has {len(tokens)} entries; the limit is {most}.")
         if tokens:
-            validate_prompt(tokens, limits.vocab_size, most + 1, "tokens")
+            validate_prompt(tokens, engine.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
 
     def _check_model(self, request: GenerationRequest) -> None:
@@ -172,14 +164,7 @@ class Preparation:
                 f"{self.options.model_name!r}."
             )
 
-    def _with_tool_grammar(self, request: Chat) -> GenerationRequest:
-        """With the grammar that forced or strict calls need; refuses tools that the model cannot
-        have."""
-        wanted = request.generation
-        params = self.tool_calling.params(request.tools, wanted.params)
-        return wanted if params is wanted.params else replace(wanted, params=params)
-
-    def _encode_chat(self, chat: ChatPrompt, keys: ChatKeys, limits: Limits) -> EncodedPrompt:
+    def _encode_chat(self, chat: ChatPrompt, keys: ChatKeys, engine: EngineReady) -> EncodedPrompt:
         """The prompt of a chat, in which answers that are remembered are the tokens that they
         were."""
         self.tool_calling.check(chat.tools)
@@ -193,7 +178,7 @@ class Preparation:
             chat.tools.descriptions,
             answers=self._remembered(keys),
             same_calls=same_calls,
-            check=lambda text: self._check_length("messages", text, limits),
+            check=lambda text: self._check_length("messages", text, engine),
         )
 
     def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:
@@ -207,32 +192,32 @@ class Preparation:
         }
 
     def _encode(
-        self, field: str, text: str, limits: Limits, *, add_special_tokens: bool = True
+        self, field: str, text: str, engine: EngineReady, *, add_special_tokens: bool = True
     ) -> list[int]:
-        self._check_length(field, text, limits)
+        self._check_length(field, text, engine)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_length(self, field: str, text: str, limits: Limits) -> None:
+    def _check_length(self, field: str, text: str, engine: EngineReady) -> None:
         """Refuse a text before it is encoded if it has more tokens than fit in any case."""
         longest = max(
-            LEAST_LONGEST_TEXT, limits.max_seq_length * self.tokenizer.most_characters_of_a_token
+            LEAST_LONGEST_TEXT, engine.max_seq_length * self.tokenizer.most_characters_of_a_token
         )
         if len(text) > longest:
             raise InvalidRequestError(
                 field,
                 f"{field} comes to {len(text)} characters; the limit for prompt and answer "
-                f"together is {limits.max_seq_length} tokens ({limits.max_seq_length_flag}), which "
+                f"together is {engine.max_seq_length} tokens ({engine.max_seq_length_flag}), which "
                 f"no text of more than {longest} characters fits into.",
                 status=413,
             )
 
     def _checked(
-        self, field: str, prompt: Sequence[int], request: GenerationRequest, limits: Limits
+        self, field: str, prompt: Sequence[int], request: GenerationRequest, engine: EngineReady
     ) -> array[int]:
         """The prompt's ids, which fit; refuses what can never run before it takes a place in the
         queue."""
-        limit, flag = limits.max_seq_length, limits.max_seq_length_flag
-        validate_prompt(prompt, limits.vocab_size, limit, field, flag=flag)
+        limit, flag = engine.max_seq_length, engine.max_seq_length_flag
+        validate_prompt(prompt, engine.vocab_size, limit, field, flag=flag)
         for name, wanted in request.asked_tokens.items():
             if wanted > limit - len(prompt):
                 raise FieldError(
@@ -243,15 +228,7 @@ class Preparation:
                 )
         return array("i", prompt)
 
-    def _echoed(self, request: Completion, prompts: Sequence[array[int]]) -> list[EchoedPrompt]:
-        if not request.echo:
-            return []
-        return [
-            self._echoed_prompt(given, token_ids)
-            for given, token_ids in zip(request.prompts, prompts, strict=True)
-        ]
-
-    def _echoed_prompt(self, given: str | list[int], token_ids: array[int]) -> EchoedPrompt:
+    def _echoed(self, given: str | list[int], token_ids: array[int]) -> EchoedPrompt:
         if not isinstance(given, str):
             text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
             return EchoedPrompt(token_ids, text)

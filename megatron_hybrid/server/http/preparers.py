@@ -21,11 +21,11 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid.errors import RequestError
-from megatron_hybrid.server.http.preparation import Limits, Preparation
+from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import Bytes
 from megatron_hybrid.server.http.turns import let_others_run
@@ -63,7 +63,7 @@ class Preparers:
         self._free_for_huge = threading.BoundedSemaphore(max(1, most - 1))
         self._idle: list[socket.socket] = []
 
-    def prepare(self, name: str, body: Sequence[bytes], limits: Limits, *more: Any) -> Any:
+    def prepare(self, name: str, body: Sequence[bytes], *arguments: Any) -> Any:
         """What the method `name` of Preparation makes of a body, which comes in pieces.
 
         Raises what that raises, and PreparationLost.
@@ -72,43 +72,28 @@ class Preparers:
         with (
             self._free_for_huge if huge else contextlib.nullcontext(),
             self._free,
-            self._connection(keep=not huge) as connection,
+            contextlib.ExitStack() as unless_kept,
         ):
-            _send(connection, [pickle.dumps((name, limits, *more))])
-            _send(connection, body)
-            done, value = pickle.loads(_receive(connection))
+            idle = self._idle.pop() if self._idle else None
+            connection = idle or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            unless_kept.callback(connection.close)
+            try:
+                if idle is None:
+                    connection.connect(self._path)
+                _send(connection, [pickle.dumps((name, *arguments))])
+                _send(connection, body)
+                done, value = pickle.loads(_receive(connection))
+            except (OSError, EOFError) as error:
+                raise PreparationLost(
+                    "The process that read this request ended; it may have needed more than "
+                    f"{MOST_SECONDS} seconds or {MOST_BYTES >> 30} GiB."
+                ) from error
+            if not huge:  # else the child has ended
+                unless_kept.pop_all()
+                self._idle.append(connection)
         if not done:
             raise value
         return value
-
-    @contextlib.contextmanager
-    def _connection(self, *, keep: bool) -> Iterator[socket.socket]:
-        """keep: the child goes on afterwards."""
-        try:
-            connection = self._idle.pop() if self._idle else self._connect()
-            try:
-                yield connection
-            except BaseException:
-                connection.close()
-                raise
-        except (OSError, EOFError) as error:
-            raise PreparationLost(
-                "The process that read this request ended; it may have needed more than "
-                f"{MOST_SECONDS} seconds or {MOST_BYTES >> 30} GiB."
-            ) from error
-        if keep:
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-    def _connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(self._path)
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
 
 class PreparingProcess:

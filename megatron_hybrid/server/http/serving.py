@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.metrics import ServerMetrics
-from megatron_hybrid.server.http.preparation import Limits, Preparation
+from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import Preparers
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
@@ -47,10 +47,9 @@ class Serving:
         """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
         another process, so that this one's streams go on meanwhile. more: what it takes besides."""
         engine = self.client.check()
-        limits = Limits(engine.vocab_size, engine.max_seq_length, engine.max_seq_length_flag)
         if self._preparers is not None and sum(map(len, body)) > MOST_BYTES_HERE:
-            return self._preparers.prepare(name, body, limits, *more)
-        return getattr(self._preparation, name)(b"".join(body), limits, *more)
+            return self._preparers.prepare(name, body, engine, *more)
+        return getattr(self._preparation, name)(b"".join(body), engine, *more)
 
     def open(
         self,

@@ -16,12 +16,13 @@ from worst_bodies import WORST_BODIES, WorstBody
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.app import create_app
-from megatron_hybrid.server.http.preparation import Limits, Preparation
+from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import Preparers, serve
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.serving import MOST_BYTES_HERE, Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
+from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
@@ -195,8 +196,8 @@ def test_a_process_that_dies_fails_one_request(apart: FlaskClient, children: Chi
     assert ask(apart, path, body)[0] == 200
 
 
-def limits(tokens: int) -> Limits:
-    return Limits(1000, tokens, "--inference-max-seq-length")
+def limits(tokens: int) -> EngineReady:
+    return EngineReady(tokens, 1000, (), max_seq_length_flag="--inference-max-seq-length")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ class Unsupported(Own):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """See Own."""
         # True == 1 in Python, not in JSON.
         if any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
@@ -61,7 +60,6 @@ class Unsupported(Own):
 
     @classmethod
     def schema(cls) -> JsonSchema:
-        """See Own."""
         description = "Not supported: only values that change nothing are accepted."
         return {"enum": [*cls.harmless, None], "description": description}
 

@@ -95,7 +95,6 @@ class Arguments(Own):
 
     @classmethod
     def read(cls, value: Any) -> Arguments:
-        """See Own."""
         if not isinstance(value, str) or len(value) > MAX_ARGUMENTS_LENGTH:
             rule = f"a string of at most {MAX_ARGUMENTS_LENGTH} characters"
             raise ValueError(f"is {show(value)}; it must be {rule}.", "invalid_type")
@@ -109,7 +108,6 @@ class Arguments(Own):
 
     @classmethod
     def schema(cls) -> JsonSchema:
-        """See Own."""
         return {
             "type": "string",
             "maxLength": MAX_ARGUMENTS_LENGTH,
