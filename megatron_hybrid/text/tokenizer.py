@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import secrets
 from bisect import bisect_right
@@ -24,7 +25,6 @@ from megatron_hybrid.text.answer_places import (
     encode_around,
     find_places,
 )
-from megatron_hybrid.text.chat_content import with_plain_content
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -250,7 +250,7 @@ class Tokenizer:
                 )
             arguments["tools"] = list(tools)
         return [
-            with_plain_content(message, index) for index, message in enumerate(messages)
+            _with_plain_content(message, index) for index, message in enumerate(messages)
         ], arguments
 
     def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
@@ -289,6 +289,32 @@ class Tokenizer:
             conversation, add_generation_prompt=answer_follows, tokenize=False, **arguments
         )
         return text
+
+
+def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The message with its content as one string; parts that are not text are refused by name."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    name = f"messages[{index}].content"
+    if not isinstance(content, list):
+        shown = json.dumps(content, default=repr)[:60]
+        raise InvalidRequestError(name, f"{name} is {shown}; it must be text or a list of parts.")
+    texts = []
+    for position, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise InvalidRequestError(
+                f"{name}[{position}].type",
+                f"{name}[{position}].type is {kind!r}; only 'text' is supported.",
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"{name}[{position}].text", f"{name}[{position}].text is missing or not a string."
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
 
 
 def _same(same_calls: SameCalls, message: Message, body: str) -> bool:

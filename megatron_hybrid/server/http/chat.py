@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.answer_record import AnswerRecord
-from megatron_hybrid.server.http.generation import Delta, Generation
+from megatron_hybrid.server.http.choice import Choice, Delta
+from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import chat_logprobs
 from megatron_hybrid.server.http.preparation import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
@@ -35,7 +35,7 @@ class ChatAnswers(Answers):
         self._prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
         if self._prompt_token_ids is not None and not wanted.stream:
             self.head["prompt_token_ids"] = self._prompt_token_ids
-        generation.start([chat.prompt], chat.message_ends, self._record)
+        generation.start([chat.prompt], self._make_choice, chat.message_ends)
 
     def choice(self, answer: Delta) -> Chunk:
         message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -83,14 +83,12 @@ class ChatAnswers(Answers):
             return None
         return chat_logprobs(self._serving.tokenizer, entries)
 
-    def _record(self) -> AnswerRecord | None:
-        """Follows one choice; None if nothing is to be found in it or remembered of it."""
+    def _make_choice(self, index: int) -> Choice:
         serving = self._serving
         reader = serving.tool_calling.reader(self._chat.tools)
-        if reader is None and serving.answers is None:
-            return None
         visible = serving.tool_calling.visible_ids if reader is not None else frozenset()
-        return AnswerRecord(serving.tokenizer, reader, visible, self._remember)
+        on_end = None if serving.answers is None else self._remember
+        return Choice(index, serving.tokenizer, self._wanted, reader, visible, on_end)
 
     def _remember(self, text: str, calls: list[Call], generated: GeneratedAnswer) -> None:
         if self._serving.answers is None or not generated.token_ids:

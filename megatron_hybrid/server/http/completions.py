@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.generation import Delta, Generation
+from megatron_hybrid.server.http.choice import Choice, Delta
+from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.http.preparation import PreparedCompletion
 from megatron_hybrid.server.http.serving import Serving
@@ -35,7 +36,7 @@ class CompletionAnswers(Answers):
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         self._held: dict[int, list[Delta]] = {}  # by prompt
-        generation.start(completion.prompts)
+        generation.start(completion.prompts, lambda index: Choice(index, self._tokenizer, wanted))
 
     def choice(self, answer: Delta) -> Chunk:
         return self._choice(answer, first=True)

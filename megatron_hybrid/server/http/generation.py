@@ -5,14 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
-from megatron_hybrid.server.http.answer_record import AnswerRecord
+from megatron_hybrid.server.http.choice import Choice, Delta
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
-from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import Placement, Wanted
 from megatron_hybrid.server.link.subscription import (
@@ -23,11 +21,8 @@ from megatron_hybrid.server.link.subscription import (
 )
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas.replica_set import Engines
-from megatron_hybrid.text.answer_text import AnswerText
-from megatron_hybrid.text.tokenizer import Tokenizer
 
 DISCONNECT_POLL_SECONDS = 0.5
-TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
 
 
 class GenerationFailed(RequestError):
@@ -48,60 +43,6 @@ class ClientGone(RequestError):
     status, kind = 499, "client_closed"  # nginx's number
 
 
-@dataclass(slots=True)
-class Delta:
-    """What is new in one choice. `finish_reason` is set on its last delta, exactly once.
-
-    token_ids: every token that counts as generated, if the request asks for them.
-    """
-
-    index: int
-    text: str
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    calls: list[Call] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-
-class _Choice:
-    """One choice of the HTTP answer while it grows."""
-
-    def __init__(
-        self, index: int, answer: AnswerText, record: AnswerRecord | None, *, with_token_ids: bool
-    ) -> None:
-        self.index = index  # in the HTTP answer, where several prompts may have several each
-        self.answer = answer
-        self.record = record  # of a chat's answer
-        self.with_token_ids = with_token_ids
-        self.finished = False
-
-    def advance_unseen(self, event: RequestEvent) -> Delta:
-        """For a request that asks for nothing but its prompt."""
-        self.answer.count_prompt(event)
-        self.finished = event.finish_reason is not None
-        aborted = event.finish_reason is FinishReason.ABORT
-        reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
-        return Delta(self.index, "", finish_reason=reason.value if self.finished else None)
-
-    def advance(self, event: RequestEvent) -> Delta:
-        new = self.answer.take(event)
-        reason = self.answer.finish_reason
-        finish_reason = None if reason is None else reason.value
-        self.finished = reason is not None
-        token_ids = new.token_ids if self.with_token_ids else []
-        # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
-        logprobs = new.logprobs if self.with_token_ids else new.logprobs[: new.num_shown]
-        if self.record is None:
-            return Delta(self.index, new.text, logprobs, finish_reason, token_ids=token_ids)
-        shown = new.token_ids[: new.num_shown]
-        text, calls = self.record.advance(shown, new.text, final=self.finished)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.record.end(cut=self.answer.stop_hit is not None)
-        if reason is FinishReason.STOP and self.record.calls:
-            finish_reason = TOOL_CALLS
-        return Delta(self.index, text, logprobs, finish_reason, calls, token_ids)
-
-
 class Generation:
     """The choices of one HTTP request, in the engine from `start` to `close`.
 
@@ -113,7 +54,6 @@ class Generation:
     def __init__(
         self,
         client: Engines,
-        tokenizer: Tokenizer,
         options: ServerOptions,
         request: GenerationRequest,
         prefix: str,
@@ -125,13 +65,12 @@ class Generation:
         self.request_id = f"{prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
         self._client = client
-        self._tokenizer = tokenizer
         self._options = options
         self._request = request
         self._disconnected = disconnected
         self._on_close = on_close
         self._closed = False
-        self._choices: dict[AnswerKey, _Choice] = {}
+        self._choices: dict[AnswerKey, Choice] = {}
         self._adds: list[wire.AddRequest] = []
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
@@ -145,16 +84,15 @@ class Generation:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
+        make_choice: Callable[[int], Choice],
         message_ends: tuple[int, ...] = (),
-        make_record: Callable[[], AnswerRecord | None] = lambda: None,
     ) -> None:
         """Submit every prompt; choice j of prompt i has the index i * n + j in the answer.
 
-        message_ends: where messages end in the prompt, if it is a chat; make_record: follows one
-        of its answers.
+        message_ends: where messages end in the prompt, if it is a chat.
         """
         request = self._request
-        n, stop = request.params.n, request.params.stop
+        n = request.params.n
         engine = self._client.check()
         request.params.validate_vocabulary(engine.vocab_size)
         max_seq_length = engine.max_seq_length
@@ -162,14 +100,7 @@ class Generation:
         for number, prompt in enumerate(prompts):
             request_id = f"{self.request_id}-{number}"
             for index in range(n):
-                record = make_record()
-                visible = frozenset[int]() if record is None else record.visible_ids
-                self._choices[request_id, index] = _Choice(
-                    number * n + index,
-                    AnswerText(self._tokenizer, stop, visible),
-                    record,
-                    with_token_ids=request.return_token_ids,
-                )
+                self._choices[request_id, index] = make_choice(number * n + index)
             self._adds.append(
                 wire.AddRequest(
                     request_id,
@@ -256,7 +187,7 @@ class Generation:
         choice = self._choices[event.request_id, event.index]
         if event.queue_seconds is not None:  # with its last event
             self._queued = max(self._queued or 0.0, event.queue_seconds)
-        if choice.finished:
+        if choice.finish_reason is not None:
             return []
         if event.finish_reason is FinishReason.ERROR:
             if event.error is not None and event.error_field is not None:
@@ -264,8 +195,6 @@ class Generation:
             raise GenerationFailed(event.error or "The engine failed and did not say why.")
         if event.prompt_logprobs is not None:
             self.prompt_logprobs[choice.index // self._request.params.n] = event.prompt_logprobs
-        if self._request.prompt_only:
-            return [choice.advance_unseen(event)]
         delta = choice.advance(event)
         if delta.finish_reason is not None:
             # Does nothing unless a stop string ended it here.
@@ -282,8 +211,8 @@ class Generation:
             self._subscription.close()
         if self._placement is not None:
             choices = self._choices.values()
-            whole = all(one.finished for one in choices)
-            tokens = sum(one.answer.completion_tokens for one in choices)
+            whole = all(one.finish_reason is not None for one in choices)
+            tokens = sum(one.completion_tokens for one in choices)
             self._placement.ended(tokens if whole else None)
 
     def figures(self) -> dict[str, object]:
@@ -309,7 +238,7 @@ class Generation:
         """Of prompts, of what was cached of them, and of answers. A prompt with several choices was
         given once, so counts once, and what was cached of it is what was found for the first of
         them to be computed."""
-        answers = [choice.answer for choice in self._choices.values()]
+        answers = list(self._choices.values())
         n = self._request.params.n
         groups = [answers[start : start + n] for start in range(0, len(answers), n)]
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
@@ -320,7 +249,7 @@ class Generation:
     def usage_so_far(self, index: int) -> dict[str, object]:
         """Of the choice with this index: tokens of its prompt, and those it has written."""
         number, own = divmod(index, self._request.params.n)
-        answer = self._choices[f"{self.request_id}-{number}", own].answer
+        answer = self._choices[f"{self.request_id}-{number}", own]
         return self._usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
     def _usage(self, prompt: int, cached: int, completion: int) -> dict[str, object]:

@@ -1,17 +1,14 @@
-"""JSON Schemas of answers: what is done to a client's schema before an answer is held to it."""
+"""JSON Schemas of answers: what is done to a client's schema before an answer is held to it, and
+where the references in it lead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import JsonSchema
-from megatron_hybrid.server.http.schema_references import (
-    depth_through_references,
-    find,
-    look_through,
-)
 from megatron_hybrid.server.options import ParseOptions
 
 MAX_DEPTH = 120  # of lists and objects in each other; llguidance reads 127
@@ -42,7 +39,7 @@ def served_schema(schema: JsonSchema, path: str, options: ParseOptions) -> JsonS
     `unevaluatedProperties`): the letter of the standard allows any, and small models then never
     end. What changes nothing, but llguidance refuses, is left out. Raises FieldError.
     """
-    depth, _ = look_through(schema)
+    depth, _ = _look_through(schema)
     if depth > MAX_DEPTH + 1:  # itself, and those in it
         raise FieldError(
             path, f"{path} has more than {MAX_DEPTH} lists and objects inside each other."
@@ -54,7 +51,7 @@ def with_definitions(part: Any, root: Mapping[str, Any]) -> Any:
     """A part of `root` as a schema of its own, whose references still mean parts of `root`."""
     if not isinstance(part, Mapping):
         return part
-    _, references = look_through(part)  # and what only looks like one
+    _, references = _look_through(part)  # and what only looks like one
     if not any(reference.startswith("#") for reference in references):
         return part
     rest = {name: value for name, value in root.items() if name != "$id"}
@@ -95,7 +92,7 @@ class _Schema:
         copies |= self._shared_schemas
         if copies:
             result["$defs"] = {**result.get("$defs", {}), **copies}
-        if depth_through_references(result, self._step) > MAX_REFERRED_DEPTH:
+        if _depth_through_references(result, self._step) > MAX_REFERRED_DEPTH:
             raise FieldError(
                 self._path,
                 f"{self._path} has references ($ref) that lead too deep: more than "
@@ -152,7 +149,7 @@ class _Schema:
         """A reference to the same, open; what is not found is left for llguidance to refuse."""
         if not isinstance(reference, str) or reference in self._copies:
             return self._copies.get(reference, reference)
-        target = find(self._root, reference)
+        target = _find(self._root, reference)
         if not isinstance(target, dict) or self._definitions is None:
             return reference
         name = f"{self._prefix}{len(self._copies)}"
@@ -205,7 +202,7 @@ class _Schema:
             reference = part.get("$ref")
             if isinstance(reference, str) and reference not in seen:
                 seen.add(reference)
-                pending.append(find(self._root, reference))
+                pending.append(_find(self._root, reference))
         return names
 
 
@@ -268,3 +265,102 @@ def _with_schemas(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
     if key in _BY_NAME:
         return {name: change(one) for name, one in value.items()}
     return change(value) if key in _SINGLE else value
+
+
+def _find(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference names in the schema `root`; None if it is no place in it."""
+    base = root.get("$id")
+    if isinstance(base, str):
+        reference = reference.removeprefix(base.removesuffix("#"))
+    if reference not in ("", "#") and not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return None
+    return found
+
+
+def _depth_through_references(root: Mapping[str, Any], step: Callable[[], None]) -> int:
+    """How many lists and objects inside each other a reader can meet who follows each reference
+    once, or more. step: called for each of them that is looked at here.
+
+    Parts that refer to each other count as if they all stood inside each other: which one a reader
+    comes to first is not known.
+    """
+    own = {name: value for name, value in root.items() if name not in ("$defs", "definitions")}
+    depths: dict[str, int] = {}
+    named: dict[str, list[str]] = {}
+    pending: list[tuple[str, Any]] = [("#", own)]
+    while pending:
+        place, part = pending.pop()
+        if place in depths:
+            continue
+        depths[place], references = _look_through(part, step)
+        named[place] = []
+        for reference in references:
+            target = _find(root, reference)
+            if target is root:
+                reference = "#"
+            if isinstance(target, (Mapping, list)):
+                named[place].append(reference)
+                pending.append((reference, own if target is root else target))
+    return _longest("#", named, depths)
+
+
+def _look_through(part: Any, step: Callable[[], None] = lambda: None) -> tuple[int, list[str]]:
+    """How many lists and objects inside each other a part (one of them) is, and the references in
+    it. step: called for each of them."""
+    references: list[str] = []
+    level, depth = [part], 0
+    while level:
+        inner: list[Any] = []
+        for value in level:
+            step()
+            if isinstance(value, Mapping):
+                if isinstance(reference := value.get("$ref"), str):
+                    references.append(reference)
+                inner += value.values()
+            else:
+                inner += value
+        level = [value for value in inner if isinstance(value, (Mapping, list))]
+        depth += 1
+    return depth, references
+
+
+def _longest(start: str, following: Mapping[str, Sequence[str]], weights: Mapping[str, int]) -> int:
+    """The largest weight of a path from `start`, where a circle counts with all that is in it
+    (Tarjan, 1972: circles come out after those that they lead to)."""
+    order = {start: 0}
+    lowest = {start: 0}
+    open_ones = [start]
+    longest: dict[str, int] = {}
+    path = [(start, iter(following[start]))]
+    while path:
+        node, rest = path[-1]
+        for other in rest:
+            if other not in order:
+                order[other] = lowest[other] = len(order)
+                open_ones.append(other)
+                path.append((other, iter(following[other])))
+                break
+            if other not in longest:
+                lowest[node] = min(lowest[node], order[other])
+        else:
+            path.pop()
+            if path:
+                before = path[-1][0]
+                lowest[before] = min(lowest[before], lowest[node])
+            if lowest[node] == order[node]:
+                circle = [open_ones.pop()]
+                while circle[-1] != node:
+                    circle.append(open_ones.pop())
+                after = [longest.get(other, 0) for one in circle for other in following[one]]
+                weight = sum(weights[one] for one in circle) + max(after, default=0)
+                longest.update(dict.fromkeys(circle, weight))
+    return longest[start]

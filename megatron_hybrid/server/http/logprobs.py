@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.turns import let_others_run
+from megatron_hybrid.server.http.connection import let_others_run
 from megatron_hybrid.text.detokenizer import IncrementalDetokenizer, bytes_of_token
 from megatron_hybrid.text.tokenizer import Tokenizer
 

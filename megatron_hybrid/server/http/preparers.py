@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid.errors import RequestError
+from megatron_hybrid.server.http.connection import let_others_run
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import Bytes
-from megatron_hybrid.server.http.turns import let_others_run
 
 logger = logging.getLogger(__name__)
 

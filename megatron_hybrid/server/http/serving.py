@@ -72,7 +72,6 @@ class Serving:
             )
         return Generation(
             self.client,
-            self.tokenizer,
             self.options,
             request,
             prefix,

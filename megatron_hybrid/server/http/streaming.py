@@ -10,7 +10,8 @@ from typing import Any
 from flask import Response
 from msgspec import json
 
-from megatron_hybrid.server.http.generation import ClientGone, Delta, Generation
+from megatron_hybrid.server.http.choice import Delta
+from megatron_hybrid.server.http.generation import ClientGone, Generation
 from megatron_hybrid.server.http.http_errors import describe, json_response
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 

@@ -30,8 +30,13 @@ from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from megatron_hybrid.server.addresses import Addresses
-from megatron_hybrid.server.http.connection import BodyBroken, BodyReader, BodyStalled, Pace
-from megatron_hybrid.server.http.turns import let_others_run
+from megatron_hybrid.server.http.connection import (
+    BodyBroken,
+    BodyReader,
+    BodyStalled,
+    Pace,
+    let_others_run,
+)
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.processes.connections import Connection, Connections
 from megatron_hybrid.server.processes.tls_sockets import TlsSockets

@@ -8,8 +8,8 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.request import RequestEvent
-from megatron_hybrid.server.http.generation import _Choice
-from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.server.http.choice import Choice
+from megatron_hybrid.server.http.protocol.generation_request import parse_completion
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.test_answers import CHAT, COMPLETION, GREEDY, chat, complete, events
@@ -130,7 +130,8 @@ def test_ids_after_a_stop_string_are_none_of_them(
 
 def test_ids_behind_the_stop_string_in_one_event_are_none_of_them(tokenizer: Tokenizer) -> None:
     """A reader that is late gets several tokens at once."""
-    choice = _Choice(0, AnswerText(tokenizer, ("bc",)), None, with_token_ids=True)
+    body = {"prompt": LETTERS, "stop": "bc", **WITH_IDS}
+    choice = Choice(0, tokenizer, parse_completion(body).generation)
     event = RequestEvent("cmpl-1", 0, prompt_tokens=3, token_ids=tokenizer.encode(LETTERS))
     delta = choice.advance(event)
     assert (delta.text, delta.finish_reason) == ("x!a", "stop")

@@ -10,7 +10,7 @@ from gevent import monkey
 monkey.patch_all()
 import socket
 import gevent
-from megatron_hybrid.server.http.turns import let_others_run
+from megatron_hybrid.server.http.connection import let_others_run
 
 ours, theirs = socket.socketpair()
 answered_at = []

@@ -1,0 +1,121 @@
+"""One choice of an HTTP answer while it grows: text, tool calls, and the tokens they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
+from megatron_hybrid.server.http.tool_calls.formats import Call
+from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader
+from megatron_hybrid.text.answer_places import GeneratedAnswer
+from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
+# Where a stop string cut the text, how many tokens back the last whole one may be.
+MAX_CUT_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish_reason` is set on its last delta, exactly once.
+
+    token_ids: every token that counts as generated, if the request asks for them.
+    """
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Choice(AnswerText):
+    """index: in the HTTP answer, where several prompts may have several choices each.
+    reader: finds tool calls; visible_ids: special tokens that the text shows, since it needs them.
+    on_end: called with an answer that ended by itself, at its length or at a stop string: what the
+    client sees besides the calls, the calls, and the tokens with the model's own text.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        reader: ToolCallReader | None = None,
+        visible_ids: frozenset[int] = frozenset(),
+        on_end: Callable[[str, list[Call], GeneratedAnswer], None] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, request.params.stop, visible_ids)
+        self.index = index
+        self._tokenizer = tokenizer
+        self._request = request
+        self._reader = reader
+        self._visible_ids = visible_ids
+        self._on_end = on_end
+        # Of an answer that is followed: tokens, the model's own text, what the client sees, calls.
+        self._token_ids: list[int] = []
+        self._generated: list[str] = []
+        self._shown: list[str] = []
+        self._calls: list[Call] = []
+
+    def advance(self, event: RequestEvent) -> Delta:
+        """Go on with the event. Not after the choice has ended."""
+        if self._request.prompt_only:
+            return self._advance_unseen(event)
+        new = self.take(event)
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        with_ids = self._request.return_token_ids
+        token_ids = new.token_ids if with_ids else []
+        # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
+        logprobs = new.logprobs if with_ids else new.logprobs[: new.num_shown]
+        delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids)
+        if self._reader is not None or self._on_end is not None:
+            self._follow(new.token_ids[: new.num_shown], delta)
+        return delta
+
+    def _advance_unseen(self, event: RequestEvent) -> Delta:
+        """For a request that asks for nothing but its prompt."""
+        self.count_prompt(event)
+        if event.finish_reason is not None:
+            aborted = event.finish_reason is FinishReason.ABORT
+            self.finish_reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        return Delta(self.index, "", finish_reason=reason)
+
+    def _follow(self, token_ids: Sequence[int], delta: Delta) -> None:
+        self._token_ids += token_ids
+        self._generated.append(delta.text)
+        if self._reader is not None:
+            pieces = self._reader.push(delta.text) if delta.text else []
+            if self.finish_reason is not None:
+                pieces += self._reader.flush()
+            delta.text = "".join(piece for piece in pieces if isinstance(piece, str))
+            delta.calls = [piece for piece in pieces if isinstance(piece, Call)]
+        self._shown.append(delta.text)
+        self._calls += delta.calls
+        if self._on_end and self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._on_end("".join(self._shown), self._calls, self._generated_answer())
+        if self.finish_reason is FinishReason.STOP and self._calls:
+            delta.finish_reason = TOOL_CALLS
+
+    def _generated_answer(self) -> GeneratedAnswer:
+        """All tokens; where a stop string cut the text, maybe inside a token, those that lie wholly
+        inside it, and their part of it."""
+        text = "".join(self._generated)
+        if self.stop_hit is None:
+            return GeneratedAnswer(self._token_ids, text)
+        most = len(self._token_ids)
+        for length in range(most, max(0, most - MAX_CUT_TOKENS), -1):
+            known = self._text_of(self._token_ids[:length])
+            if text.startswith(known):
+                return GeneratedAnswer(self._token_ids[:length], known)
+        return GeneratedAnswer([], "")
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        is_special, visible = self._tokenizer.is_special, self._visible_ids
+        shown = [one for one in token_ids if one in visible or not is_special(one)]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
