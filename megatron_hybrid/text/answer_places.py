@@ -88,15 +88,6 @@ def _length_of_answer(body: str, slot: Slot) -> int | None:
     return None
 
 
-def can_be_encoded_apart(backend: Any, text: str, start: int, special: Sequence[str]) -> bool:
-    """Whether the text from there on has the tokens that it has in the whole, for this `tokenizers`
-    tokenizer with these special tokens."""
-    if type(backend.decoder).__name__ == "ByteLevel" or start == len(text):
-        return True
-    # Other tokenizers may put a space before text, but none before a special token.
-    return any(text.startswith(token, start) for token in special)
-
-
 def encode_around(backend: Any, text: str, places: Sequence[Place]) -> tuple[list[int], list[int]]:
     """Token ids of the text with the answers' own at their places, and where each one's text ends,
     in characters."""

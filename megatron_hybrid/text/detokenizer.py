@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         self.tokens_used = 0
         self._stops = _Stops(stop) if stop else None
         self._visible_ids = visible_ids
-        decoding = _ByteLevelDecoding if is_byte_level(tokenizer) else _WindowDecoding
+        decoding = _ByteLevelDecoding if tokenizer.is_byte_level else _WindowDecoding
         self._decoding: _ByteLevelDecoding | _WindowDecoding = decoding(tokenizer)
         self._tokenizer = tokenizer
 
@@ -136,11 +136,6 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether every token is a string of bytes, in GPT-2's spelling."""
-    return type(tokenizer.backend.decoder).__name__ == "ByteLevel"
-
-
 class _ByteLevelDecoding:
     """Byte-level BPE: every token is a string of bytes, so decoding is UTF-8 decoding."""
 
@@ -227,7 +222,7 @@ def bytes_of_token(tokenizer: Tokenizer, token_id: int) -> bytes:
     token = tokenizer.token(token_id)
     if token is None:
         return b""
-    if is_byte_level(tokenizer):
+    if tokenizer.is_byte_level:
         return token_bytes(token)
     if _BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])

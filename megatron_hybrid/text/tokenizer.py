@@ -20,7 +20,6 @@ from megatron_hybrid.text.answer_places import (
     GeneratedAnswer,
     Place,
     Slot,
-    can_be_encoded_apart,
     cut_at,
     encode_around,
     find_places,
@@ -65,8 +64,11 @@ class Tokenizer:
         # Of a text, that one token stands for. Where a tokenizer may put any number of them into
         # one (white space that it joins, say), a rule of thumb.
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        is_exact = type(self.backend.decoder).__name__ == "ByteLevel"
-        self.most_characters_of_a_token = longest if is_exact else max(longest, JOINED_CHARACTERS)
+        # Whether every token is a string of bytes, in GPT-2's spelling.
+        self.is_byte_level = type(self.backend.decoder).__name__ == "ByteLevel"
+        self.most_characters_of_a_token = (
+            longest if self.is_byte_level else max(longest, JOINED_CHARACTERS)
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -215,11 +217,13 @@ class Tokenizer:
         except Exception:  # a template may want calls where results of calls follow
             return []
         places = find_places(text, cut_at(rendered, marks), slots)
-        return [
-            place
-            for place in places
-            if can_be_encoded_apart(self.backend, text, place.end, self._special_tokens)
-        ]
+        return [place for place in places if self._can_be_encoded_apart(text, place.end)]
+
+    def _can_be_encoded_apart(self, text: str, start: int) -> bool:
+        """Whether the text from there on has the tokens that it has in the whole."""
+        # Other tokenizers may put a space before text, but none before a special token.
+        at_special = any(text.startswith(token, start) for token in self._special_tokens)
+        return self.is_byte_level or start == len(text) or at_special
 
     def _checked_chat(
         self,

@@ -25,9 +25,7 @@ class ChatAnswers(Answers):
         """Begins; raises what `Generation.start` raises."""
         wanted = chat.generation
         name = "chat.completion.chunk" if wanted.stream else "chat.completion"
-        model, number = serving.options.model_name, wanted.params.n
-        super().__init__(generation, wanted, number=number, name=name, model=model)
-        self._serving = serving
+        super().__init__(serving, generation, wanted, number=wanted.params.n, name=name)
         self._chat = chat
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         self._calls: dict[int, int] = {}  # how many each choice has made

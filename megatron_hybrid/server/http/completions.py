@@ -26,8 +26,8 @@ class CompletionAnswers(Answers):
     ) -> None:
         """Begins; raises what `Generation.start` raises."""
         wanted = completion.generation
-        model, number = serving.options.model_name, len(completion.prompts) * wanted.params.n
-        super().__init__(generation, wanted, number=number, name="text_completion", model=model)
+        number = len(completion.prompts) * wanted.params.n
+        super().__init__(serving, generation, wanted, number=number, name="text_completion")
         self._tokenizer = serving.tokenizer
         self._n = wanted.params.n
         self._with_logprobs = wanted.params.logprobs is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import takewhile
 
 from msgspec import json
@@ -38,7 +39,7 @@ from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKe
 from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer
-from megatron_hybrid.text.tokenizer import EncodedPrompt, Message, Tokenizer
+from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
 
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
 LEAST_LONGEST_TEXT = 2**20  # characters
@@ -88,14 +89,11 @@ class Preparation:
         self.options = options
         self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
         self._connect = connect
-        self._answers: AnswerMemoryClient | None = None
 
-    @property
+    @cached_property
     def answers(self) -> AnswerMemoryClient | None:
         """The memory of answers."""
-        if self._answers is None and self._connect is not None:
-            self._answers = self._connect()
-        return self._answers
+        return None if self._connect is None else self._connect()
 
     # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
     # fits. caller: whose the body is.
@@ -168,16 +166,12 @@ class Preparation:
         """The prompt of a chat, in which answers that are remembered are the tokens that they
         were."""
         self.tool_calling.check(chat.tools)
-
-        def same_calls(text: str, message: Message) -> bool:
-            return self.tool_calling.says_the_same(chat.tools.schemas, text, message)
-
         return self.tokenizer.encode_chat_with_ends(
             chat.messages,
             chat.template_arguments,
             chat.tools.descriptions,
             answers=self._remembered(keys),
-            same_calls=same_calls,
+            same_calls=partial(self.tool_calling.says_the_same, chat.tools.schemas),
             check=lambda text: self._check_length("messages", text, engine),
         )
 

@@ -14,6 +14,7 @@ from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.generation import ClientGone, Generation
 from megatron_hybrid.server.http.http_errors import describe, json_response
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
+from megatron_hybrid.server.http.serving import Serving
 
 Chunk = dict[str, Any]
 
@@ -27,14 +28,15 @@ class Answers(ABC):
 
     def __init__(
         self,
+        serving: Serving,
         generation: Generation,
         wanted: GenerationRequest,
         *,
         number: int,
         name: str,
-        model: str,
     ) -> None:
         """number: of answers. name: of the object that is answered."""
+        self._serving = serving
         self._generation = generation
         self._wanted = wanted
         self._number = number
@@ -42,7 +44,7 @@ class Answers(ABC):
             "id": generation.request_id,
             "object": name,
             "created": generation.created,
-            "model": model,
+            "model": serving.options.model_name,
         }
         # what all events have in common, encoded once
         self._before = b"data: " + json.encode(self.head)[:-1] + b',"choices":['

@@ -70,6 +70,18 @@ def types_inside(types: Sequence[inspect.Type], value: Any, step: Step) -> tuple
     return ()
 
 
+def known_fields(types: Sequence[inspect.Type], value: Any) -> Any:
+    """A value of one of these types without the fields that they have no place for."""
+    if isinstance(value, list):
+        inner = types_inside(types, value, 0)
+        has_fields = any(isinstance(one, (inspect.StructType, inspect.ListType)) for one in inner)
+        return [known_fields(inner, one) for one in value] if has_fields else value
+    if not isinstance(value, dict) or not any(isinstance(one, inspect.StructType) for one in types):
+        return value
+    known = {name: types_inside(types, value, name) for name in value}
+    return {name: known_fields(known[name], one) for name, one in value.items() if known[name]}
+
+
 def explain(error: msgspec.ValidationError, kind: type, values: dict[str, Any]) -> FieldError:
     """The first mistake in `values`, which were to become a `kind`."""
     complaint, at, path = str(error).rpartition(" - at `")

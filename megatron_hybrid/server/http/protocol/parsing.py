@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from inspect import cleandoc
-from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from megatron_hybrid.server.http.protocol.complaints import FieldError, explain, show
+from megatron_hybrid.server.http.protocol.complaints import (
+    FieldError,
+    explain,
+    known_fields,
+    show,
+    types_of,
+)
 from megatron_hybrid.server.options import ParseOptions
 
 Bytes = bytes | bytearray
@@ -91,47 +95,16 @@ def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAU
 
     Raises FieldError naming the first that is wrong, or unknown unless the options drop those.
     """
-    wanted: type[T] = _open(kind) if options.ignore_unknown_fields else kind
+    if options.ignore_unknown_fields:
+        values = known_fields(types_of(kind), values)
     try:
-        return msgspec.convert(values, wanted, dec_hook=_read_own, str_keys=True)
+        return msgspec.convert(values, kind, dec_hook=_read_own, str_keys=True)
     except msgspec.ValidationError as error:
-        raise explain(error, wanted, values) from error
+        raise explain(error, kind, values) from error
 
 
 def _read_own(kind: type[Own], value: Any) -> Any:
     return kind.read(value)
-
-
-@cache
-def _open(kind: Any) -> Any:
-    """A Body whose objects, and those inside them, may have more fields, which are dropped."""
-    config = kind.__struct_config__
-    fields = [
-        (one.name, _open_inside(one.type), msgspec.field(default=one.default))
-        for one in msgspec.structs.fields(kind)
-    ]
-    return msgspec.defstruct(
-        kind.__name__,
-        fields,
-        bases=(kind,),
-        namespace={"__doc__": kind.__doc__},
-        kw_only=True,
-        forbid_unknown_fields=False,
-        tag=config.tag,
-        tag_field=config.tag_field,
-    )
-
-
-def _open_inside(kind: Any) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Body):
-        return _open(kind)
-    if isinstance(kind, UnionType) or get_origin(kind) is Union:
-        return Union[tuple(map(_open_inside, get_args(kind)))]  # noqa: UP007
-    if get_origin(kind) is Annotated:
-        return Annotated[(_open_inside(kind.__origin__), *kind.__metadata__)]
-    if get_origin(kind) is list:
-        return list[_open_inside(get_args(kind)[0])]  # type: ignore[misc]
-    return kind
 
 
 def _parse_slowly(body: Bytes) -> Any:

@@ -20,6 +20,7 @@ from megatron_hybrid.server.http.tool_calls.formats import (
 )
 from megatron_hybrid.server.http.tool_calls.grammars import Choices, calls_grammar
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader, read_answer
+from megatron_hybrid.text import grammar as grammars
 from megatron_hybrid.text.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,6 @@ class ToolCalling:
 
 def _check(grammar: Grammar, tools: Tools) -> None:
     """Refuse what can't be served, by the name of the function whose schema it is."""
-    from megatron_hybrid.text import grammar as grammars
-
     try:
         grammars.check(grammar, "tools")
     except InvalidRequestError:
