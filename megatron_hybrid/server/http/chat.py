@@ -58,7 +58,8 @@ class ChatAnswers(Answers):
             ids = None if self._texts else self._prompt_token_ids
             encode_text = self.text_events(lambda text: _chunk(index, {"content": text}))
             self._texts[index] = encode_text
-            events = self.opening(_chunk(index, {"role": "assistant", "content": ""}), ids)
+            role = _chunk(index, {"role": "assistant", "content": ""})
+            events = self.event(role, ids, begun=False)
         if delta.logprobs or delta.token_ids:
             chunk = _chunk(index, {"content": delta.text})
             chunk["logprobs"] = self._logprobs(delta.logprobs)

@@ -60,7 +60,7 @@ class CompletionLogprobs:
         for entry in entries:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push((entry.token_id,)))
-        return self._lists([(entry.token_id, entry) for entry in entries], offsets)
+        return self._lists([entry.token_id for entry in entries], entries, offsets)
 
     def prompt(
         self, prompt: EchoedPrompt, entries: Sequence[TokenLogprob | None]
@@ -74,28 +74,26 @@ class CompletionLogprobs:
                 offset += len(detokenizer.push((token_id,)))
             elif number >= prompt.added:
                 offset += len(self._tokenizer.token(token_id) or "")
-        return self._lists(list(zip(prompt.token_ids, entries, strict=True)), offsets)
+        return self._lists(prompt.token_ids, entries, offsets)
 
     def _lists(
-        self, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: list[int]
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprob | None],
+        offsets: list[int],
     ) -> dict[str, Any]:
-        entries = [entry for _, entry in tokens]
+        def spelling(token_id: int) -> str:
+            return _spelling(bytes_of_token(self._tokenizer, token_id))
+
         return {
-            "tokens": [self._spelling(token_id) for token_id, _ in tokens],
-            "token_logprobs": [
-                None if entry is None else _finite(entry.logprob) for entry in entries
-            ],
+            "tokens": list(map(spelling, token_ids)),
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                None if entry is None else self._top(entry) for entry in _without_hurry(entries)
+                entry and {spelling(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                for entry in _without_hurry(entries)
             ],
             "text_offset": offsets,
         }
-
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        return {self._spelling(token_id): _finite(logprob) for token_id, logprob in entry.top}
-
-    def _spelling(self, token_id: int) -> str:
-        return _spelling(bytes_of_token(self._tokenizer, token_id))
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from inspect import cleandoc
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from flask import Flask, Response
-from msgspec import Struct
-from msgspec.json import schema, schema_components
+from msgspec.json import schema_components
 from msgspec.structs import fields
 
 from megatron_hybrid.request import MAX_TOKENS
@@ -17,7 +17,7 @@ from megatron_hybrid.server.http.access_log import REQUEST_ID
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol import answers, requests
 from megatron_hybrid.server.http.protocol.complaints import shown_pattern
-from megatron_hybrid.server.http.protocol.parsing import Body, JsonSchema, Own, field_descriptions
+from megatron_hybrid.server.http.protocol.parsing import Body, JsonSchema, field_descriptions
 from megatron_hybrid.server.http.serving import Serving
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
@@ -50,7 +50,7 @@ class Route(NamedTuple):
     path: str
     summary: str
     answer: Any
-    body: type | tuple[type, ...] = ()  # or one of several
+    body: Any = ()  # a kind, or one of several
     errors: tuple[int, ...] = ()
     method: str = "post"
     kind: str = _JSON
@@ -144,20 +144,21 @@ def install(app: Flask, serving: Serving) -> None:
 
 def _reference(*kinds: Any) -> JsonSchema:
     """What refers to one of these types."""
-    if len(kinds) > 1:
-        return {"anyOf": [_reference(kind) for kind in kinds]}
-    if isinstance(kinds[0], type) and issubclass(kinds[0], Struct):
-        return {"$ref": f"#/components/schemas/{kinds[0].__name__}"}
-    return schema(kinds[0])
+    found, _ = _schemas(kinds)
+    return {"anyOf": list(found)} if len(found) > 1 else found[0]
+
+
+def _schemas(kinds: Iterable[Any]) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
+    """What refers to each of these types, and by name what is referred to."""
+    place = "#/components/schemas/{name}"
+    return schema_components(kinds, ref_template=place, schema_hook=methodcaller("schema"))
 
 
 @cache
 def _components(largest_id: int) -> dict[str, JsonSchema]:
     """What is under components/schemas, for a model with these token ids."""
     kinds = [kind for one in ROUTES for kind in (one.answer, *one.bodies, one.events) if kind]
-    place = "#/components/schemas/{name}"
-    hook: Callable[[type[Own]], JsonSchema] = lambda kind: kind.schema()  # noqa: E731
-    _, found = schema_components([*kinds, answers.Error], ref_template=place, schema_hook=hook)
+    _, found = _schemas([*kinds, answers.Error])
     for kind in _all_kinds(Body):
         if kind.__name__ in found:
             found[kind.__name__]["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
@@ -221,7 +222,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         operation["parameters"] = [parameter]
     if route.bodies:
         operation["requestBody"] = {
-            "required": all(_has_required_fields(body) for body in route.bodies),
+            "required": all(any(one.required for one in fields(body)) for body in route.bodies),
             "content": {_JSON: {"schema": _reference(*route.bodies)}},
         }
         errors |= {400, 408, 413}
@@ -236,10 +237,6 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         **{str(status): _error_response(status) for status in sorted(errors)},
     }
     return operation
-
-
-def _has_required_fields(body: type) -> bool:
-    return any(field.required for field in fields(body))
 
 
 def _response(description: str, contents: dict[str, Any]) -> dict[str, Any]:

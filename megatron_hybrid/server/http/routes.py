@@ -93,7 +93,10 @@ def _install_answers(app: Flask, serving: Serving) -> None:
 def _install_service(app: Flask, serving: Serving) -> None:
     @app.get("/health")
     def health() -> Response:
-        return json_response(serving.health())
+        engine = serving.client.check()
+        health = {"status": serving.client.state, "engine_pid": engine.pid}
+        states = serving.client.states()
+        return json_response({**health, "engines": states} if len(states) > 1 else health)
 
     @app.get("/metrics")
     def metrics() -> Response:

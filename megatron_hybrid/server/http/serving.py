@@ -79,10 +79,3 @@ class Serving:
             on_close=self._places.release,
             arrived=arrived,
         )
-
-    def health(self) -> dict[str, object]:
-        """For /health; EngineUnavailable unless requests are taken."""
-        engine = self.client.check()
-        health: dict[str, object] = {"status": self.client.state, "engine_pid": engine.pid}
-        states = self.client.states()
-        return {**health, "engines": states} if len(states) > 1 else health

@@ -76,16 +76,15 @@ class Answers(ABC):
         response.headers["X-Accel-Buffering"] = "no"  # nginx would collect the events
         return response
 
-    def event(self, choice: Chunk) -> bytes:
-        """The event of one entry of "choices"."""
-        return self._before + json.encode(choice) + b"]" + self._usage_of(choice)
-
-    def opening(self, choice: Chunk, prompt_token_ids: list[int] | None) -> bytes:
-        """The event before a choice's text; prompt_token_ids: to be given with it."""
+    def event(
+        self, choice: Chunk, prompt_token_ids: list[int] | None = None, *, begun: bool = True
+    ) -> bytes:
+        """The event of one entry of "choices", beside which prompt_token_ids may stand. begun: some
+        of the choice's text was given."""
         ids = b""
         if prompt_token_ids is not None:
             ids = b',"prompt_token_ids":' + json.encode(prompt_token_ids)
-        return self._before + json.encode(choice) + b"]" + ids + self._usage_of(choice, begun=False)
+        return self._before + json.encode(choice) + b"]" + ids + self._usage_of(choice, begun)
 
     def text_events(self, make_choice: Callable[[str], Chunk]) -> Callable[[str], bytes]:
         """Encodes `event(make_choice(text))`: what is the same for every text is encoded here."""
@@ -95,7 +94,7 @@ class Answers(ABC):
         before, _, after = whole.rpartition(json.encode(_TEXT_GOES_HERE))
         return lambda text: before + json.encode(text) + after
 
-    def _usage_of(self, choice: Chunk, *, begun: bool = True) -> bytes:
+    def _usage_of(self, choice: Chunk, begun: bool) -> bytes:
         """The end of an event: what its choice has used so far, where every event says it."""
         if not self._wanted.continuous_usage:
             return self._end

@@ -13,7 +13,7 @@ from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
 from megatron_hybrid.server.http.protocol.generation_request import parse_chat
 from megatron_hybrid.server.http.protocol.tools import Tools
-from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
+from megatron_hybrid.server.http.tool_calls.calling import Choices, ToolCalling, calls_grammar
 from megatron_hybrid.server.http.tool_calls.formats import (
     FORMATS,
     NAMES,
@@ -21,7 +21,6 @@ from megatron_hybrid.server.http.tool_calls.formats import (
     choose_format,
     marks_that_are_special,
 )
-from megatron_hybrid.server.http.tool_calls.grammars import Choices, calls_grammar
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader, read_answer
 from megatron_hybrid.server.options import TOOL_CALL_FORMATS
 from megatron_hybrid.text.detokenizer import IncrementalDetokenizer

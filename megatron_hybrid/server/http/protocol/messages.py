@@ -1,5 +1,7 @@
 """The messages of a chat, as clients send them and as chat templates want them."""
 
+# mypy: disable-error-code="valid-type"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megatron_hybrid.server.http.protocol.parsing import Unsupported
+from megatron_hybrid.server.http.protocol.parsing import only
 from megatron_hybrid.server.http.protocol.tools import AnyObject, Call, Marked, Name
 
 MAX_MESSAGES = 100_000
@@ -18,12 +20,7 @@ MAX_CALLS = 128  # in one message
 LongText = Annotated[str, Meta(max_length=MAX_TEXT_LENGTH)]
 Notes = Annotated[list[Any], Meta(max_length=MAX_NOTES)]
 Calls = Annotated[list[Call], Meta(max_length=MAX_CALLS)]
-
-
-class OnlyEmptyList(Unsupported):
-    """What clients send with whatever message they repeat."""
-
-    harmless = ([],)
+OnlyEmptyList = only([])  # what clients send with whatever message they repeat
 
 
 class TextPart(Marked, kw_only=True):
@@ -43,14 +40,14 @@ class Message(Marked, tag_field="role"):
     """
 
     name: Name | None = None
+    function_call: OnlyEmptyList | None = None
+    audio: OnlyEmptyList | None = None
 
 
 class _Said(Message):
     tool_calls: OnlyEmptyList | None = None
     refusal: OnlyEmptyList | None = None
     annotations: OnlyEmptyList | None = None
-    function_call: OnlyEmptyList | None = None
-    audio: OnlyEmptyList | None = None
 
 
 class SystemMessage(_Said, tag="system", kw_only=True):
@@ -95,8 +92,6 @@ class AssistantMessage(Message, tag="assistant"):
     annotations: Notes | None = None
     reasoning_details: Notes | None = None
     thinking_blocks: Notes | None = None
-    function_call: OnlyEmptyList | None = None
-    audio: OnlyEmptyList | None = None
     provider_specific_fields: AnyObject | None = None
     extra_content: AnyObject | None = None
 

@@ -68,6 +68,11 @@ class Unsupported(Own):
         return {"enum": [*cls.harmless, None], "description": description}
 
 
+def only(*harmless: Any) -> Any:
+    """Unsupported, but for these values."""
+    return type("Only", (Unsupported,), {"harmless": harmless})
+
+
 def field_descriptions(kind: type) -> dict[str, str]:
     """By name, what the docstrings of a Body say of its fields."""
     kinds = [base for base in reversed(kind.__mro__) if issubclass(base, Body)]

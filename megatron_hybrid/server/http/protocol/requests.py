@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -12,7 +12,7 @@ from megatron_hybrid import request as limits
 from megatron_hybrid.engine.pause import PauseMode
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
-from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported
+from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.tools import (
     AnyObject,
     Choice,
@@ -45,13 +45,9 @@ Filled = Annotated[str, Meta(min_length=1)]
 FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-def _only(*harmless: Any) -> Any:
-    return type("Only", (Unsupported,), {"harmless": harmless})
-
-
-_OnlyTrue, _OnlyFalse, _OnlyOne = _only(True), _only(False), _only(1)
-_OnlyEmptyText, _OnlyTextModality = _only(""), _only(["text"])
-_OnlyNoneOrAuto = _only("none", "auto")
+_OnlyTrue, _OnlyFalse, _OnlyOne = only(True), only(False), only(1)
+_OnlyEmptyText, _OnlyTextModality = only(""), only(["text"])
+_OnlyNoneOrAuto = only("none", "auto")
 
 
 class Sampling(Body):

@@ -1,24 +1,31 @@
-"""What one model makes of tools: how its calls are read, and how an answer is held to them."""
+"""What one model makes of tools: how its calls are read, and how an answer is held to them, by a
+grammar in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
+from megatron_hybrid.server.http.json_schemas import with_definitions
 from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.formats import (
     NAMES,
     Schemas,
+    ToolFormat,
     choose_format,
+    is_string,
     marks_that_are_special,
+    read_json,
+    read_python,
+    read_xml,
 )
-from megatron_hybrid.server.http.tool_calls.grammars import Choices, calls_grammar
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader, read_answer
 from megatron_hybrid.text import grammar as grammars
 from megatron_hybrid.text.tokenizer import Message, Tokenizer
@@ -26,6 +33,8 @@ from megatron_hybrid.text.tokenizer import Message, Tokenizer
 logger = logging.getLogger(__name__)
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+# No free white space: small models would never end it.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class ToolCalling:
@@ -125,3 +134,150 @@ def _check(grammar: Grammar, tools: Tools) -> None:
                 path = f"tools[{number}].function.parameters"
                 grammars.check(Grammar("json_schema", json.dumps(schema)), path)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What an answer may be: calls of these functions (by name, the schema of their arguments),
+    only one of them unless `several`; with `text`, also text before, between and after them;
+    `otherwise`: or, without calls, JSON of this schema."""
+
+    schemas: Schemas
+    several: bool
+    text: bool = False
+    otherwise: str | None = None
+
+
+def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, choices: Choices) -> Grammar:
+    """The grammar of answers that `form` reads as what `choices` allow."""
+    call = _WRITTEN[form.read]
+    calls = [call(form, name, schema) for name, schema in choices.schemas.items()]
+    begin, end = _mark(form.begin, tokenizer), _mark(form.end, tokenizer)
+    rules = [f"call: {' | '.join(calls)}"]
+    if form.listed:
+        body = f'"[" {_several("call", ", ", choices)} "]" {end}'
+        start = f"{begin} body"
+    elif form.end:
+        body = f'"\\n" call "\\n" {end}'
+        start = _several(f"{begin} body", "\n", choices)
+    else:
+        body = start = _several("call", "; ", choices)
+    rules.append(f"body: {body}")
+    if choices.text:
+        rules += _among_text(form, begin, choices)
+    elif choices.otherwise is not None:
+        rules.append(f"start: {start} | {_json(json.loads(choices.otherwise))}")
+    else:
+        rules.append(f"start: {start}")
+    return Grammar("lark", "\n".join([*rules, _STRING]) + "\n")
+
+
+def _several(one: str, separator: str, choices: Choices) -> str:
+    return f"{one} ({_quoted(separator)} {one})*" if choices.several else one
+
+
+def _among_text(form: ToolFormat, begin: str, choices: Choices) -> list[str]:
+    """Rules of answers that may be text, or have it around their calls."""
+    if not form.end:  # the whole answer is a call, or does not begin like one
+        return ["start: body | text", "text: /([^{](.|\\n)*)?/"]
+    text = "text: /(.|\\n)*/"
+    if begin.startswith('"'):
+        # Lazy: it ends with the first mark, so text never holds one.
+        marked = [text, f"opened[lazy]: /(.|\\n)*/ {begin}"]
+    else:
+        marked = [text, f"opened: text {begin}"]
+    start = "start: (opened body)* text" if choices.several else "start: opened body | text"
+    return [start, *marked]
+
+
+def _mark(mark: str, tokenizer: Tokenizer) -> str:
+    """A special token by its id, anything else as text."""
+    token_id = tokenizer.token_id(mark)
+    if token_id is not None and tokenizer.is_special(token_id):
+        return f"<[{token_id}]>"
+    return _quoted(mark)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _json(schema: Any, root: Mapping[str, Any] | None = None) -> str:
+    """JSON of a schema, or of a part of `root`, to which it may refer."""
+    whole = schema if root is None else with_definitions(schema, root)
+    plain = whole if isinstance(whole, Mapping) else {}
+    return f"%json {json.dumps({**plain, 'x-guidance': _JSON_STYLE})}"
+
+
+def _json_call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
+    begin = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
+    return f'{_quoted(begin)} {_json({"type": "object", **schema})} "}}"'
+
+
+def _python_call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
+    def argument(key: str, value: Any) -> str:
+        return f"{_quoted(key + '=')} {_json(value, schema)}"
+
+    comma = _quoted(", ")
+    items = _parameters(schema)
+    first = next((number for number, one in enumerate(items) if one.required), None)
+    written = [argument(one.name, one.schema) for one in items]
+    if first is not None:
+        before = "".join(f"({one} {comma})? " for one in written[:first])
+        given = before + written[first]
+        for one, text in zip(items[first + 1 :], written[first + 1 :], strict=True):
+            given += f" {comma} {text}" if one.required else f" ({comma} {text})?"
+    elif written:  # the first one that is given has no comma before it
+        begins = (
+            one + "".join(f" ({comma} {later})?" for later in written[number + 1 :])
+            for number, one in enumerate(written)
+        )
+        given = f"({' | '.join(begins)})?"
+    else:
+        given = ""
+    return f'{_quoted(name + "(")} {given} ")"'
+
+
+# A value in XML ends where the parameter does, whatever it holds.
+_END_OF_VALUE = "\n</parameter>\n"
+_STRING = f"string[lazy]: /(.|\\n)*/ {_quoted(_END_OF_VALUE)}"
+
+
+def _xml_call(form: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        begin = _quoted(f"<parameter={key}>\n")
+        texts = value.get("enum", []) if isinstance(value, Mapping) else []
+        if texts and is_string(value):
+            ended = " | ".join(_quoted(text + _END_OF_VALUE) for text in texts)
+            return f"{begin} ({ended})"
+        if isinstance(value, Mapping) and is_string(value):
+            return f"{begin} string"
+        return f"{begin} {_json(value, schema)} {_quoted(_END_OF_VALUE)}"
+
+    given = []
+    for one in _parameters(schema):
+        text = parameter(one.name, one.schema)
+        given.append(text if one.required else f"({text})?")
+    return " ".join([_quoted(f"<function={name}>\n"), *given, _quoted("</function>")])
+
+
+class _Parameter(NamedTuple):
+    name: str
+    schema: Any
+    required: bool
+
+
+def _parameters(schema: Mapping[str, Any]) -> list[_Parameter]:
+    """In the schema's order."""
+    properties = schema.get("properties")
+    required = schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return []
+    return [_Parameter(name, value, name in required) for name, value in properties.items()]
+
+
+_WRITTEN: dict[Any, Callable[[ToolFormat, str, Mapping[str, Any]], str]] = {
+    read_json: _json_call,
+    read_xml: _xml_call,
+    read_python: _python_call,
+}
