@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
             return ""
         text = self._release(self._decoding.flush())
         if self._stops is not None and self.stop_hit is None:
-            text += self._stops.take_held()
+            text += self._stops.held
         return text
 
     def _release(self, text: str) -> str:
@@ -79,28 +79,23 @@ class _Stops:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._begun = [0] * len(stops)  # characters of each that the text ends with
         self._firsts = frozenset(stop[0] for stop in stops)
-        self._held = ""
+        self.held = ""  # what may begin one
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that is certain now, and the stop string that ended it: the one that is complete
         first, of several the longest."""
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self.held and self._firsts.isdisjoint(text):
             return text, None
-        whole = self._held + text
-        for end in range(len(self._held), len(whole)):
+        whole = self.held + text
+        for end in range(len(self.held), len(whole)):
             complete = self._advance(whole[end])
             if complete:
                 hit = max(complete, key=len)
-                self._held = ""
+                self.held = ""
                 return whole[: end + 1 - len(hit)], hit
         certain = len(whole) - max(self._begun)
-        self._held = whole[certain:]
+        self.held = whole[certain:]
         return whole[:certain], None
-
-    def take_held(self) -> str:
-        """What was held back, when no more text comes."""
-        held, self._held = self._held, ""
-        return held
 
     def _advance(self, character: str) -> list[str]:
         """The stop strings that are complete with this character."""

@@ -184,7 +184,7 @@ def test_stop_strings_are_found_as_by_looking_at_every_end(seed: int) -> None:
             )
             assert shown == so_far[: len(so_far) - held]
         else:
-            shown += finder.take_held()
+            shown += finder.held
         assert (shown, hit) == first_stop("".join(pieces), stops)
 
 

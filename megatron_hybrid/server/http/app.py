@@ -6,15 +6,9 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from megatron_hybrid.server.addresses import Addresses
-from megatron_hybrid.server.http import (
-    access_log,
-    dashboard,
-    http_errors,
-    openapi,
-    routes,
-)
+from megatron_hybrid.server.http import access_log, dashboard, openapi, routes
 from megatron_hybrid.server.http.browsers import BrowserRules
-from megatron_hybrid.server.http.http_errors import WrongKey
+from megatron_hybrid.server.http.http_errors import WrongKey, error_response
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import CONTROL_PATHS, NOBODY, KeyRing
 from megatron_hybrid.server.options import ServerOptions
@@ -27,7 +21,7 @@ def create_app(serving: Serving, address: str | None = None) -> Flask:
     app = Flask("megatron_hybrid")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     access_log.install(app, Addresses(serving.options.trusted_proxies))
-    http_errors.install(app)
+    app.errorhandler(Exception)(error_response)  # Flask's own, too
     _install_checks(app, serving.options, address)
     routes.install(app, serving)
     dashboard.install(app)

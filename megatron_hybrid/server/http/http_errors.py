@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from flask import Flask, Response
+from flask import Response
 from msgspec import json
 from werkzeug.exceptions import HTTPException
 
@@ -48,11 +48,6 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 def json_response(value: Any, status: int = 200) -> Response:
     """The value as a JSON answer."""
     return Response(json.encode(value), status, mimetype="application/json")
-
-
-def install(app: Flask) -> None:
-    """Answer every exception, also Flask's own, with an error object."""
-    app.errorhandler(Exception)(error_response)
 
 
 def error_response(error: Exception) -> Response:

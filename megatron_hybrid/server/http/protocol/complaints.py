@@ -76,10 +76,13 @@ def known_fields(types: Sequence[inspect.Type], value: Any) -> Any:
         inner = types_inside(types, value, 0)
         has_fields = any(isinstance(one, (inspect.StructType, inspect.ListType)) for one in inner)
         return [known_fields(inner, one) for one in value] if has_fields else value
-    if not isinstance(value, dict) or not any(isinstance(one, inspect.StructType) for one in types):
+    structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
+    if not isinstance(value, dict) or not structs:
         return value
-    known = {name: types_inside(types, value, name) for name in value}
-    return {name: known_fields(known[name], one) for name, one in value.items() if known[name]}
+    names = {kind.tag_field for kind in structs}
+    names |= {one.encode_name for kind in structs for one in kind.fields}
+    known = {name: types_inside(types, value, name) for name in value if name in names}
+    return {name: known_fields(inner, value[name]) for name, inner in known.items() if inner}
 
 
 def explain(error: msgspec.ValidationError, kind: type, values: dict[str, Any]) -> FieldError:
@@ -112,7 +115,8 @@ def explain(error: msgspec.ValidationError, kind: type, values: dict[str, Any]) 
         return FieldError(field, f"{name} {rule}", code)
     subject = "it"
     if is_key:
-        subject, types = "each of its keys", _plain(_only(types, inspect.DictType).key_type)
+        of_dicts = (one for one in types if isinstance(one, inspect.DictType))
+        subject, types = "each of its keys", _plain(next(of_dicts).key_type)
     code = "invalid_type" if ", got `" in complaint and not is_key else "invalid_value"
     rule = _either(list(dict.fromkeys(filter(None, map(_rule, types)))))
     return FieldError(field, f"{name} is {show(value)}; {subject} must be {rule}.", code)
@@ -133,10 +137,6 @@ def _joined(path: str, step: Step) -> str:
     if isinstance(step, int):
         return f"{path}[{step}]"
     return f"{path}.{step}" if path else step
-
-
-def _only(types: Sequence[inspect.Type], kind: Any) -> Any:
-    return next(one for one in types if isinstance(one, kind))
 
 
 def _wrong_entry(kind: Any, field: str, values: dict[str, Any], complaint: str) -> str:

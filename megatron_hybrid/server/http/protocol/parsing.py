@@ -103,13 +103,11 @@ def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAU
     if options.ignore_unknown_fields:
         values = known_fields(types_of(kind), values)
     try:
-        return msgspec.convert(values, kind, dec_hook=_read_own, str_keys=True)
+        return msgspec.convert(
+            values, kind, dec_hook=lambda own, value: own.read(value), str_keys=True
+        )
     except msgspec.ValidationError as error:
         raise explain(error, kind, values) from error
-
-
-def _read_own(kind: type[Own], value: Any) -> Any:
-    return kind.read(value)
 
 
 def _parse_slowly(body: Bytes) -> Any:
