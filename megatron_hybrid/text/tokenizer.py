@@ -27,8 +27,8 @@ from megatron_hybrid.text.answer_places import (
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-# Whether a piece of rendered text says what an assistant's message with tool calls says.
-SameCalls = Callable[[str, Message], bool]
+# Whether an assistant's message with tool calls says what a piece of rendered text says.
+SameCalls = Callable[[Message, str], bool]
 JOINED_CHARACTERS = 256  # more than words have
 LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the first one's
 
@@ -204,7 +204,7 @@ class Tokenizer:
             if message.get("tool_calls"):
                 if same_calls is None:
                     continue
-                same = functools.partial(_same, same_calls, message)
+                same = functools.partial(same_calls, message)
             mark = f"answer{secrets.token_hex(16)}"
             marked[number] = {k: v for k, v in message.items() if k != "tool_calls"}
             marked[number]["content"] = mark
@@ -249,8 +249,7 @@ class Tokenizer:
         if tools:
             if not self.takes_tools:
                 raise InvalidRequestError(
-                    "tools",
-                    "This model's chat template has no place for tools; leave tools out.",
+                    "tools", "This model's chat template has no place for tools; leave tools out."
                 )
             arguments["tools"] = list(tools)
         return [
@@ -319,10 +318,6 @@ def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any
             )
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
-
-
-def _same(same_calls: SameCalls, message: Message, body: str) -> bool:
-    return same_calls(body, message)
 
 
 def _load_hf_tokenizer(path: Path) -> Any:

@@ -77,10 +77,7 @@ class CompletionLogprobs:
         return self._lists(prompt.token_ids, entries, offsets)
 
     def _lists(
-        self,
-        token_ids: Sequence[int],
-        entries: Sequence[TokenLogprob | None],
-        offsets: list[int],
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: list[int]
     ) -> dict[str, Any]:
         def spelling(token_id: int) -> str:
             return _spelling(bytes_of_token(self._tokenizer, token_id))

@@ -82,7 +82,7 @@ class ToolCalling:
             return None
         return ToolCallReader(self._format, tools.schemas)
 
-    def says_the_same(self, schemas: Schemas, text: str, message: Message) -> bool:
+    def says_the_same(self, schemas: Schemas, message: Message, text: str) -> bool:
         """Whether an answer in the model's words is this message with its calls."""
         if self._format is None:
             return False
