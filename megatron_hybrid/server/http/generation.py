@@ -75,6 +75,8 @@ class Generation:
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
         self._arrived = arrived
+        limits = (request.timeout, options.request_timeout)  # seconds
+        self._timeout = min(filter(None, limits), default=inf)
         self._prompt_tokens = 0
         self._queued: float | None = None  # seconds, in the engine
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
@@ -173,12 +175,10 @@ class Generation:
 
     def _patience(self) -> float:
         """Seconds to wait for the next event; TimedOut if none are left."""
-        limits = (self._request.timeout, self._options.request_timeout)
-        timeout = min(filter(None, limits), default=inf)
-        left = self._arrived + timeout - time.monotonic()
+        left = self._arrived + self._timeout - time.monotonic()
         if left <= 0:
             raise TimedOut(
-                f"The request was given up after {timeout:g} seconds, the limit (timeout or "
+                f"The request was given up after {self._timeout:g} seconds, the limit (timeout or "
                 "--request-timeout)."
             )
         return min(left, DISCONNECT_POLL_SECONDS)
