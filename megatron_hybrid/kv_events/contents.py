@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import SequenceKeys
@@ -61,20 +61,21 @@ class CacheContents:
             else:
                 self._clear(event)
 
-    def skippable(self, keys: SequenceKeys, length: int) -> int:
+    def skippable(
+        self, keys: SequenceKeys, length: int, hashes: Sequence[int] | None = None
+    ) -> int:
         """Tokens that a prompt of `length` tokens would not have to compute: the same figure as
-        `PrefixStore.match` finds. `keys` are those under the root of this `epoch`."""
+        `PrefixStore.match` finds. `keys` are those under the root of this `epoch`; `hashes`: of the
+        prompt's full blocks, where they are known already."""
         if not self.block_size:
             return 0
-        size = self.block_size
-        keys.extend_to(length)
-        hashes = [wire_hash(key) for key in keys.blocks[: length // size]]
-        full = len(hashes)
-        if self.has_attention:
-            full = next((i for i, name in enumerate(hashes) if name not in self.blocks), full)
+        if hashes is None:
+            keys.extend_to(length)
+            hashes = [wire_hash(key) for key in keys.blocks[: length // self.block_size]]
+        full = shared_blocks(hashes, self.blocks) if self.has_attention else len(hashes)
         for count in range(full, -1, -1):
             parent = hashes[count - 1] if count else None
-            boundary = count * size
+            boundary = count * self.block_size
             for fill in sorted(self._fills.get(parent, ()), reverse=True):
                 position = boundary + fill
                 if position <= length:
@@ -169,6 +170,11 @@ class CacheContents:
             group,
             *first[3:],
         )
+
+
+def shared_blocks(hashes: Sequence[int], having: Container[int]) -> int:
+    """How many of these, from the first one on, are there."""
+    return next((i for i, name in enumerate(hashes) if name not in having), len(hashes))
 
 
 def stored_event(

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from megatron_hybrid.kv_events.contents import CacheContents
-from megatron_hybrid.kv_events.messages import Event, decode_batch
+from megatron_hybrid.kv_events.messages import decode_batch
 from megatron_hybrid.kv_events.publisher import HEARTBEAT_SECONDS, SEQUENCE_BYTES
 
 ANSWER_SECONDS = 2.0  # after that a replay is asked for again
@@ -30,11 +30,8 @@ class KVEventSubscriber:
         *,
         hwm: int = 100_000,
         clock: Callable[[], float] = time.monotonic,
-        apply: Callable[[list[Event]], None] | None = None,
     ) -> None:
-        """`apply`: takes the events instead of `contents`, which stays empty then."""
         self.contents = CacheContents()
-        self._apply_events = self.contents.apply if apply is None else apply
         self._replay_endpoint = replay_endpoint
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -114,7 +111,7 @@ class KVEventSubscriber:
             events = decode_batch(payload).events
         except msgspec.DecodeError:
             return  # not one of ours; the gap that it leaves is noticed
-        self._apply_events(events)
+        self.contents.apply(events)
         self._next = sequence + 1
 
     def _ask(self, sequence: int) -> None:

@@ -122,7 +122,7 @@ class Coordinator:
     def _lose(self, replica: int) -> None:
         assert self.placer is not None, "it was ready"
         self.placer.lose(replica)
-        self.placer.prefixes.of(replica).clear()
+        self.placer.prefixes.cached.pop(replica, None)
         subscriber = self._subscribers.pop(replica, None)
         if subscriber is not None:
             subscriber.close()
@@ -142,11 +142,11 @@ class Coordinator:
             )
         elif ready.cache.block_size:
             # A new subscriber begins with all that the replica has.
-            self._subscribers[replica] = KVEventSubscriber(
-                self._folder.kv_events_endpoint(replica),
-                self._folder.kv_replay_endpoint(replica),
-                apply=prefixes.of(replica).apply,
+            subscriber = KVEventSubscriber(
+                self._folder.kv_events_endpoint(replica), self._folder.kv_replay_endpoint(replica)
             )
+            self._subscribers[replica] = subscriber
+            prefixes.cached[replica] = subscriber.contents
 
     def _receive(self) -> None:
         while self._socket.poll(0):

@@ -102,7 +102,7 @@ class Placer:
         placed.n = n
         self._waiting[replica] = self.waiting(replica) + answers
         for number, prompt in enumerate(prompts):
-            tokens = prompt.length - self.prefixes.reusable(prompt, [replica])[replica]
+            tokens = prompt.length - self.prefixes.reusable(prompt, replica)
             self.prefixes.expect(replica, prompt)
             placed.waiting[f"{request_id}-{number}"] = tokens, prompt
             self._prefill[replica] = self.prefill(replica) + tokens
@@ -157,11 +157,11 @@ class Placer:
     def _longest_prefix(
         self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
     ) -> int:
-        cost = {one: self._work(one, max_tokens) for one in replicas}
-        for prompt in prompts:
-            for replica, tokens in self.prefixes.reusable(prompt, replicas).items():
-                cost[replica] += (1 + self.answers(replica)) * (prompt.length - tokens)
-        return min(replicas, key=lambda one: (cost[one], *self._filling(one)))
+        def cost(replica: int) -> float:
+            own = sum(one.length - self.prefixes.reusable(one, replica) for one in prompts)
+            return self._work(replica, max_tokens) + (1 + self.answers(replica)) * own
+
+        return min(replicas, key=lambda one: (cost(one), *self._filling(one)))
 
     def _load_balanced(
         self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
@@ -189,5 +189,5 @@ class Placer:
 
     def _filling(self, replica: int) -> tuple[int, int, int]:
         """Orders replicas that would be as fast: whose cache has more room."""
-        cached = self.prefixes.of(replica).num_blocks
-        return cached, self._total.get(replica, 0), replica
+        cached = self.prefixes.cached[replica].blocks
+        return len(cached), self._total.get(replica, 0), replica

@@ -128,7 +128,7 @@ def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> N
     server.replicas[1].publish(hybrid_prefix(SHARED))
     for _ in range(2):
         prefixes = server.start_coordinator().placer.prefixes
-        wait_until(lambda found=prefixes: found.of(1).num_blocks == 10)
+        wait_until(lambda found=prefixes: len(found.cached[1].blocks) == 10)
         placement = server.worker.place(wanted("a", [*SHARED, 1]))
         assert placement.client is server.worker.clients[1]
         placement.ended(4)
@@ -231,11 +231,11 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
 def test_a_replica_that_ends_has_nothing_any_more(server: Server) -> None:
     coordinator = server.start_coordinator()
     server.replicas[1].publish(hybrid_prefix(SHARED))
-    wait_until(lambda: coordinator.placer.prefixes.of(1).num_blocks == 10)
+    wait_until(lambda: len(coordinator.placer.prefixes.cached[1].blocks) == 10)
     server.worker.place(wanted("a", [*SHARED, 1]))
     server.replicas[1].loop.request_stop()
     server.worker.clients[1].send(wire.ResetPrefixCache(0))  # an idle loop looks up at once
-    wait_until(lambda: coordinator.placer.prefixes.of(1).num_blocks == 0)
+    wait_until(lambda: len(coordinator.placer.prefixes.cached[1].blocks) == 0)
     assert coordinator.placer.answers(1) == 0
     wait_until(lambda: server.worker.clients[1].state == "down")
     placement = server.worker.place(wanted("b", [*SHARED, 1]))

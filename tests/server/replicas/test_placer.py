@@ -36,6 +36,19 @@ def name_of(prefix: Prefix, epoch: int = 0) -> int:
     return wire_hash(keys.at(len(tokens)))
 
 
+def cleared(sizes: CacheSizes, epoch: int = 0) -> AllBlocksCleared:
+    """How the stream of a replica with such a cache begins."""
+    return AllBlocksCleared(epoch, BLOCK, sizes.kv_blocks > 0, sizes.recurrent)
+
+
+def hybrid_placer(policy: str, max_queue: int = 1_000_000) -> Placer:
+    """Of three replicas that have just begun."""
+    placer = Placer(policy, HYBRID, max_queue)
+    for replica in range(3):
+        placer.prefixes.cached[replica].apply([cleared(HYBRID)])
+    return placer
+
+
 @dataclass
 class Naive:
     """One replica by the definition: sets of prefixes, looked through from the longest one down."""
@@ -85,6 +98,8 @@ class Driver:
         self.sizes = sizes = prefixes.sizes
         self.prefixes = prefixes
         self.replicas = [Naive(sizes) for _ in range(3)]
+        for number in range(3):
+            prefixes.cached[number].apply([cleared(sizes)])
         self.waiting: list[tuple[int, Prefix, PromptKeys]] = []
 
     def sequence(self) -> Prefix:
@@ -95,7 +110,7 @@ class Driver:
 
     def change(self, kinds: Sequence[str]) -> None:
         number = self.random.randrange(3)
-        naive, contents = self.replicas[number], self.prefixes.of(number)
+        naive, contents = self.replicas[number], self.prefixes.cached[number]
         salt, tokens = prefix = self.sequence()
         kind = self.random.choice(kinds)
         full = [(salt, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
@@ -148,7 +163,7 @@ class Driver:
             naive.blocks.clear()
             naive.states.clear()
             naive.epoch += 1
-            contents.apply([AllBlocksCleared(naive.epoch, BLOCK)])
+            contents.apply([cleared(self.sizes, naive.epoch)])
 
 
 @pytest.mark.parametrize("sizes", [HYBRID, ATTENTION, RECURRENT])
@@ -160,27 +175,29 @@ def test_the_index_finds_what_each_replica_could_skip(seed: int, sizes: CacheSiz
         driver.change(EVERYTHING)
         salt, tokens = driver.sequence()
         expected = {number: one.skips(salt, tokens) for number, one in enumerate(driver.replicas)}
-        assert driver.prefixes.reusable(prompt(tokens, salt), [0, 1, 2]) == expected
+        keys = prompt(tokens, salt)
+        assert {one: driver.prefixes.reusable(keys, one) for one in range(3)} == expected
         found += sum(expected.values())
     assert found > 1000
 
 
-def test_nothing_is_left_of_replicas_that_are_gone() -> None:
+def test_nothing_is_left_of_what_is_over() -> None:
     driver = Driver(1, ReplicaPrefixes(HYBRID))
     for _ in range(300):
         driver.change(EVERYTHING)
     for number, _, keys in driver.waiting:
         driver.prefixes.expect_no_more(number, keys)
     for number in range(3):
-        driver.prefixes.of(number).clear()
-    for held in ("blocks", "states", "logits", "fills", "_expected", "_expectations"):
-        assert getattr(driver.prefixes, held) == {}
+        contents = driver.prefixes.cached[number]
+        contents.apply([cleared(HYBRID, 1)])
+        assert not driver.prefixes.expected[number]
+        assert not contents.blocks and not contents.states and not contents._fills
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_request_goes_where_it_is_computed_first(seed: int) -> None:
     """Without answers, so that nothing but prompts counts."""
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     driver = Driver(seed, placer.prefixes)
     waiting: dict[str, tuple[int, Prefix, int]] = {}  # replica, prompt, tokens to compute
     chosen_often = [0, 0, 0]
@@ -214,7 +231,7 @@ def place(placer: Placer, name: str, tokens: Sequence[int], **more: int) -> int:
 
 
 def test_a_prefix_is_waited_for_as_long_as_computing_it_takes() -> None:
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     shared = list(range(10 * BLOCK))
     home = place(placer, "first", shared)
     busy = place(placer, "other", list(range(1000, 1000 + 5 * BLOCK)))
@@ -224,7 +241,7 @@ def test_a_prefix_is_waited_for_as_long_as_computing_it_takes() -> None:
     assert place(placer, "second", [*shared, 1]) == home
     for name in ("first", "second", "other"):
         placer.end(name)
-    placer.prefixes.of(home).apply(hybrid_prefix(shared))
+    placer.prefixes.cached[home].apply(hybrid_prefix(shared))
     # Seven times 4 tokens, and 1 token that eight wait for: less than the 41 that it has not.
     for number in range(7):
         placer.place(f"load-{number}", [prompt([2000 + number] * BLOCK)], 1, 0, [home])
@@ -246,18 +263,19 @@ def hybrid_prefix(tokens: list[int]) -> list[BlockStored]:
 def test_kv_without_a_state_is_worth_nothing_to_a_hybrid() -> None:
     shared = list(range(10 * BLOCK))
     kv, state = hybrid_prefix(shared)
-    placer = Placer("longest_prefix", HYBRID)
-    placer.prefixes.of(1).apply([kv])
+    placer = hybrid_placer("longest_prefix")
+    placer.prefixes.cached[1].apply([kv])
     keys = prompt([*shared, 1])
-    assert placer.prefixes.reusable(keys, [0, 1]) == {0: 0, 1: 0}
-    placer.prefixes.of(1).apply([state])
-    assert placer.prefixes.reusable(keys, [0, 1]) == {0: 0, 1: len(shared)}
-    assert placer.prefixes.reusable(prompt([*shared, 1], "salt"), [0, 1]) == {0: 0, 1: 0}
+    assert [placer.prefixes.reusable(keys, one) for one in (0, 1)] == [0, 0]
+    placer.prefixes.cached[1].apply([state])
+    assert [placer.prefixes.reusable(keys, one) for one in (0, 1)] == [0, len(shared)]
+    salted = prompt([*shared, 1], "salt")
+    assert [placer.prefixes.reusable(salted, one) for one in (0, 1)] == [0, 0]
     assert place(placer, "a", [*shared, 1]) == 1
 
 
 def test_answers_that_run_count_by_the_steps_that_they_share() -> None:
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     placer.place("ended", [prompt([1])], 1, None, [0])
     placer.end("ended", tokens=100)  # so this is how long answers are
     for number in range(4):
@@ -265,7 +283,7 @@ def test_answers_that_run_count_by_the_steps_that_they_share() -> None:
         placer.start(f"r{number}-0")
     # A new answer and each of the four delay one another by 100 * 100 / 200 = 50 tokens: 400.
     shared = list(range(1000, 1000 + 100 * BLOCK))
-    placer.prefixes.of(0).apply(hybrid_prefix(shared))
+    placer.prefixes.cached[0].apply(hybrid_prefix(shared))
     assert place(placer, "a", [*shared, 1]) == 1
     placer.end("a")
     placer.end("r0", tokens=100)
@@ -278,7 +296,7 @@ def test_answers_that_run_count_by_the_steps_that_they_share() -> None:
 
 
 def test_all_prompts_and_answers_of_a_request_count_where_it_is() -> None:
-    placer = Placer("load_balanced", HYBRID)
+    placer = hybrid_placer("load_balanced")
     prompts = [prompt([1] * 10), prompt([2] * 20)]
     replica = placer.place("many", prompts, 3, None, [0, 1])
     assert (placer.prefill(replica), placer.answers(replica)) == (30, 6)
@@ -289,7 +307,7 @@ def test_all_prompts_and_answers_of_a_request_count_where_it_is() -> None:
 
 
 def test_prompts_of_one_request_share_their_prefix() -> None:
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     shared = [7] * 4 * BLOCK
     prompts = [prompt([*shared, number]) for number in range(3)]
     replica = placer.place("many", prompts, 1, None, [0, 1])
@@ -297,11 +315,11 @@ def test_prompts_of_one_request_share_their_prefix() -> None:
 
 
 def test_a_full_queue_is_no_place_while_another_one_has_room() -> None:
-    placer = Placer("longest_prefix", HYBRID, max_queue=4)
+    placer = hybrid_placer("longest_prefix", max_queue=4)
     shared = [7] * 4 * BLOCK
     home = place(placer, "a", shared)
     placer.start("a-0")
-    placer.prefixes.of(home).apply(hybrid_prefix(shared))
+    placer.prefixes.cached[home].apply(hybrid_prefix(shared))
     assert place(placer, "b", [*shared, 1], choices=3) == home
     assert place(placer, "c", [*shared, 1]) == home
     assert place(placer, "d", [*shared, 1]) == 1 - home
@@ -310,7 +328,7 @@ def test_a_full_queue_is_no_place_while_another_one_has_room() -> None:
 
 
 def test_answers_that_run_take_no_place_in_the_queue() -> None:
-    placer = Placer("first_prefix_block", HYBRID, max_queue=2)
+    placer = hybrid_placer("first_prefix_block", max_queue=2)
     shared = [7] * 4 * BLOCK
     places = []
     for number in range(8):
@@ -322,7 +340,7 @@ def test_answers_that_run_take_no_place_in_the_queue() -> None:
 
 
 def test_the_first_block_decides_and_a_lost_replica_moves_only_its_own_prompts() -> None:
-    placer = Placer("first_prefix_block", HYBRID)
+    placer = hybrid_placer("first_prefix_block")
     generator = random.Random(1)
     prompts = [[generator.randrange(100) for _ in range(3 * BLOCK)] for _ in range(300)]
 
@@ -342,12 +360,12 @@ def test_the_first_block_decides_and_a_lost_replica_moves_only_its_own_prompts()
 
 
 def test_what_is_short_of_a_block_goes_to_the_least_busy_replica() -> None:
-    placer = Placer("first_prefix_block", HYBRID)
+    placer = hybrid_placer("first_prefix_block")
     assert {place(placer, f"r{number}", [1]) for number in range(2)} == {0, 1}
 
 
 def test_load_balanced_looks_at_work_alone() -> None:
-    placer = Placer("load_balanced", HYBRID)
+    placer = hybrid_placer("load_balanced")
     shared = [7] * 20 * BLOCK
     home = place(placer, "a", shared)
     assert place(placer, "b", shared) == 1 - home
@@ -356,16 +374,16 @@ def test_load_balanced_looks_at_work_alone() -> None:
 
 
 def test_where_nothing_else_decides_memory_is_filled_evenly() -> None:
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     for number in range(20):
         replica = place(placer, f"r{number}", [number] * 3 * BLOCK)
         placer.end(f"r{number}", tokens=1)
-        placer.prefixes.of(replica).apply(hybrid_prefix([number] * 3 * BLOCK))
-    assert [placer.prefixes.of(replica).num_blocks for replica in (0, 1)] == [30, 30]
+        placer.prefixes.cached[replica].apply(hybrid_prefix([number] * 3 * BLOCK))
+    assert [len(placer.prefixes.cached[replica].blocks) for replica in (0, 1)] == [30, 30]
 
 
 def test_a_lost_replica_and_a_moved_request_leave_no_load() -> None:
-    placer = Placer("longest_prefix", HYBRID)
+    placer = hybrid_placer("longest_prefix")
     home = place(placer, "a", [1] * 40)
     placer.move("a", 1 - home, 1)
     assert (placer.prefill(home), placer.answers(home)) == (0, 0)
@@ -376,4 +394,4 @@ def test_a_lost_replica_and_a_moved_request_leave_no_load() -> None:
     assert (placer.prefill(1 - home), placer.answers(1 - home)) == (0, 0)
     placer.end("a", tokens=5)  # comes later, and is nothing any more
     assert placer.answers(1 - home) == 0
-    assert placer.prefixes._expected == {}
+    assert not any(placer.prefixes.expected.values())

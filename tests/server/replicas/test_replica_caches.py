@@ -118,7 +118,7 @@ class Run:
                     self.placer.end(chat.name, ANSWER_TOKENS)
                     done.append(chat)
             if (changes := self.recorders[replica].take()) is not None:
-                self.placer.prefixes.of(replica).apply(changes.events())
+                self.placer.prefixes.cached[replica].apply(changes.events())
         return done
 
 
