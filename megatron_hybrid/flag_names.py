@@ -1,119 +1,81 @@
-"""What vLLM, SGLang and others call our flags, for who comes from there. Names that are the same do
-not stand here."""
+"""What vLLM, SGLang, llama.cpp and Text Generation Inference call our flags, for who comes from
+there. Names that are the same do not stand here."""
 
 from __future__ import annotations
 
-_LOAD, _TOKENIZER = "--load", "--tokenizer-model"
-_TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_EXPERTS, _REPLICAS = "--expert-model-parallel-size", "--data-parallel-size"
-_BATCHING = "--inference-dynamic-batching-"
-_REQUESTS, _TOKENS = _BATCHING + "max-requests", _BATCHING + "max-tokens"
-_BUFFER, _BLOCK = _BATCHING + "buffer-size-gb", _BATCHING + "block-size"
-_STATES = _BATCHING + "prefix-caching-mamba-gb"
-_CACHING = _BATCHING + "prefix-caching"
-_NO_CACHING = "--no-" + _CACHING.removeprefix("--")
-_GRAPHS, _LENGTH = _BATCHING + "num-cuda-graphs", "--inference-max-seq-length"
-_DRAFTS = "--num-speculative-tokens"
+_BATCHING = "inference-dynamic-batching-"
+_BUFFER, _STATES = f"--{_BATCHING}buffer-size-gb", f"--{_BATCHING}prefix-caching-mamba-gb"
+_GRAPHS, _DRAFTS = f"--{_BATCHING}num-cuda-graphs", "--num-speculative-tokens"
+_STEPS = "--inference-logging-step-interval"
 
-SAME: dict[str, str] = {
-    # vLLM
-    "--model": _LOAD,
-    "--tokenizer": _TOKENIZER,
-    "--max-model-len": _LENGTH,
-    "-tp": _TENSOR,
-    "--tensor-parallel-size": _TENSOR,
-    "-pp": _PIPELINE,
-    "--pipeline-parallel-size": _PIPELINE,
-    "-dp": _REPLICAS,
-    "--enable-expert-parallel": _EXPERTS,
-    "--max-num-seqs": _REQUESTS,
-    "--max-num-batched-tokens": _TOKENS,
-    "--block-size": _BLOCK,
-    "--enable-prefix-caching": _CACHING,
-    "--no-enable-prefix-caching": _NO_CACHING,
-    "--kv-cache-memory-bytes": _BUFFER,
-    "--num-gpu-blocks-override": _BUFFER,
-    "--mamba-cache-dtype": "--mamba-inference-conv-states-dtype",
-    "--mamba-ssm-cache-dtype": "--mamba-inference-ssm-states-dtype",
-    "--speculative-config": _DRAFTS,
-    "--enforce-eager": _GRAPHS + " 0",
-    "--cuda-graph-sizes": _GRAPHS,
-    "--cudagraph-capture-sizes": _GRAPHS,
-    "--max-cudagraph-capture-size": _GRAPHS,
-    "--api-server-count": "--http-workers",
-    "--disable-log-stats": "--inference-logging-step-interval 0",
-    "--attention-backend": "--kernels",
-    # SGLang
-    "--model-path": _LOAD,
-    "--tokenizer-path": _TOKENIZER,
-    "--context-length": _LENGTH,
-    "--tp": _TENSOR,
-    "--tp-size": _TENSOR,
-    "--pp": _PIPELINE,
-    "--pp-size": _PIPELINE,
-    "--dp": _REPLICAS,
-    "--dp-size": _REPLICAS,
-    "--ep": _EXPERTS,
-    "--ep-size": _EXPERTS,
-    "--expert-parallel-size": _EXPERTS,
-    "--max-running-requests": _REQUESTS,
-    "--max-total-tokens": _BUFFER,
-    "--chunked-prefill-size": _TOKENS,
-    "--max-prefill-tokens": _TOKENS,
-    "--page-size": _BLOCK,
-    "--max-mamba-cache-size": _STATES,
-    "--mamba-ssm-dtype": "--mamba-inference-ssm-states-dtype",
-    "--disable-radix-cache": _NO_CACHING,
-    "--radix-eviction-policy": _BATCHING + "prefix-caching-eviction-policy",
-    "--disable-cuda-graph": _GRAPHS + " 0",
-    "--cuda-graph-max-bs": _GRAPHS,
-    "--random-seed": "--seed",
-    "--max-queued-requests": "--max-queue",
-    "--decode-log-interval": "--inference-logging-step-interval",
-    "--watchdog-timeout": "--inference-rank-timeout",
-    # Text Generation Inference, llama.cpp
-    "--model-id": _LOAD,
-    "-m": _LOAD,
-    "--num-shard": _TENSOR,
-    "--max-concurrent-requests": "--max-queue",
-    "--max-batch-prefill-tokens": _TOKENS,
-    "--ctx-size": _LENGTH,
-    "-c": _LENGTH,
+_NAMES = {
+    "--load": "--model --model-path --model-id -m",
+    "--tokenizer-model": "--tokenizer --tokenizer-path",
+    "--inference-max-seq-length": "--max-model-len --context-length --ctx-size -c",
+    "--tensor-model-parallel-size": "-tp --tensor-parallel-size --tp --tp-size --num-shard",
+    "--pipeline-model-parallel-size": "-pp --pipeline-parallel-size --pp --pp-size",
+    "--data-parallel-size": "-dp --dp --dp-size",
+    "--expert-model-parallel-size": (
+        "--enable-expert-parallel --ep --ep-size --expert-parallel-size"
+    ),
+    f"--{_BATCHING}max-requests": "--max-num-seqs --max-running-requests",
+    f"--{_BATCHING}max-tokens": (
+        "--max-num-batched-tokens --chunked-prefill-size --max-prefill-tokens "
+        "--max-batch-prefill-tokens"
+    ),
+    f"--{_BATCHING}block-size": "--block-size --page-size",
+    f"--{_BATCHING}prefix-caching": "--enable-prefix-caching",
+    f"--no-{_BATCHING}prefix-caching": "--no-enable-prefix-caching --disable-radix-cache",
+    f"--{_BATCHING}prefix-caching-eviction-policy": "--radix-eviction-policy",
+    _BUFFER: "--kv-cache-memory-bytes --num-gpu-blocks-override --max-total-tokens",
+    _STATES: "--max-mamba-cache-size",
+    "--mamba-inference-conv-states-dtype": "--mamba-cache-dtype",
+    "--mamba-inference-ssm-states-dtype": "--mamba-ssm-cache-dtype --mamba-ssm-dtype",
+    _DRAFTS: "--speculative-config",
+    _GRAPHS: (
+        "--cuda-graph-sizes --cudagraph-capture-sizes --max-cudagraph-capture-size "
+        "--cuda-graph-max-bs"
+    ),
+    f"{_GRAPHS} 0": "--enforce-eager --disable-cuda-graph",
+    _STEPS: "--decode-log-interval",
+    f"{_STEPS} 0": "--disable-log-stats",
+    "--kernels": "--attention-backend",
+    "--seed": "--random-seed",
+    "--http-workers": "--api-server-count",
+    "--max-queue": "--max-queued-requests --max-concurrent-requests",
+    "--inference-rank-timeout": "--watchdog-timeout",
 }
-
-_MEMORY = f"what is free is divided; {_BUFFER} and {_STATES} set its parts in GB"
-_HUB = "a model is read from a folder, which `hf download NAME --local-dir DIR` fills"
-_LORA = "adapters with weights of their own are not supported"
-_DRAFT_MODEL = "drafts come from the model's own head or from the text: see --drafter"
-
-NONE: dict[str, str] = {
-    "--gpu-memory-utilization": _MEMORY,
-    "--mem-fraction-static": _MEMORY,
-    "--cuda-memory-fraction": _MEMORY,
-    "--kv-cache-dtype": "the cache has the type of the model, which --dtype sets",
-    "--quantization": "quantised weights are not supported",
-    "-q": "quantised weights are not supported",
-    "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--revision": _HUB,
-    "--download-dir": _HUB,
-    "--hf-token": _HUB,
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--lora-paths": _LORA,
-    "--speculative-model": _DRAFT_MODEL,
-    "--speculative-draft-model-path": _DRAFT_MODEL,
-    "--chat-template": "it is read from the tokenizer's folder (chat_template.jinja there)",
-    "--enable-auto-tool-choice": "tool calls are always read, as --tool-call-parser says",
-    "--swap-space": "what leaves the cache is computed again",
-    "--cpu-offload-gb": "all weights stay on the device",
-    "--scheduling-policy": "the request's field `priority` decides, then who came first",
-    "--schedule-policy": "the request's field `priority` decides, then who came first",
-    "--distributed-executor-backend": "torchrun starts the ranks",
-    "--nnodes": "torchrun starts the ranks, and has this flag",
-    "--guided-decoding-backend": "grammars are always llguidance's",
-    "--grammar-backend": "grammars are always llguidance's",
-    "--enable-metrics": "/metrics is always served",
+_REASONS = {
+    f"what is free is divided; {_BUFFER} and {_STATES} set its parts in GB": (
+        "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
+    ),
+    "the cache has the type of the model, which --dtype sets": "--kv-cache-dtype",
+    "quantised weights are not supported": "--quantization -q",
+    "no code of a checkpoint is ever run": "--trust-remote-code",
+    "a model is read from a folder, which `hf download NAME --local-dir DIR` fills": (
+        "--revision --download-dir --hf-token"
+    ),
+    "adapters with weights of their own are not supported": (
+        "--enable-lora --lora-modules --lora-paths"
+    ),
+    "drafts come from the model's own head or from the text: see --drafter": (
+        "--speculative-model --speculative-draft-model-path"
+    ),
+    "it is read from the tokenizer's folder (chat_template.jinja there)": "--chat-template",
+    "tool calls are always read, as --tool-call-parser says": "--enable-auto-tool-choice",
+    "what leaves the cache is computed again": "--swap-space",
+    "all weights stay on the device": "--cpu-offload-gb",
+    "the request's field `priority` decides, then who came first": (
+        "--scheduling-policy --schedule-policy"
+    ),
+    "torchrun starts the ranks": "--distributed-executor-backend",
+    "torchrun starts the ranks, and has this flag": "--nnodes",
+    "grammars are always llguidance's": "--guided-decoding-backend --grammar-backend",
+    "/metrics is always served": "--enable-metrics",
 }
+# By another engine's flag: ours, or why there is none.
+SAME = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+NONE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 
 def elsewhere(flag: str) -> tuple[str | None, str]:
