@@ -14,10 +14,10 @@ from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, AnswerMemoryServer
-from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
@@ -33,19 +33,20 @@ class RunningLoop:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoint = f"ipc://{folder}/engine"
         self._socket = bind_socket(self._context, self.endpoint)
-        self._answer_server = AnswerMemoryServer(self._context, f"ipc://{folder}/answers")
+        self._answer_server = AnswerMemoryServer(f"ipc://{folder}/answers")
         self.answers = AnswerMemoryClient(f"ipc://{folder}/answers")
         self.loop = EngineLoop(engine, self._socket, max_queue=max_queue)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        self.client = self.connect()
+        self.engines = self.connect()
+        self.client = self.engines.clients[0]
 
-    def connect(self) -> EngineClient:
+    def connect(self) -> ReplicaSet:
         """A front end's connection, ready."""
-        client = EngineClient(self.endpoint)
-        client.join("http://nowhere")
-        assert client.wait_until_ready(5)
-        return client
+        engines = ReplicaSet([self.endpoint])
+        engines.join("http://nowhere")
+        assert engines.wait_until_ready(5)
+        return engines
 
     def _run(self) -> None:
         self.exit_code = self.loop.run()
@@ -87,7 +88,7 @@ def reference_server(folder: Path, **changes: Any) -> Iterator[tuple[FlaskClient
     running = RunningLoop(build_engine(config), folder, max_queue=64)
     model = str(reference_model.path())
     options = ServerOptions(tokenizer_folder=model, model_name="reference_model")
-    serving = Serving(running.client, Tokenizer.load(model), options, running.answers)
+    serving = Serving(running.engines, Tokenizer.load(model), options, running.answers)
     yield create_app(serving).test_client(), running
     running.close()
 
@@ -122,7 +123,7 @@ def options(tokenizer_folder: Path) -> ServerOptions:
 
 @pytest.fixture
 def serving(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
-    return Serving(running.client, tokenizer, options, running.answers)
+    return Serving(running.engines, tokenizer, options, running.answers)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from megatron_hybrid.server.link.subscription import (
     Subscription,
 )
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.replicas.replica_set import Engines
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
 DISCONNECT_POLL_SECONDS = 0.5
 
@@ -53,7 +53,7 @@ class Generation:
 
     def __init__(
         self,
-        client: Engines,
+        client: ReplicaSet,
         options: ServerOptions,
         request: GenerationRequest,
         prefix: str,

@@ -14,7 +14,7 @@ from megatron_hybrid.server.http.protocol.generation_request import GenerationRe
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.replicas.replica_set import Engines
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 MOST_BYTES_HERE = 2**14  # of a body; they take 20 ms at most, in odd chats and schemas
@@ -26,7 +26,7 @@ class Serving:
 
     def __init__(
         self,
-        client: Engines,
+        client: ReplicaSet,
         tokenizer: Tokenizer,
         options: ServerOptions,
         answers: AnswerMemoryClient | None = None,

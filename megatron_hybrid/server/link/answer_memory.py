@@ -7,6 +7,7 @@ all front ends find it; it has a thread and a socket of its own, so that nobody 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -31,7 +32,6 @@ ENDPOINT_NAME = "answers"
 KEY_BYTES = 16
 LOOKUP_SECONDS = 0.2  # an answer that isn't found costs time, not correctness
 PAUSE_SECONDS = 1.0  # without lookups, after one that nobody answered
-_STOP = b"stop"
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -107,52 +107,35 @@ def _cost(answer: Stored) -> int:
 class AnswerMemoryServer:
     """Serves one memory at `endpoint` in a thread, until it is closed."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        memory: AnswerMemory | None = None,
-    ) -> None:
-        self.memory = AnswerMemory() if memory is None else memory
-        self._socket = context.socket(zmq.ROUTER)
+    def __init__(self, endpoint: str) -> None:
+        self._memory = AnswerMemory()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
-        stop_at = f"inproc://stop-answers-{id(self)}"
-        self._stop_reader = context.socket(zmq.PAIR)
-        self._stop_reader.bind(stop_at)
-        self._stop_writer = context.socket(zmq.PAIR)
-        self._stop_writer.connect(stop_at)
-        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="answers", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread and close its sockets, so that the context can be ended."""
-        if self._thread.is_alive():
-            self._stop_writer.send(_STOP)
-            self._thread.join()
-        self._stop_writer.close(linger=0)
+        """End the thread and close its socket."""
+        self._context.term()  # which waits until the thread has seen it
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stop_reader, zmq.POLLIN)
-        try:
-            while self._stop_reader not in dict(poller.poll()):
+        with self._socket, contextlib.suppress(zmq.ContextTerminated):
+            while True:
                 client, payload = self._socket.recv_multipart()
                 try:
                     self._serve(client, payload)
+                except zmq.ContextTerminated:
+                    raise
                 except Exception:  # the memory is a help: whoever asks goes on without it
                     logger.exception("The memory of answers could not serve a front end.")
-        finally:
-            self._socket.close(linger=0)
-            self._stop_reader.close(linger=0)
 
     def _serve(self, client: bytes, payload: bytes) -> None:
         command = _decode_command(payload)
         if isinstance(command, Remember):
-            self.memory.remember(command.key, command.answer)
+            self._memory.remember(command.key, command.answer)
         else:
-            found = Found(command.lookup_id, self.memory.find(command.keys))
+            found = Found(command.lookup_id, self._memory.find(command.keys))
             self._socket.send_multipart([client, _encode(found)])
 
 

@@ -23,8 +23,6 @@ from megatron_hybrid.server.link.subscription import (
 
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
 STALLED_SECONDS = 600.0
-QUERY_SECONDS = 60.0  # a step may take that long
-STATS_SECONDS = 2.0
 
 
 class QueryFailed(RequestError):
@@ -57,18 +55,18 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request's place: the replica whose client takes it. With one engine there is no more to it.
+    """A request's place: the replica whose client takes it.
 
-    on_first: to be called with the id of each engine request when its first event comes.
+    on_first: to be called with the id of each engine request when its first event comes, if at all.
     elsewhere: a place on a replica that has not been tried, after this one took nothing; None if
     there is none. ended: to be called when the request gives up its place; all its answers together
     had so many tokens, None if they did not come to their end.
     """
 
     client: EngineClient
-    on_first: Callable[[str], None] | None = None
-    elsewhere: Callable[[], Placement | None] = lambda: None
-    ended: Callable[[int | None], None] = lambda tokens: None
+    on_first: Callable[[str], None] | None
+    elsewhere: Callable[[], Placement | None]
+    ended: Callable[[int | None], None]
 
 
 @dataclass(slots=True)
@@ -78,19 +76,6 @@ class _Registered:
     subscription: Subscription
     open: set[int]
     on_first: Callable[[str], None] | None  # until its first event
-
-
-def result_of(answer: Future[dict[str, Any]], timeout: float | None) -> dict[str, Any]:
-    """What a query that was sent has come to; None: wait for as long as the engine lives. To be
-    called once.
-
-    Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
-    """
-    try:
-        return answer.result(timeout)
-    except TimeoutError:
-        answer.cancel()
-        raise EngineUnavailable("The engine is busy and did not answer in time.") from None
 
 
 class EngineClient:
@@ -111,23 +96,13 @@ class EngineClient:
         self._requests: dict[str, _Registered] = {}
         self._queries: dict[int, Future[dict[str, Any]]] = {}
         self._query_ids = itertools.count()
-        self._link: EngineLink[wire.Command, wire.AnyReply] = EngineLink(
-            endpoint, self, wire.encode, wire.decode_replies
-        )
+        self._link = EngineLink(endpoint, self)
 
     def join(self, url: str) -> None:
         """Begin to look for the engine, and tell each that comes that we listen at `url`, unless
         that is ""."""
         self._url = url
         self._link.start()
-
-    def wait_until_ready(self, seconds: float) -> bool:
-        """Whether the first engine has answered within that time."""
-        return self._first_ready.wait(seconds)
-
-    def place(self, wanted: Wanted) -> Placement:
-        """Where a request is to go: here."""
-        return Placement(self)
 
     def check(self) -> wire.EngineReady:
         """What the engine said of itself; EngineUnavailable unless it can take requests."""
@@ -137,27 +112,23 @@ class EngineClient:
             raise EngineUnavailable("The engine process is shutting down.")
         if self.ready is None:
             raise EngineUnavailable("The engine is still loading the model.")
-        if (silence := self.silence()) > STALLED_SECONDS:
-            raise EngineUnavailable(f"The engine has not answered for {silence:.0f} seconds.")
+        if self.is_stalled:
+            raise EngineUnavailable(self._silent())
         return self.ready
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether an engine that took requests has been silent for too long."""
+        return self.ready is not None and self.silence() > STALLED_SECONDS
 
     def running(self) -> int:
         """Requests of this process that have not ended."""
         with self._lock:
             return len(self._requests)
 
-    def ask(
-        self, kind: type[wire.AnyQuery], *arguments: Any, timeout: float | None = QUERY_SECONDS
-    ) -> dict[str, Any]:
-        """The result of a query of this kind; None: wait for it as long as the engine lives.
-
-        Raises EngineUnavailable if the engine does not answer, QueryFailed if it refuses.
-        """
-        self.check()
-        return result_of(self.begin(kind, *arguments), timeout)
-
     def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> Future[dict[str, Any]]:
-        """Send a query of this kind; `result_of` waits for what comes back."""
+        """Send a query of this kind. What comes back raises EngineUnavailable if the engine ends
+        before it answers, QueryFailed if it refuses."""
         query_id = next(self._query_ids)
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
@@ -165,24 +136,6 @@ class EngineClient:
         answer.add_done_callback(lambda _: self._queries.pop(query_id, None))
         self.send(kind(query_id, *arguments))
         return answer
-
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
-        return self.ask(wire.GetStats, timeout=STATS_SECONDS)
-
-    def stats_by_engine(self) -> dict[str, dict[str, Any]]:
-        """The counters of the only engine, if it answers."""
-        try:
-            return {"0": self.stats()}
-        except EngineUnavailable:
-            return {}
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Of the only engine, whether it takes requests: "ok" or "paused"; else "down"."""
-        try:
-            return {"0": {"status": self.state, "pid": self.check().pid}}
-        except EngineUnavailable:
-            return {"0": {"status": "down"}}
 
     def close(self) -> None:
         """End the connection."""
@@ -239,14 +192,16 @@ class EngineClient:
 
     def tick(self) -> None:
         """Fail what waits for an engine that hangs."""
-        silence = self.silence()
-        if self.ready is not None and silence > STALLED_SECONDS:
-            for request_id in self._fail(f"The engine has not answered for {silence:.0f} seconds."):
+        if self.is_stalled:
+            for request_id in self._fail(self._silent()):
                 self.send(wire.AbortRequest(request_id))
 
     def silence(self) -> float:
         """Seconds since the engine last said something."""
         return time.monotonic() - self._heard
+
+    def _silent(self) -> str:
+        return f"The engine has not answered for {self.silence():.0f} seconds."
 
     def _end(self, reason: str) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
-"""The front end's socket to an engine process, through the deaths and returns of that process.
+"""A front end's socket to an engine process, or the coordinator, through its deaths and returns.
 
-One thread (a greenlet in a front-end worker) owns the socket. Each life of the engine gets a socket
-of its own, so that nothing meant for an engine that died reaches the next one.
+One thread (a greenlet in a front-end worker) owns the socket. Each life of the process gets a
+socket of its own, so that nothing meant for one that died reaches the next one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.sockets import zmq_module
 
 logger = logging.getLogger(__name__)
@@ -27,45 +28,30 @@ _HANDSHAKE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 
 
-Sent = TypeVar("Sent")
-Received = TypeVar("Received")
-Sent_co = TypeVar("Sent_co", covariant=True)
-
-
-class Listener(Protocol[Sent_co, Received]):
+class Listener(Protocol):
     """What hears of the link; all of it is called by the link's thread and must be quick."""
 
-    def connected(self) -> Sequence[Sent_co]:
-        """An engine process is there; what to say to it first."""
+    def connected(self) -> Sequence[wire.Command]:
+        """The process is there; what to say to it first."""
 
-    def received(self, replies: list[Received]) -> None:
-        """What the engine has said."""
+    def received(self, replies: list[wire.AnyReply]) -> None:
+        """What it has said."""
 
     def lost(self) -> None:
-        """The engine process is gone. The link goes on looking for the next one."""
+        """It is gone. The link goes on looking for the next one."""
 
     def tick(self) -> None:
         """Called at least once in TICK_SECONDS."""
 
 
-class EngineLink(Generic[Sent, Received]):
-    """Sends commands to the engine at `endpoint`; tells the listener what happens.
+class EngineLink:
+    """Sends commands to the engine, or the coordinator, at `endpoint`; tells the listener what
+    happens."""
 
-    encode, decode: of lists. The coordinator is reached in the same way, with other messages.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        listener: Listener[Sent, Received],
-        encode: Callable[[Sequence[Sent]], bytes],
-        decode: Callable[[bytes], list[Received]],
-    ) -> None:
+    def __init__(self, endpoint: str, listener: Listener) -> None:
         self._endpoint = endpoint
         self._listener = listener
-        self._encode = encode
-        self._decode = decode
-        self._outgoing: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -78,7 +64,7 @@ class EngineLink(Generic[Sent, Received]):
         """Begin to look for the engine."""
         self._thread.start()
 
-    def send(self, command: Sent) -> None:
+    def send(self, command: wire.Command) -> None:
         """From any thread. What is sent while there is no engine is dropped."""
         self._outgoing.put(command)
         self._wake()
@@ -145,18 +131,18 @@ class EngineLink(Generic[Sent, Received]):
             if is_connected and not self._closing:
                 self._listener.lost()
 
-    def _take_outgoing(self) -> list[Sent]:
-        commands: list[Sent] = []
+    def _take_outgoing(self) -> list[wire.Command]:
+        commands: list[wire.Command] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 commands.append(self._outgoing.get_nowait())
         return commands
 
-    def _send(self, socket: Any, commands: Sequence[Sent]) -> None:
+    def _send(self, socket: Any, commands: Sequence[wire.Command]) -> None:
         if commands:
-            socket.send(self._encode(commands))
+            socket.send(wire.encode(commands))
 
     def _receive(self, socket: Any) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._listener.received(self._decode(socket.recv(zmq.NOBLOCK)))
+                self._listener.received(wire.decode_replies(socket.recv(zmq.NOBLOCK)))

@@ -1,7 +1,9 @@
-"""What the front end and the engine process say to each other, over ZMQ in msgpack.
+"""What front ends say to engine processes and to the coordinator, and these to them, over ZMQ in
+msgpack.
 
-The engine binds a ROUTER, each front end connects a DEALER. A front end sends commands; the
-engine answers with replies. Both directions carry lists, so that a step costs one message.
+The engine, or the coordinator, binds a ROUTER, each front end connects a DEALER. A front end sends
+commands, and is answered with replies. Both directions carry lists, so that a step costs one
+message.
 """
 
 from __future__ import annotations
@@ -115,8 +117,45 @@ class Stop(Command, frozen=True):
     at_once: bool = True  # else when the replicas in lockstep may end too
 
 
+class Place(Command, frozen=True):
+    """To the coordinator: which of `replicas` shall take this HTTP request? Answered with Placed;
+    from then on the request counts there until Ended. `prompts`: each `packed`. See Wanted for the
+    rest."""
+
+    place_id: int
+    request_id: str
+    prompts: list[bytes]
+    n: int
+    max_tokens: int | None
+    cache_salt: str
+    replicas: list[int]
+
+
+class Moved(Command, frozen=True):
+    """To the coordinator: the request went to this replica, whatever was answered; nothing else is
+    known of it if nothing was asked."""
+
+    request_id: str
+    replica: int
+    answers: int
+
+
+class Started(Command, frozen=True):
+    """To the coordinator: a prompt, called as its engine request, has been computed."""
+
+    request_id: str
+
+
+class Ended(Command, frozen=True):
+    """To the coordinator: the HTTP request is over; its answers together had `tokens` tokens, None
+    if they did not come to their end."""
+
+    request_id: str
+    tokens: int | None
+
+
 class Reply(msgspec.Struct, tag=True, frozen=True):
-    """Sent by the engine process."""
+    """Sent by the engine process, or by the coordinator."""
 
 
 class CacheSizes(msgspec.Struct, frozen=True):
@@ -174,8 +213,16 @@ class Result(Reply, frozen=True):
     status: int = 200
 
 
+class Placed(Reply, frozen=True):
+    """The coordinator's answer to Place."""
+
+    place_id: int
+    replica: int
+
+
 class Heartbeat(Reply, frozen=True):
-    """The engine is alive and has nothing to say. `paused`: it starts no requests for now."""
+    """The process is alive and has nothing to say; that it can't be delivered shows that a front
+    end is gone. `paused`: the engine starts no requests for now."""
 
     paused: bool = False
 
@@ -188,7 +235,8 @@ class EngineEnded(Reply, frozen=True):
 
 AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
-AnyReply = EngineReady | Draining | Events | Refused | Result | Heartbeat | EngineEnded
+CoordinatorCommand = Place | Moved | Started | Ended
+AnyReply = EngineReady | Draining | Events | Refused | Result | Placed | Heartbeat | EngineEnded
 
 
 def packed(token_ids: Iterable[int]) -> bytes:
@@ -203,4 +251,5 @@ def _plain(value: Any) -> Any:
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_commands = msgspec.msgpack.Decoder(list[AnyCommand]).decode
+decode_coordinator_commands = msgspec.msgpack.Decoder(list[CoordinatorCommand]).decode
 decode_replies = msgspec.msgpack.Decoder(list[AnyReply]).decode

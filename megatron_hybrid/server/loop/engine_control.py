@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_hybrid.errors import InvalidRequestError, WeightsError
+from megatron_hybrid.errors import RequestError, WeightsError
 from megatron_hybrid.server.link import messages as wire
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
@@ -20,9 +20,13 @@ if TYPE_CHECKING:  # torch takes seconds, during which the front end already sta
 
 logger = logging.getLogger(__name__)
 
-BAD_REQUEST, CONFLICT, FAILED = 400, 409, 500  # HTTP statuses
-
 ControlQuery = wire.Pause | wire.Resume | wire.UpdateWeights
+
+
+class _Conflict(RequestError):
+    """What is asked for does not go with what was asked before."""
+
+    status = 409
 
 
 @dataclass(slots=True)
@@ -49,12 +53,16 @@ class EngineControl:
 
     def take(self, client: bytes, query: ControlQuery) -> None:
         """Begin what the query asks for. Some answers come with `proceed`."""
-        if isinstance(query, wire.Pause):
-            self._pause(client, query)
-        elif isinstance(query, wire.Resume):
-            self._resume(client, query)
-        else:
-            self._begin_update(client, query)
+        try:
+            match query:
+                case wire.Pause():
+                    self._pause(client, query)
+                case wire.Resume():
+                    self._resume(client, query)
+                case wire.UpdateWeights():
+                    self._begin_update(client, query)
+        except RequestError as error:
+            self._refuse(client, query, str(error), error.status)
 
     def proceed(self) -> None:
         """To be called in every turn of the loop: do and answer what waited for the engine to come
@@ -80,62 +88,49 @@ class EngineControl:
         return True
 
     def _pause(self, client: bytes, query: wire.Pause) -> None:
-        try:
-            self._engine.pause(query.mode)
-        except InvalidRequestError as error:
-            self._refuse(client, query, str(error), error.status)
-            return
+        self._engine.pause(query.mode)
         self._pauses.append((client, query))
         if self._update is not None:
             self._update.stays_paused = True
 
     def _resume(self, client: bytes, query: wire.Resume) -> None:
         if self._update is not None:
-            message = "New weights wait for running requests to end: resume when they are in place."
-            self._refuse(client, query, message, CONFLICT)
-            return
+            raise _Conflict(
+                "New weights wait for running requests to end: resume when they are in place."
+            )
         self._engine.resume()
         for waiting, pause in self._pauses:
             message = "The engine was resumed before it had come to rest."
-            self._refuse(waiting, pause, message, CONFLICT)
+            self._refuse(waiting, pause, message, _Conflict.status)
         self._pauses.clear()
         self._succeed(client, query)
 
     def _begin_update(self, client: bytes, query: wire.UpdateWeights) -> None:
         if self._update is not None:
-            message = f"New weights from {self._update.query.folder} are being waited for already."
-            self._refuse(client, query, message, CONFLICT)
-            return
+            raise _Conflict(
+                f"New weights from {self._update.query.folder} are being waited for already."
+            )
         was_paused = self._engine.is_paused
         if query.mode or not was_paused:
-            try:
-                self._engine.pause(query.mode or "finish")
-            except InvalidRequestError as error:
-                self._refuse(client, query, str(error), error.status)
-                return
+            self._engine.pause(query.mode or "finish")
         self._update = _Update(client, query, stays_paused=was_paused)
 
     def _load(self, update: _Update) -> None:
         client, query, engine = update.client, update.query, self._engine
         logger.info("Reading new weights from %s.", query.folder)
-        failure: Exception | None = None
         try:
             engine.update_weights(query.folder)
         except WeightsError as error:
             logger.warning("The weights were not changed: %s", error)
-            failure = error
+            self._refuse(client, query, str(error), 400)
         except Exception as error:  # the engine's next step says whether it can go on
             logger.exception("New weights could not be put in place.")
-            failure = error
+            self._refuse(client, query, str(error), 500)
         else:
             logger.info("New weights are in place: epoch %d.", engine.epoch)
+            self._succeed(client, query)
         if not update.stays_paused:
             engine.resume()
-        if failure is None:
-            self._succeed(client, query)
-        else:
-            status = BAD_REQUEST if isinstance(failure, WeightsError) else FAILED
-            self._refuse(client, query, str(failure), status)
 
     def _succeed(self, client: bytes, query: wire.Query) -> None:
         self._send(client, wire.Result(query.query_id, {"epoch": self._engine.epoch}))

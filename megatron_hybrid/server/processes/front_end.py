@@ -140,17 +140,15 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, addres
     from megatron_hybrid.server.http.app import create_app
     from megatron_hybrid.server.http.preparers import Preparers, most_preparers
     from megatron_hybrid.server.http.serving import Serving
-    from megatron_hybrid.server.link.engine_client import EngineClient
     from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
-    from megatron_hybrid.server.replicas.replica_set import Engines, ReplicaSet
+    from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
     folder = RunFolder(Path(settings.folder))
     endpoints = list(map(folder.engine_endpoint, range(settings.options.data_parallel_size)))
-    client: Engines
-    if len(endpoints) == 1:
-        client = EngineClient(endpoints[0])
-    else:
-        client = ReplicaSet(endpoints, CoordinatorClient(folder.endpoint(COORDINATOR)))
+    coordinator = None
+    if len(endpoints) > 1:
+        coordinator = CoordinatorClient(folder.endpoint(COORDINATOR))
+    client = ReplicaSet(endpoints, coordinator)
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
     preparers = Preparers(folder.endpoint(PREPARERS), most_preparers(settings.options.http_workers))
     app = create_app(Serving(client, tokenizer, settings.options, answers, preparers), address)

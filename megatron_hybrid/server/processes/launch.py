@@ -56,7 +56,7 @@ class FrontEnd:
         self._answers: AnswerMemoryServer | None = None
         if options.data_parallel_size == 1:
             # With several, the coordinator's process has the memory: it outlives any replica.
-            self._answers = AnswerMemoryServer(self.context, self.folder.endpoint(ENDPOINT_NAME))
+            self._answers = AnswerMemoryServer(self.folder.endpoint(ENDPOINT_NAME))
         if self._found is None:
             self._start()
         else:

@@ -20,16 +20,14 @@ import msgspec
 import zmq
 
 from megatron_hybrid.kv_events import KVEventSubscriber
-from megatron_hybrid.server.link import answer_memory
-from megatron_hybrid.server.link.answer_memory import AnswerMemoryServer
+from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
 from megatron_hybrid.server.link.engine_client import EngineClient
-from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
-from megatron_hybrid.server.replicas import coordinator_messages as wire
 from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys
@@ -57,14 +55,12 @@ class Coordinator:
         self._policy = options.coordinator_policy
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_socket(self._context, folder.endpoint(COORDINATOR))
-        self._answers = AnswerMemoryServer(
-            self._context, folder.endpoint(answer_memory.ENDPOINT_NAME)
-        )
+        self._answers = AnswerMemoryServer(folder.endpoint(ENDPOINT_NAME))
         replicas = range(options.data_parallel_size)
         self._engines = [EngineClient(folder.engine_endpoint(replica)) for replica in replicas]
         self._folder = folder
         self._subscribers: dict[int, KVEventSubscriber] = {}  # by replica
-        self._ready: list[EngineReady | None] = [None] * len(replicas)
+        self._ready: list[wire.EngineReady | None] = [None] * len(replicas)
         self.placer: Placer | None = None  # until a first replica has said what it is
         self._owners: dict[bytes, set[str]] = {}  # requests that count, by worker
         self._last_ping = 0.0
@@ -127,7 +123,7 @@ class Coordinator:
         if subscriber is not None:
             subscriber.close()
 
-    def _begin(self, replica: int, ready: EngineReady) -> None:
+    def _begin(self, replica: int, ready: wire.EngineReady) -> None:
         """A replica takes requests from now on."""
         if self.placer is None or not any(self._ready[:replica] + self._ready[replica + 1 :]):
             self.placer = Placer(self._policy, ready.cache, ready.max_queue)
@@ -152,12 +148,12 @@ class Coordinator:
         while self._socket.poll(0):
             client, payload = self._socket.recv_multipart()
             try:
-                for command in wire.decode_commands(payload):
+                for command in wire.decode_coordinator_commands(payload):
                     self._apply(client, command)
             except Exception:  # the worker places that request by itself
                 logger.exception("The coordinator could not serve a worker.")
 
-    def _apply(self, client: bytes, command: wire.AnyCommand) -> None:
+    def _apply(self, client: bytes, command: wire.CoordinatorCommand) -> None:
         assert self.placer is not None, "nothing is read before"
         owned = self._owners.setdefault(client, set())
         if isinstance(command, wire.Place):
@@ -187,7 +183,7 @@ class Coordinator:
         if now - self._last_ping > PING_SECONDS:
             self._last_ping = now
             for client in list(self._owners):
-                self._send(client, wire.Ping())
+                self._send(client, wire.Heartbeat())
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
         try:

@@ -7,10 +7,9 @@ import queue
 import threading
 import time
 
+from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import Wanted
 from megatron_hybrid.server.link.engine_link import EngineLink
-from megatron_hybrid.server.link.messages import packed
-from megatron_hybrid.server.replicas import coordinator_messages as wire
 
 # Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
 # takes longer than 0.05 s, and a prompt in the wrong place costs more than the wait.
@@ -22,7 +21,7 @@ class CoordinatorClient:
     """Asks the coordinator at `endpoint` for places. Thread-safe."""
 
     def __init__(self, endpoint: str) -> None:
-        self._link = EngineLink(endpoint, self, wire.encode, wire.decode_replies)
+        self._link = EngineLink(endpoint, self)
         self._connected = False
         self._silent_until = 0.0
         self._lock = threading.Lock()
@@ -50,7 +49,7 @@ class CoordinatorClient:
             wire.Place(
                 place_id,
                 wanted.request_id,
-                [packed(prompt) for prompt in wanted.prompts],
+                [wire.packed(prompt) for prompt in wanted.prompts],
                 wanted.n,
                 wanted.max_tokens,
                 wanted.cache_salt,
@@ -92,7 +91,7 @@ class CoordinatorClient:
 
     # What the link says, in its thread.
 
-    def connected(self) -> list[wire.AnyCommand]:
+    def connected(self) -> list[wire.Command]:
         """The coordinator is there. What ran before it came counts, too."""
         self._connected = True
         self._silent_until = 0.0
@@ -119,4 +118,3 @@ class CoordinatorClient:
 
     def tick(self) -> None:
         """Nothing has to be looked at."""
-        pass

@@ -1,4 +1,4 @@
-"""Several replicas as one engine: a client for each, and the question where a request goes."""
+"""One engine, or several replicas as one: a client for each, and where a request goes."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import (
-    QUERY_SECONDS,
-    STATS_SECONDS,
-    EngineClient,
-    Placement,
-    QueryFailed,
-    Wanted,
-    result_of,
-)
+from megatron_hybrid.server.link.engine_client import EngineClient, Placement, QueryFailed, Wanted
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
 from megatron_hybrid.server.replicas.stats_sum import sum_stats
 
+QUERY_SECONDS = 60.0  # a step may take that long
+STATS_SECONDS = 2.0
 # Replicas say something once a second, or at the end of a step that takes longer.
 QUIET_SECONDS = 10.0
+BUSY = "The engine is busy and did not answer in time."
 
 
 class ReplicaSet:
     """What the routes need of an engine, from all replicas behind this address.
 
     Requests, their answers and queries go between this process and the replicas directly; the
-    coordinator is only asked for places. Replica k is `clients[k]`.
+    coordinator is only asked for places, and one engine has none. Replica k is `clients[k]`.
     """
 
-    def __init__(self, endpoints: Sequence[str], coordinator: CoordinatorClient) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], coordinator: CoordinatorClient | None = None
+    ) -> None:
         self._first_ready = threading.Event()
         self.clients = [EngineClient(endpoint, self._first_ready) for endpoint in endpoints]
         self._coordinator = coordinator
 
     def join(self, url: str) -> None:
         """Begin to look for the replicas, and tell each that comes that we listen at `url`."""
-        self._coordinator.start()
+        if self._coordinator is not None:
+            self._coordinator.start()
         for client in self.clients:
             client.join(url)
 
@@ -51,7 +49,8 @@ class ReplicaSet:
     @property
     def state(self) -> str:
         """ "ok" if a replica takes requests and begins them, else "paused"."""
-        return "ok" if "ok" in (client.state for client in self._living()) else "paused"
+        living = filter(_takes_requests, self.clients)
+        return "ok" if any(client.state == "ok" for client in living) else "paused"
 
     def check(self) -> wire.EngineReady:
         """What a living replica said of itself, the one that serves the shortest sequences: any may
@@ -108,11 +107,13 @@ class ReplicaSet:
         return _combined(list(results.values()))
 
     def stats(self) -> dict[str, Any]:
-        """The replicas' counters, added up; under `engines`, those of each by its number."""
+        """The engine's counters; of several, added up and, under `engines`, each by its number."""
         each = self.stats_by_engine()
         if not each:
             self.check()
-            raise EngineUnavailable("The engine is busy and did not answer in time.")
+            raise EngineUnavailable(BUSY)
+        if len(self.clients) == 1:
+            return each["0"]
         return {**sum_stats(list(each.values())), "engines": each}
 
     def stats_by_engine(self) -> dict[str, dict[str, Any]]:
@@ -127,17 +128,16 @@ class ReplicaSet:
         for replica, client in enumerate(self.clients):
             ready = client.ready
             pid = {} if ready is None else {"pid": ready.pid}
-            states[str(replica)] = {"status": client.state, **pid}
+            state = "down" if client.is_stalled else client.state
+            states[str(replica)] = {"status": state, **pid}
         return states
 
     def close(self) -> None:
         """End all connections."""
         for client in self.clients:
             client.close()
-        self._coordinator.close()
-
-    def _living(self) -> list[EngineClient]:
-        return [client for client in self.clients if _takes_requests(client)]
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _place(self, wanted: Wanted, tried: frozenset[int]) -> Placement | None:
         candidates = [
@@ -147,17 +147,26 @@ class ReplicaSet:
         ]
         if not candidates:
             return None
-        candidates = self._ready_to_begin(candidates)
-        chosen = self._coordinator.place(wanted, candidates)
-        if chosen not in candidates:
-            # It is being restarted, or slow: what this process has on each must do.
-            chosen = min(candidates, key=lambda one: (self.clients[one].running(), one))
-            self._coordinator.moved(wanted, chosen)
+        coordinator, chosen = self._coordinator, candidates[0]
+        if coordinator is not None:
+            candidates = self._ready_to_begin(candidates)
+            answer = coordinator.place(wanted, candidates)
+            if answer in candidates:
+                chosen = answer
+            else:
+                # It is being restarted, or slow: what this process has on each must do.
+                chosen = min(candidates, key=lambda one: (self.clients[one].running(), one))
+                coordinator.moved(wanted, chosen)
+
+        def ended(tokens: int | None) -> None:
+            if coordinator is not None:
+                coordinator.ended(wanted.request_id, tokens)
+
         return Placement(
             self.clients[chosen],
-            on_first=self._coordinator.started,
+            on_first=None if coordinator is None else coordinator.started,
             elsewhere=partial(self._place, wanted, tried | {chosen}),
-            ended=partial(self._coordinator.ended, wanted.request_id),
+            ended=ended,
         )
 
     def _ready_to_begin(self, replicas: list[int]) -> list[int]:
@@ -182,15 +191,15 @@ class ReplicaSet:
         for replica, answer in pending.items():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                results[replica] = result_of(answer, left)
+                results[replica] = answer.result(left)
+            except TimeoutError:
+                answer.cancel()
+                silent[replica] = BUSY
             except EngineUnavailable as error:
                 silent[replica] = str(error)
             except QueryFailed as error:
                 refusals[replica] = error
         return results, refusals, silent
-
-
-Engines = EngineClient | ReplicaSet  # what the routes are given
 
 
 def _longest(ready: wire.EngineReady) -> int:

@@ -165,7 +165,7 @@ def test_a_line_has_the_keys_name_and_the_client_behind_a_trusted_proxy(
     running: RunningLoop, serving: Serving, log: pytest.LogCaptureFixture
 ) -> None:
     options = ServerOptions(tokenizer_folder="", model_name="fake", trusted_proxies=(PROXY,))
-    app: Flask = create_app(Serving(running.client, serving.tokenizer, options))
+    app: Flask = create_app(Serving(running.engines, serving.tokenizer, options))
 
     @app.before_request
     def know_the_key() -> None:

@@ -206,7 +206,7 @@ def test_an_id_in_use_is_refused_to_the_second_and_the_first_goes_on(running: Ru
         Subscription(running.client, whole=True).add(
             wire.AddRequest("same-0", wire.packed([5]), params)
         )
-    other = running.connect()
+    other = running.connect().clients[0]
     second = Subscription(other, whole=True)
     second.add(wire.AddRequest("same-0", wire.packed([5, 6, 7]), params))
     with pytest.raises(InvalidRequestError, match="in use"):

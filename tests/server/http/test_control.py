@@ -208,7 +208,7 @@ def test_two_front_ends_wait_for_the_same_pause(running: RunningLoop, engine: Fa
                     client.ask(wire.Pause, "keep", timeout=10)
                 )
             )
-            for client in (running.client, other)
+            for client in (running.engines, other)
         ]
         for thread in threads:
             thread.start()

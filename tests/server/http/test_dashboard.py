@@ -142,7 +142,7 @@ def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
         model_name="fake",
         api_keys=(ApiKey("sesame", "door"),),
     )
-    site = Site(Serving(running.client, tokenizer, keyed))
+    site = Site(Serving(running.engines, tokenizer, keyed))
     try:
         home = visit()
         page = home.page

@@ -86,7 +86,7 @@ def apart(
     """A server that lets children prepare large bodies."""
     preparers = Preparers(children.path, 2)
     return create_app(
-        Serving(running.client, tokenizer, options, running.answers, preparers)
+        Serving(running.engines, tokenizer, options, running.answers, preparers)
     ).test_client()
 
 
@@ -172,7 +172,7 @@ def test_a_keys_salt_is_the_same_in_another_process(
         options, api_keys=(ApiKey("sesame", "door"),), cache_salt_per_key=True
     )
     preparers = Preparers(children.path, 2)
-    app = create_app(Serving(running.client, tokenizer, keyed, running.answers, preparers))
+    app = create_app(Serving(running.engines, tokenizer, keyed, running.answers, preparers))
     http, key = app.test_client(), {"Authorization": "Bearer sesame"}
     for path, body in (SERVED["a text"], SERVED["a chat"]):
         for length in (0, LARGE):

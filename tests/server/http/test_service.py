@@ -19,11 +19,11 @@ from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.subscription import EngineUnavailable, Overloaded, Subscription
 from megatron_hybrid.server.loop import engine_loop
 from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUE, RunningLoop
 from tests.server.fake_engine import FakeEngine
@@ -68,7 +68,7 @@ def test_only_the_right_key_opens(
         model_name="fake",
         api_keys=(ApiKey("sesame", "door"),),
     )
-    http = create_app(Serving(running.client, tokenizer, options)).test_client()
+    http = create_app(Serving(running.engines, tokenizer, options)).test_client()
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
         answer = http.post(COMPLETION, json=HELLO, headers=header)
         assert answer.status_code == 401
@@ -153,7 +153,7 @@ def test_requests_beyond_the_connections_answer_429_and_their_places_come_back(
     options = ServerOptions(
         tokenizer_folder=str(tokenizer_folder), model_name="fake", http_connections=1
     )
-    app = create_app(Serving(running.client, tokenizer, options))
+    app = create_app(Serving(running.engines, tokenizer, options))
     slow(running.engine)
     with app.test_client().post(COMPLETION, json={**LONG, "stream": True}, buffered=False):
         assert app.test_client().post(COMPLETION, json=HELLO).status_code == 429
@@ -281,7 +281,7 @@ def test_a_whole_answer_comes_as_one_event(running: RunningLoop) -> None:
 def test_before_the_engine_is_loaded_everything_says_so(
     tokenizer: Tokenizer, options: ServerOptions, tmp_path: Path
 ) -> None:
-    client = EngineClient(f"ipc://{tmp_path}/nobody")
+    client = ReplicaSet([f"ipc://{tmp_path}/nobody"])
     http = create_app(Serving(client, tokenizer, options)).test_client()
     for answer in (http.get("/health"), http.post(COMPLETION, json=HELLO)):
         assert answer.status_code == 503
@@ -325,7 +325,7 @@ def test_many_threads_get_their_own_answers(http: FlaskClient, tokenizer: Tokeni
 
 def test_the_requests_of_a_front_end_that_vanishes_are_aborted(running: RunningLoop) -> None:
     slow(running.engine)
-    other = running.connect()
+    other = running.connect().clients[0]
     for client, name in ((other, "a"), (running.client, "b")):
         subscription = Subscription(client, whole=False)
         subscription.add(
@@ -391,7 +391,7 @@ def test_a_request_can_be_aborted_while_its_grammar_is_compiled(running: Running
     running.engine.grammars_are_ready = False
     subscription = Subscription(running.client, whole=True)
     subscription.add(wire.AddRequest("a-0", wire.packed([5, 6]), WITH_GRAMMAR))
-    assert running.client.ask(wire.AbortAnswers, "a") == {"aborted": 2}
+    assert running.engines.ask(wire.AbortAnswers, "a") == {"aborted": 2}
     running.engine.grammars_are_ready = True
     while subscription.open_answers:
         for event in subscription.next(5):

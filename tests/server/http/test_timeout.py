@@ -63,7 +63,7 @@ def test_the_smaller_of_both_limits_holds(
 ) -> None:
     running.engine.step_seconds = 0.05
     options = dataclasses.replace(options, request_timeout=server)
-    http = create_app(Serving(running.client, tokenizer, options)).test_client()
+    http = create_app(Serving(running.engines, tokenizer, options)).test_client()
     answer = http.post(COMPLETION, json={**LONG, "timeout": own})
     assert answer.status_code == 504
     assert "after 0.2 seconds" in answer.get_json()["error"]["message"]

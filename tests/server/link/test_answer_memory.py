@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server.http.app import create_app
@@ -106,18 +104,11 @@ def test_a_key_is_the_same_however_the_client_spells_the_chat() -> None:
     )
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.term()
-
-
 def test_a_memory_is_found_by_several_front_ends(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     endpoint = f"ipc://{tmp_path_factory.mktemp('m')}/answers"
-    server = AnswerMemoryServer(context, endpoint)
+    server = AnswerMemoryServer(endpoint)
     one, other = AnswerMemoryClient(endpoint), AnswerMemoryClient(endpoint)
     one.remember(b"a", [1, 2, 2**31], "text")
     assert one.find([b"b", b"a"]) == [None, GeneratedAnswer([1, 2, 2**31], "text")]
@@ -128,7 +119,6 @@ def test_a_memory_is_found_by_several_front_ends(
 
 
 def test_a_front_end_without_a_memory_goes_on_and_finds_a_restarted_one(
-    context: zmq.Context[zmq.Socket[bytes]],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,7 +126,7 @@ def test_a_front_end_without_a_memory_goes_on_and_finds_a_restarted_one(
     client = AnswerMemoryClient(endpoint)
     assert client.find([b"a"]) == [None]
     monkeypatch.setattr(client, "_silent_until", 0.0)
-    server = AnswerMemoryServer(context, endpoint)
+    server = AnswerMemoryServer(endpoint)
     client.remember(b"a", [1], "x")
     # The connection may take longer than a lookup waits; what came late must not be mixed up.
     monkeypatch.setattr("megatron_hybrid.server.link.answer_memory.LOOKUP_SECONDS", 10.0)
@@ -146,10 +136,10 @@ def test_a_front_end_without_a_memory_goes_on_and_finds_a_restarted_one(
 
 
 def test_a_broken_message_does_not_end_the_memory(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     endpoint = f"ipc://{tmp_path_factory.mktemp('m')}/answers"
-    server = AnswerMemoryServer(context, endpoint)
+    server = AnswerMemoryServer(endpoint)
     client = AnswerMemoryClient(endpoint)
     client._socket.send(b"\xc1 no message")
     client.remember(b"a", [1], "x")
@@ -345,7 +335,7 @@ def test_a_stop_string_leaves_the_tokens_before_it(
 def test_without_its_memory_a_chat_is_its_text(
     running: RunningLoop, tokenizer: Tokenizer, options: Any
 ) -> None:
-    http = create_app(Serving(running.client, tokenizer, options)).test_client()
+    http = create_app(Serving(running.engines, tokenizer, options)).test_client()
     (answer,) = ask(http, [HELLO])
     chat = [HELLO, answer, AGAIN]
     ask(http, chat, max_tokens=1)

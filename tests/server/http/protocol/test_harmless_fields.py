@@ -240,7 +240,7 @@ def test_the_flags_reach_every_route(
     running: RunningLoop, tokenizer: Tokenizer, engine: FakeEngine, options: ServerOptions
 ) -> None:
     lenient = dataclasses.replace(options, ignore_unknown_fields=True, close_json_objects=False)
-    http = create_app(Serving(running.client, tokenizer, lenient)).test_client()
+    http = create_app(Serving(running.engines, tokenizer, lenient)).test_client()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for path, asked in ((CHAT, {"messages": [HELLO]}), (COMPLETION, {"prompt": "a"})):
