@@ -15,6 +15,7 @@ docs/testing.md has the results and their date.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mutation.mutants import Mutant, mutants_of
 
@@ -40,6 +41,7 @@ TARGETS = ("cache/*.py", "engine/*.py", "execution/plan.py", "execution/rows.py"
 NOT_POLICY = ("engine/profiling.py",)  # runs on a GPU alone
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0
+FEW_SECONDS = 3.0
 
 
 class Case(NamedTuple):
@@ -54,7 +56,7 @@ def main() -> int:
     if args.command == "cover":
         return cover(args.folder, args.pytest)
     if args.command == "run":
-        return run(args.folder, args.count, args.seed, args.jobs)
+        return run(args.folder, args.count, args.seed, args.jobs, args.rounds)
     return report(args.folder)
 
 
@@ -67,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=600, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--rounds", type=int, default=2, help="3: survivors are shown every case")
     args, rest = parser.parse_known_args()
     args.pytest = rest
     return args
@@ -148,16 +151,22 @@ def _lines_of(bits: bytes) -> Iterable[int]:
 # -- what each case notices
 
 
-def run(folder: Path, count: int, seed: int, jobs: int) -> int:
+def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
     """Show every mutant of the sample to its cases; the results go to `results.jsonl`."""
     costs = read_costs(folder)
     coverage = Coverage(folder, costs)
     sample = draw(coverage, count, seed)
     results = folder / "results.jsonl"
-    done = {(r["file"], r["number"]) for r in read_results(folder)}
     in_ci = cases_of_ci()
+    # Done: killed by a case that CI still runs, or by none in as many rounds.
+    done = {
+        (r["file"], r["number"])
+        for r in read_results(folder)
+        if (r["killer"] in in_ci if r["by"] == "ci" else r["by"] is None and r["rounds"] >= rounds)
+        or str(r["killer"]).startswith("(")
+    }
     left = [mutant for mutant in sample if (mutant.file, mutant.number) not in done]
-    print(f"{len(sample)} mutants, {len(done)} of them done")
+    print(f"{len(sample)} mutants, {len(sample) - len(left)} of them done")
 
     def one(mutant: Mutant) -> None:
         begun = time.monotonic()
@@ -167,10 +176,10 @@ def run(folder: Path, count: int, seed: int, jobs: int) -> int:
             ("ci", [case for case in cases if case.name in in_ci]),
             ("all", [case for case in cases if case.name not in in_ci]),
         ):
-            if some and (killer := kill(mutant, some, folder, tests=by)):
-                found |= {"killer": killer, "by": by}
-                break
-        found["seconds"] = round(time.monotonic() - begun, 1)
+            for shown in rounds_of(some)[:rounds]:
+                if found["by"] is None and (killer := kill(mutant, shown, folder, tests=by)):
+                    found |= {"killer": killer, "by": by}
+        found |= {"rounds": rounds, "seconds": round(time.monotonic() - begun, 1)}
         with results.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(f"{found['by'] or 'SURVIVED'}: {mutant.file}:{mutant.line} {mutant.change}"
@@ -197,13 +206,26 @@ def cases_of_ci() -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
+def rounds_of(cases: list[Case]) -> list[list[Case]]:
+    """In which order a mutant is shown its cases: files that cost little, some cases of each other
+    file, the rest. Most mutants die at once, and those that survive could be shown hours of them.
+    """
+    of_file: dict[str, list[Case]] = defaultdict(list)
+    for case in sorted(cases, key=lambda case: case.cpu_seconds):
+        of_file[case.name.partition("::")[0]].append(case)
+    rounds: list[list[Case]] = [[], [], []]
+    for some in sorted(of_file.values(), key=lambda some: sum(case.cpu_seconds for case in some)):
+        costs = list(itertools.accumulate(case.cpu_seconds for case in some))
+        for number, (case, cost) in enumerate(zip(some, costs, strict=True)):
+            few = number == 0 or cost < FEW_SECONDS
+            rounds[0 if costs[-1] < FEW_SECONDS else 1 if few else 2].append(case)
+    return rounds
+
+
 def kill(mutant: Mutant, cases: list[Case], folder: Path, tests: str) -> str | None:
-    """The first case that fails with TESTS=`tests`; files in the order of what their cases cost
-    together."""
-    together: dict[str, float] = defaultdict(float)
-    for case in cases:
-        together[case.name.partition("::")[0]] += case.cpu_seconds
-    cases.sort(key=lambda case: (together[case.name.partition("::")[0]], case.name))
+    """The first case that fails with TESTS=`tests`."""
+    if not cases:
+        return None
     seconds = {case.name: max(LEAST_SECONDS, SLOWER * case.seconds) for case in cases}
     files = list(dict.fromkeys(name.partition("::")[0] for name in seconds))
     task = folder / f"task-{mutant.file.replace('/', '-')}-{mutant.number}.json"
@@ -217,7 +239,7 @@ def kill(mutant: Mutant, cases: list[Case], folder: Path, tests: str) -> str | N
             env=environment(MUTANT=f"{path}:{mutant.number}", TESTS=tests),
             capture_output=True,
             text=True,
-            timeout=sum(seconds.values()) + LEAST_SECONDS,
+            timeout=SLOWER * sum(case.seconds for case in cases) + 2 * LEAST_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return "(too long)"
@@ -231,9 +253,11 @@ def kill(mutant: Mutant, cases: list[Case], folder: Path, tests: str) -> str | N
 # -- what came of it
 
 
-def read_results(folder: Path) -> list[dict[str, object]]:
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The last one of each mutant."""
     path = folder / "results.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    every = [json.loads(line) for line in path.open()] if path.exists() else []
+    return list({(result["file"], result["number"]): result for result in every}.values())
 
 
 def report(folder: Path) -> int:
