@@ -38,7 +38,6 @@ from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from megatron_hybrid.cache.geometry import CacheGeometry
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
     from megatron_hybrid.parallel import ParallelContext
 
@@ -105,6 +104,7 @@ def _serve_first_rank(
         front_end.wait_until_listening()
         watchdog.start()
         engine, parallel = _build(config)
+        geometry = engine.cache_geometry
         publishing = CachePublishing(
             engine,
             kv_events,
@@ -119,7 +119,7 @@ def _serve_first_rank(
             front_end_failure=front_end.failure,
             on_join=say_when_served(options, front_end.replica, lambda url: _start(question, url)),
             max_queue=options.max_queue,
-            cache=_cache_sizes(engine.cache_geometry),
+            cache=CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix),
             publish_cache=publishing.publish,
             waker=Waker.of(front_end.context, parallel),
             on_turn=watchdog.turn,
@@ -171,17 +171,6 @@ def _build(config: EngineConfig) -> tuple[DynamicInferenceEngine, ParallelContex
 
 def _broadcast(parallel: ParallelContext) -> Broadcast | None:
     return parallel.replica.broadcast_object if parallel.replica.size > 1 else None
-
-
-def _cache_sizes(geometry: CacheGeometry) -> CacheSizes:
-    """What the coordinator of several replicas needs to know."""
-    return CacheSizes(
-        geometry.block_size,
-        geometry.grid,
-        geometry.num_blocks if geometry.has_attention else 0,
-        geometry.num_cached_slots,
-        geometry.has_recurrent,
-    )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

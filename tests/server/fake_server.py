@@ -19,7 +19,7 @@ from megatron_hybrid.server.processes import launch
 from megatron_hybrid.server.processes.launch import FrontEnd
 from tests.server.fake_engine import BLOCK_SIZE, FakeEngine
 
-CACHE = CacheSizes(block_size=BLOCK_SIZE, grid=BLOCK_SIZE, kv_blocks=1000)
+CACHE = CacheSizes(BLOCK_SIZE, BLOCK_SIZE)
 FAILING_TEXT = "~"  # a prompt with this character makes the fake engine fail
 
 IMPATIENT_FRONT_END = """

@@ -12,7 +12,7 @@ from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server.http.choice import Choice, Delta
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import Placement, Wanted
+from megatron_hybrid.server.link.engine_client import Placement
 from megatron_hybrid.server.link.subscription import (
     AnswerKey,
     EngineUnavailable,
@@ -116,7 +116,9 @@ class Generation:
                     arrived=self._arrived,
                 )
             )
-        wanted = Wanted(self.request_id, prompts, n, request.params.max_tokens, request.cache_salt)
+        packed = [add.prompt for add in self._adds]
+        most, salt = request.params.max_tokens, request.cache_salt
+        wanted = wire.Wanted(self.request_id, packed, n, most, salt)
         self._submit(self._client.place(wanted))
 
     def _submit(self, placement: Placement) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
@@ -34,23 +34,6 @@ class QueryFailed(RequestError):
         super().__init__(message)
         self.status = status
         self.kind = "invalid_request_error" if status < 500 else "server_error"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """An HTTP request before it has a place. All its prompts go to one replica: they are let in or
-    refused together, and answers to one prompt share what it costs."""
-
-    request_id: str
-    prompts: Sequence[Sequence[int]]
-    n: int  # answers to each prompt
-    max_tokens: int | None  # of each answer
-    cache_salt: str
-
-    @property
-    def answers(self) -> int:
-        """Answers in all."""
-        return len(self.prompts) * self.n
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,17 +117,28 @@ class Stop(Command, frozen=True):
     at_once: bool = True  # else when the replicas in lockstep may end too
 
 
-class Place(Command, frozen=True):
-    """To the coordinator: which of `replicas` shall take this HTTP request? Answered with Placed;
-    from then on the request counts there until Ended. `prompts`: each `packed`. See Wanted for the
-    rest."""
+class Wanted(msgspec.Struct, frozen=True):
+    """An HTTP request before it has a place. All its prompts, each `packed`, go to one replica:
+    they are let in or refused together, and answers to one prompt share what it costs."""
 
-    place_id: int
     request_id: str
     prompts: list[bytes]
-    n: int
-    max_tokens: int | None
+    n: int  # answers to each prompt
+    max_tokens: int | None  # of each answer
     cache_salt: str
+
+    @property
+    def answers(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.n
+
+
+class Place(Command, frozen=True):
+    """To the coordinator: which of `replicas` shall take this HTTP request? Answered with Placed;
+    from then on the request counts there until Ended."""
+
+    place_id: int
+    wanted: Wanted
     replicas: list[int]
 
 
@@ -159,14 +170,11 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 
 
 class CacheSizes(msgspec.Struct, frozen=True):
-    """How an engine's prefix cache is cut, in tokens, blocks and slots. `block_size` 0: it has
-    none, or it is not known."""
+    """How an engine's prefix cache is cut, in tokens. `block_size` 0: it has none, or it is not
+    known. `unit`: what is reusable of a computed prompt, exact ends aside, is a multiple of it."""
 
     block_size: int = 0
-    grid: int = 0  # prefill leaves states at multiples of this
-    kv_blocks: int = 0  # 0: no attention layers
-    states: int = 0  # slots for cached ones
-    recurrent: bool = False  # a prefix can be skipped only where there is a state
+    unit: int = 1
 
 
 NO_CACHE = CacheSizes()

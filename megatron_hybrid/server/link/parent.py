@@ -1,10 +1,27 @@
-"""A process whose parent is gone ends, too."""
+"""Processes and their parents: how one is started, and that it ends when its parent is gone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
+from typing import Any
+
+
+def start_process(
+    arguments: tuple[str, ...], settings: bytes, **options: Any
+) -> subprocess.Popen[bytes]:
+    """A Python process with these arguments for the interpreter, and `settings` on its standard
+    input; `options`: of Popen. Whether it lives is for the caller to see."""
+    process = subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE, **options)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(settings)
+        process.stdin.close()
+    return process
 
 
 def end_with_parent(parent: int | None = None) -> None:

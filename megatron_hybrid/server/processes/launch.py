@@ -7,7 +7,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ import megatron_hybrid
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
+from megatron_hybrid.server.link.parent import start_process
 from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, Holder, RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
@@ -57,10 +57,7 @@ class FrontEnd:
         if options.data_parallel_size == 1:
             # With several, the coordinator's process has the memory: it outlives any replica.
             self._answers = AnswerMemoryServer(self.folder.endpoint(ENDPOINT_NAME))
-        if self._found is None:
-            self._start()
-        else:
-            self.folder.start_lock.release()
+        self._start_unless_found()
 
     def wait_until_listening(self) -> None:
         """Return once it has its port and tokenizer; ConfigurationError if it ends instead."""
@@ -71,10 +68,7 @@ class FrontEnd:
                 # It had waited long enough, and ended just now.
                 self._take_start_lock()
                 self._find()
-                if self._found is None:
-                    self._start()
-                else:
-                    self.folder.start_lock.release()
+                self._start_unless_found()
             if self._process is not None and (code := self._process.poll()) is not None:
                 raise FrontEndEnded(code)
             if time.monotonic() > deadline:
@@ -223,19 +217,15 @@ class FrontEnd:
             if replica != self.replica and lock.acquire():
                 lock.remove()
 
-    def _start(self) -> None:
-        # In a session of its own: what ends our group (Ctrl-C, torchrun) shall not end its answers.
-        self._process = subprocess.Popen(
-            [sys.executable, *FRONT_END],
-            stdin=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
+    def _start_unless_found(self) -> None:
+        if self._found is not None:
+            self.folder.start_lock.release()
+            return
         settings = FrontEndSettings(self._options, str(self.folder.path), self._digest)
-        with contextlib.suppress(BrokenPipeError):  # wait_until_listening reports its end
-            self._process.stdin.write(msgspec.json.encode(settings))
-            self._process.stdin.close()
+        # In a session of its own: what ends our group (Ctrl-C, torchrun) shall not end its answers.
+        self._process = start_process(
+            FRONT_END, msgspec.json.encode(settings), env=_environment(), start_new_session=True
+        )
 
     def _pid(self) -> int:
         if self._process is not None:

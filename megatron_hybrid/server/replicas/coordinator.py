@@ -157,8 +157,9 @@ class Coordinator:
         assert self.placer is not None, "nothing is read before"
         owned = self._owners.setdefault(client, set())
         if isinstance(command, wire.Place):
-            owned.add(command.request_id)
-            self._send(client, wire.Placed(command.place_id, self._place(command)))
+            owned.add(command.wanted.request_id)
+            replica = self._place(command.wanted, command.replicas)
+            self._send(client, wire.Placed(command.place_id, replica))
         elif isinstance(command, wire.Moved):
             owned.add(command.request_id)
             self.placer.move(command.request_id, command.replica, command.answers)
@@ -168,15 +169,13 @@ class Coordinator:
             owned.discard(command.request_id)
             self.placer.end(command.request_id, command.tokens)
 
-    def _place(self, command: wire.Place) -> int:
+    def _place(self, wanted: wire.Wanted, replicas: list[int]) -> int:
         assert self.placer is not None, "nothing is read before"
         block_size = self.placer.prefixes.sizes.block_size
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
-            block_size = 1 + max(map(len, command.prompts), default=0)
-        prompts = [PromptKeys(data, block_size, command.cache_salt) for data in command.prompts]
-        return self.placer.place(
-            command.request_id, prompts, command.n, command.max_tokens, command.replicas
-        )
+            block_size = 1 + max(map(len, wanted.prompts), default=0)
+        prompts = [PromptKeys(data, block_size, wanted.cache_salt) for data in wanted.prompts]
+        return self.placer.place(wanted.request_id, prompts, wanted.n, wanted.max_tokens, replicas)
 
     def _ping(self) -> None:
         now = time.monotonic()

@@ -8,7 +8,6 @@ import threading
 import time
 
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import Wanted
 from megatron_hybrid.server.link.engine_link import EngineLink
 
 # Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
@@ -37,7 +36,7 @@ class CoordinatorClient:
         """End the connection."""
         self._link.close()
 
-    def place(self, wanted: Wanted, replicas: list[int]) -> int | None:
+    def place(self, wanted: wire.Wanted, replicas: list[int]) -> int | None:
         """One of these replicas; None without an answer in PLACE_SECONDS."""
         if not self._connected or time.monotonic() < self._silent_until:
             return None
@@ -45,17 +44,7 @@ class CoordinatorClient:
         place_id = next(self._place_ids)
         with self._lock:
             self._waiting[place_id] = answer
-        self._link.send(
-            wire.Place(
-                place_id,
-                wanted.request_id,
-                [wire.packed(prompt) for prompt in wanted.prompts],
-                wanted.n,
-                wanted.max_tokens,
-                wanted.cache_salt,
-                replicas,
-            )
-        )
+        self._link.send(wire.Place(place_id, wanted, replicas))
         try:
             replica = answer.get(timeout=PLACE_SECONDS)
             if replica in replicas:
@@ -68,7 +57,7 @@ class CoordinatorClient:
             with self._lock:
                 self._waiting.pop(place_id, None)
 
-    def moved(self, wanted: Wanted, replica: int) -> None:
+    def moved(self, wanted: wire.Wanted, replica: int) -> None:
         """The request goes to this replica, which the coordinator has not chosen."""
         self._link.send(self._note(wanted, replica))
 
@@ -83,7 +72,7 @@ class CoordinatorClient:
             self._running.pop(request_id, None)
         self._link.send(wire.Ended(request_id, tokens))
 
-    def _note(self, wanted: Wanted, replica: int) -> wire.Moved:
+    def _note(self, wanted: wire.Wanted, replica: int) -> wire.Moved:
         where = wire.Moved(wanted.request_id, replica, wanted.answers)
         with self._lock:
             self._running[wanted.request_id] = where

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 
 import msgspec
 
+from megatron_hybrid.server.link.parent import start_process
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 
@@ -42,15 +42,7 @@ class CoordinatorProcess:
                 self._process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, *COMMAND, str(os.getpid())]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(self._settings)
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended, and is started again
-        return process
+        return start_process((*COMMAND, str(os.getpid())), self._settings)
 
     def _watch(self) -> None:
         while not self._ending.wait(RESTART_SECONDS):

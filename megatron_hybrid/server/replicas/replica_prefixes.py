@@ -66,10 +66,10 @@ class ReplicaPrefixes:
 
     def reusable(self, prompt: PromptKeys, replica: int) -> int:
         """How many tokens of the prompt this replica could skip."""
-        contents, sizes = self.cached[replica], self.sizes
+        contents = self.cached[replica]
         # The last token of what is only expected is always computed.
-        shared = shared_blocks(prompt.blocks(), self.expected[replica]) * sizes.block_size
+        shared = shared_blocks(prompt.blocks(), self.expected[replica]) * self.sizes.block_size
         shared = min(shared, prompt.length - 1)
-        shared -= shared % max(1, sizes.grid if sizes.recurrent else sizes.block_size)
+        shared -= shared % self.sizes.unit
         keys, hashes = prompt.of(contents.epoch)
         return max(shared, contents.skippable(keys, prompt.length, hashes))

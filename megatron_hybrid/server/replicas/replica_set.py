@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import EngineClient, Placement, QueryFailed, Wanted
+from megatron_hybrid.server.link.engine_client import EngineClient, Placement, QueryFailed
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
 from megatron_hybrid.server.replicas.stats_sum import sum_stats
@@ -79,7 +79,7 @@ class ReplicaSet:
         """Requests of this process that have not ended, on all replicas."""
         return sum(client.running() for client in self.clients)
 
-    def place(self, wanted: Wanted) -> Placement:
+    def place(self, wanted: wire.Wanted) -> Placement:
         """A replica that takes the request; EngineUnavailable if there is none."""
         placement = self._place(wanted, frozenset())
         if placement is None:
@@ -139,7 +139,7 @@ class ReplicaSet:
         if self._coordinator is not None:
             self._coordinator.close()
 
-    def _place(self, wanted: Wanted, tried: frozenset[int]) -> Placement | None:
+    def _place(self, wanted: wire.Wanted, tried: frozenset[int]) -> Placement | None:
         candidates = [
             replica
             for replica, client in enumerate(self.clients)

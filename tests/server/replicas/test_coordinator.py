@@ -20,7 +20,7 @@ from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
-from megatron_hybrid.server.link.engine_client import EngineClient, Wanted
+from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.link.subscription import EngineUnavailable, Subscription
@@ -120,8 +120,8 @@ def server(tokenizer: Tokenizer) -> Iterator[Server]:
         server.close()
 
 
-def wanted(name: str, tokens: list[int]) -> Wanted:
-    return Wanted(name, [tokens], n=1, max_tokens=4, cache_salt="")
+def wanted(name: str, tokens: list[int]) -> wire.Wanted:
+    return wire.Wanted(name, [wire.packed(tokens)], n=1, max_tokens=4, cache_salt="")
 
 
 def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> None:
@@ -351,7 +351,7 @@ def test_replicas_that_hang_or_are_paused_take_requests_only_where_no_other_is_l
     asked: list[list[int]] = []
 
     class Asked(CoordinatorClient):
-        def place(self, wanted: Wanted, replicas: list[int]) -> int | None:
+        def place(self, wanted: wire.Wanted, replicas: list[int]) -> int | None:
             asked.append(replicas)
             return replicas[0]
 

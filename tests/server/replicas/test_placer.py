@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,9 +19,20 @@ from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys, ReplicaPrefixes
 
 BLOCK = 4
-HYBRID = CacheSizes(BLOCK, 2 * BLOCK, kv_blocks=100, states=20, recurrent=True)
-ATTENTION = CacheSizes(BLOCK, BLOCK, kv_blocks=100, states=20)
-RECURRENT = CacheSizes(BLOCK, BLOCK, kv_blocks=0, states=20, recurrent=True)
+HYBRID = CacheSizes(BLOCK, 2 * BLOCK)
+
+
+class Layers(NamedTuple):
+    """What kinds of layers a model has, and how its cache is cut."""
+
+    attention: bool
+    recurrent: bool
+    sizes: CacheSizes
+
+
+HYBRID_LAYERS = Layers(True, True, HYBRID)
+ATTENTION = Layers(True, False, CacheSizes(BLOCK, BLOCK))
+RECURRENT = Layers(False, True, CacheSizes(BLOCK, BLOCK))
 
 Prefix = tuple[str, tuple[int, ...]]  # a salt and tokens
 
@@ -36,16 +48,16 @@ def name_of(prefix: Prefix, epoch: int = 0) -> int:
     return wire_hash(keys.at(len(tokens)))
 
 
-def cleared(sizes: CacheSizes, epoch: int = 0) -> AllBlocksCleared:
+def cleared(layers: Layers, epoch: int = 0) -> AllBlocksCleared:
     """How the stream of a replica with such a cache begins."""
-    return AllBlocksCleared(epoch, BLOCK, sizes.kv_blocks > 0, sizes.recurrent)
+    return AllBlocksCleared(epoch, BLOCK, layers.attention, layers.recurrent)
 
 
 def hybrid_placer(policy: str, max_queue: int = 1_000_000) -> Placer:
     """Of three replicas that have just begun."""
     placer = Placer(policy, HYBRID, max_queue)
     for replica in range(3):
-        placer.prefixes.cached[replica].apply([cleared(HYBRID)])
+        placer.prefixes.cached[replica].apply([cleared(HYBRID_LAYERS)])
     return placer
 
 
@@ -53,7 +65,7 @@ def hybrid_placer(policy: str, max_queue: int = 1_000_000) -> Placer:
 class Naive:
     """One replica by the definition: sets of prefixes, looked through from the longest one down."""
 
-    sizes: CacheSizes
+    layers: Layers
     epoch: int = 0
     blocks: set[Prefix] = field(default_factory=set)
     states: dict[Prefix, bool] = field(default_factory=dict)  # with logits or not
@@ -63,12 +75,12 @@ class Naive:
         best = max((self.shared(one, salt, tokens) for one in self.expected), default=0)
         for end in range(len(tokens), 0, -1):
             full = range(BLOCK, end + 1, BLOCK)
-            if self.sizes.kv_blocks and any(
+            if self.layers.attention and any(
                 (salt, tokens[:position]) not in self.blocks for position in full
             ):
                 continue
             has_logits = self.states.get((salt, tokens[:end]))
-            is_block = end % BLOCK == 0 and not self.sizes.recurrent
+            is_block = end % BLOCK == 0 and not self.layers.recurrent
             if has_logits or (end < len(tokens) and (has_logits is not None or is_block)):
                 return max(best, end)
         return best
@@ -82,8 +94,7 @@ class Naive:
                 break
             same += 1
         same = min(same - same % BLOCK, len(tokens) - 1)
-        unit = self.sizes.grid if self.sizes.recurrent else BLOCK
-        return same - same % unit
+        return same - same % self.layers.sizes.unit
 
 
 CACHE = 5 * ("store", "store", "state", "state", "remove", "unstate", "logits") + ("clear",)
@@ -93,13 +104,13 @@ EVERYTHING = (*CACHE, *(5 * ("expect", "done")))
 class Driver:
     """Random changes of three replicas, told to the index as events."""
 
-    def __init__(self, seed: int, prefixes: ReplicaPrefixes) -> None:
+    def __init__(self, seed: int, layers: Layers, prefixes: ReplicaPrefixes) -> None:
         self.random = random.Random(seed)
-        self.sizes = sizes = prefixes.sizes
+        self.layers = layers
         self.prefixes = prefixes
-        self.replicas = [Naive(sizes) for _ in range(3)]
+        self.replicas = [Naive(layers) for _ in range(3)]
         for number in range(3):
-            prefixes.cached[number].apply([cleared(sizes)])
+            prefixes.cached[number].apply([cleared(layers)])
         self.waiting: list[tuple[int, Prefix, PromptKeys]] = []
 
     def sequence(self) -> Prefix:
@@ -114,7 +125,7 @@ class Driver:
         salt, tokens = prefix = self.sequence()
         kind = self.random.choice(kinds)
         full = [(salt, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
-        if kind == "store" and full and self.sizes.kv_blocks:
+        if kind == "store" and full and self.layers.attention:
             naive.blocks.update(full)
             names = [name_of(one, naive.epoch) for one in full]
             contents.apply(
@@ -163,13 +174,13 @@ class Driver:
             naive.blocks.clear()
             naive.states.clear()
             naive.epoch += 1
-            contents.apply([cleared(self.sizes, naive.epoch)])
+            contents.apply([cleared(self.layers, naive.epoch)])
 
 
-@pytest.mark.parametrize("sizes", [HYBRID, ATTENTION, RECURRENT])
+@pytest.mark.parametrize("layers", [HYBRID_LAYERS, ATTENTION, RECURRENT])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_index_finds_what_each_replica_could_skip(seed: int, sizes: CacheSizes) -> None:
-    driver = Driver(seed, ReplicaPrefixes(sizes))
+def test_the_index_finds_what_each_replica_could_skip(seed: int, layers: Layers) -> None:
+    driver = Driver(seed, layers, ReplicaPrefixes(layers.sizes))
     found = 0
     for _ in range(400):
         driver.change(EVERYTHING)
@@ -182,14 +193,14 @@ def test_the_index_finds_what_each_replica_could_skip(seed: int, sizes: CacheSiz
 
 
 def test_nothing_is_left_of_what_is_over() -> None:
-    driver = Driver(1, ReplicaPrefixes(HYBRID))
+    driver = Driver(1, HYBRID_LAYERS, ReplicaPrefixes(HYBRID))
     for _ in range(300):
         driver.change(EVERYTHING)
     for number, _, keys in driver.waiting:
         driver.prefixes.expect_no_more(number, keys)
     for number in range(3):
         contents = driver.prefixes.cached[number]
-        contents.apply([cleared(HYBRID, 1)])
+        contents.apply([cleared(HYBRID_LAYERS, 1)])
         assert not driver.prefixes.expected[number]
         assert not contents.blocks and not contents.states and not contents._fills
 
@@ -198,7 +209,7 @@ def test_nothing_is_left_of_what_is_over() -> None:
 def test_a_request_goes_where_it_is_computed_first(seed: int) -> None:
     """Without answers, so that nothing but prompts counts."""
     placer = hybrid_placer("longest_prefix")
-    driver = Driver(seed, placer.prefixes)
+    driver = Driver(seed, HYBRID_LAYERS, placer.prefixes)
     waiting: dict[str, tuple[int, Prefix, int]] = {}  # replica, prompt, tokens to compute
     chosen_often = [0, 0, 0]
     for number in range(200):

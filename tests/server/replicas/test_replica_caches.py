@@ -57,13 +57,7 @@ class Run:
 
     def __post_init__(self) -> None:
         geometry = self.engines[0].cache_geometry
-        sizes = CacheSizes(
-            geometry.block_size,
-            geometry.grid,
-            geometry.num_blocks,
-            geometry.num_cached_slots,
-            geometry.has_recurrent,
-        )
+        sizes = CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix)
         self.placer = Placer(self.policy, sizes)
         self.recorders = [KVEventRecorder(engine.cache_geometry) for engine in self.engines]
         for engine, recorder in zip(self.engines, self.recorders, strict=True):
