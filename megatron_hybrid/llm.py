@@ -250,10 +250,8 @@ class LLM:
                     answers[0].output.request_id,
                     prompt.token_ids,
                     one,
-                    cache_salt=options.cache_salt,
-                    priority=options.priority,
-                    cache_checkpoints=options.cache_checkpoints,
                     message_ends=prompt.message_ends,
+                    **options._asdict(),
                 )
                 self._open.update((answer.key, answer) for answer in answers)
                 submitted += answers

@@ -28,13 +28,8 @@ A router's side, one for each replica:
 (`tokens` is an int32 array, `root_key` and `SequenceKeys` are in `cache/block_hash.py`. The keys of
 one prompt serve for all replicas of the same epoch.)
 
-Late and restarted subscribers: a replay request for a sequence number that the buffer still holds
-gets the batches from there on, as with vLLM; any other one gets a snapshot: AllBlocksCleared, then
-everything that is stored, parents before children. A KVEventSubscriber asks by itself: at first,
-after a gap, and when the engine was restarted (sequence numbers never start again from the same
-one). An idle publisher sends an empty batch every second, so that nothing stays unnoticed.
-
-The events, their fields and what they mean for hybrid models: `messages.py` and docs/routing.md.
+A KVEventSubscriber asks for what it missed by itself: at first, after a gap, and when the engine
+was restarted. The events and replays, and what they mean for hybrid models: docs/routing.md.
 """
 
 from megatron_hybrid.kv_events.config import KVEventsConfig

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -50,10 +51,9 @@ class BeatExchange:
         self._wake = wake
         self._store: dist.Store | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # of what follows
-        self._beats: list[RankBeat | None] | None = None  # read, and not taken yet
-        self._verdict: str | None = None
-        self._answered = time.monotonic()
+        self._beats: deque[list[RankBeat | None]] = deque(maxlen=1)  # read, and not taken yet
+        self.verdict: str | None = None  # why the group has to end: whoever found out first says it
+        self.answered = time.monotonic()  # when the store did last
 
     def run(self) -> None:
         """Until `leave`."""
@@ -76,25 +76,7 @@ class BeatExchange:
     def take(self) -> list[RankBeat | None] | None:
         """Everybody's beats, in the order of the ranks, None for one who has not sent any; None
         if there is nothing new since the last call."""
-        with self._lock:
-            beats, self._beats = self._beats, None
-            return beats
-
-    @property
-    def verdict(self) -> str | None:
-        """Why the group has to end, in the words of whoever found out first."""
-        return self._verdict
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the store answered."""
-        with self._lock:
-            return time.monotonic() - self._answered
-
-    def forgive(self) -> None:
-        """Let the silence begin now: this process itself stood still."""
-        with self._lock:
-            self._answered = time.monotonic()
+        return self._beats.pop() if self._beats else None
 
     def read_now(self) -> list[RankBeat | None] | None:
         """Everybody's latest beats; None if the store does not say."""
@@ -131,11 +113,10 @@ class BeatExchange:
         return found
 
     def _note(self, beats: list[RankBeat | None], verdict: str) -> None:
-        with self._lock:
-            self._beats = beats
-            self._answered = time.monotonic()
+        self._beats.append(beats)
+        self.answered = time.monotonic()
         if verdict != NO_VERDICT:
-            self._verdict = verdict
+            self.verdict = verdict
             self._wake()
 
 

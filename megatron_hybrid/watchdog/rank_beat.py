@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -96,11 +95,6 @@ def describe(frame: FrameType | None) -> tuple[str, bool, bool]:
         frame = frame.f_back
     waits = waits or doing == DEVICE
     return f"{doing or 'running'} ({where or 'outside of the package'})", waits, loads
-
-
-def describe_thread(identifier: int) -> tuple[str, bool, bool]:
-    """`describe` for the thread with this identifier."""
-    return describe(sys._current_frames().get(identifier))
 
 
 def _place() -> str:

@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.watchdog.beat_exchange import (
@@ -36,7 +35,7 @@ from megatron_hybrid.watchdog.beat_exchange import (
     store_of_group,
 )
 from megatron_hybrid.watchdog.fault_finder import FaultFinder
-from megatron_hybrid.watchdog.rank_beat import RankBeat, Stage, describe_thread, own_beat
+from megatron_hybrid.watchdog.rank_beat import RankBeat, Stage, describe, own_beat
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +141,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._turn > 0:
             traceback.print_exception(error)
             self.failure = error
@@ -157,7 +151,7 @@ class Watchdog:
     def _own(self) -> RankBeat:
         """This rank's next beat."""
         beat = self._beat
-        doing, waits, loads = describe_thread(self._main)
+        doing, waits, loads = describe(sys._current_frames().get(self._main))
         beat.count += 1
         beat.turn, beat.doing, beat.waits = self._turn, doing, waits
         if self._left:
@@ -188,7 +182,7 @@ class Watchdog:
             ready = self._wait(BEAT_SECONDS)
             now = time.monotonic()
             if now - last > self._limit / 2:  # this process, or the machine, stood still
-                exchange.forgive()
+                exchange.answered = now
             last = now
             if exchange.verdict is not None:
                 self._exit(exchange.verdict)
@@ -199,8 +193,8 @@ class Watchdog:
                 self._judge_death(rank)
             if (fault := self._finder.fault()) is not None:
                 self._end(*fault)
-            if exchange.silence > self._limit:
-                self._judge_silence(exchange.silence)
+            if (silence := time.monotonic() - exchange.answered) > self._limit:
+                self._judge_silence(silence)
             if self._questions:
                 for rank in self._wait(0):  # who died before the question, as we may not know yet
                     self._judge_death(rank)

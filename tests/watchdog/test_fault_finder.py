@@ -19,7 +19,6 @@ from megatron_hybrid.watchdog.rank_beat import (
     RankBeat,
     Stage,
     describe,
-    describe_thread,
     own_beat,
 )
 
@@ -188,7 +187,7 @@ def test_a_thread_in_a_collective_is_said_to_wait(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thread_outside_of_the_package_waits_for_nobody() -> None:
-    doing, waits, loads = describe_thread(threading.get_ident())
+    doing, waits, loads = describe(sys._current_frames().get(threading.get_ident()))
     assert not waits
     assert not loads
     assert describe(None)[0] == "running (outside of the package)"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import zmq
@@ -121,12 +120,7 @@ class FrontEnd:
     def __enter__(self) -> FrontEnd:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._answers is not None:
             self._answers.close()
         self.socket.close()  # it sends the last message first, for half a second at most
@@ -152,17 +146,14 @@ class FrontEnd:
             self.folder = RunFolder.for_address(self._options.host, self._options.port)
             self._lock = self.folder.engine_lock(self.replica)
             try:
-                self._take_engine_lock()
+                if not self._lock.acquire(LOCK_SECONDS):
+                    raise ConfigurationError(self._taken())
+                self._lock.write(self._holder)
                 self._take_start_lock()
             except FileNotFoundError:  # a server that ended just now has removed the folder
                 self._lock.release()
             else:
                 return
-
-    def _take_engine_lock(self) -> None:
-        if not self._lock.acquire(LOCK_SECONDS):
-            raise ConfigurationError(self._taken())
-        self._lock.write(self._holder)
 
     def _taken(self) -> str:
         options = self._options

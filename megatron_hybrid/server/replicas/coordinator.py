@@ -30,7 +30,7 @@ from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR
 from megatron_hybrid.server.replicas.placer import Placer
-from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys
+from megatron_hybrid.server.replicas.replica import PromptKeys
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,6 @@ class Coordinator:
     def _lose(self, replica: int) -> None:
         assert self.placer is not None, "it was ready"
         self.placer.lose(replica)
-        self.placer.prefixes.cached.pop(replica, None)
         subscriber = self._subscribers.pop(replica, None)
         if subscriber is not None:
             subscriber.close()
@@ -127,14 +126,14 @@ class Coordinator:
         """A replica takes requests from now on."""
         if self.placer is None or not any(self._ready[:replica] + self._ready[replica + 1 :]):
             self.placer = Placer(self._policy, ready.cache, ready.max_queue)
-        prefixes = self.placer.prefixes
-        if ready.cache.block_size != prefixes.sizes.block_size:
+        sizes = self.placer.sizes
+        if ready.cache.block_size != sizes.block_size:
             logger.warning(
                 "Replica %d has blocks of %d tokens and others have blocks of %d: what it has "
                 "cached is not made use of.",
                 replica,
                 ready.cache.block_size,
-                prefixes.sizes.block_size,
+                sizes.block_size,
             )
         elif ready.cache.block_size:
             # A new subscriber begins with all that the replica has.
@@ -142,7 +141,7 @@ class Coordinator:
                 self._folder.kv_events_endpoint(replica), self._folder.kv_replay_endpoint(replica)
             )
             self._subscribers[replica] = subscriber
-            prefixes.cached[replica] = subscriber.contents
+            self.placer.replicas[replica].contents = subscriber.contents
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -171,7 +170,7 @@ class Coordinator:
 
     def _place(self, wanted: wire.Wanted, replicas: list[int]) -> int:
         assert self.placer is not None, "nothing is read before"
-        block_size = self.placer.prefixes.sizes.block_size
+        block_size = self.placer.sizes.block_size
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
             block_size = 1 + max(map(len, wanted.prompts), default=0)
         prompts = [PromptKeys(data, block_size, wanted.cache_salt) for data in wanted.prompts]

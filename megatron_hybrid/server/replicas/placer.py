@@ -25,11 +25,13 @@ for a*b / (a + b) steps, and without a memory it does not matter when the other 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_hybrid.kv_events import CacheContents
 from megatron_hybrid.server.link.messages import CacheSizes
-from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys, ReplicaPrefixes
+from megatron_hybrid.server.replicas.replica import PromptKeys, Replica
 
 RECENT_ANSWERS = 100  # whose mean length stands for the next one's
 
@@ -52,7 +54,8 @@ class Placer:
     """
 
     def __init__(self, policy: str, sizes: CacheSizes, max_queue: int = 1_000_000) -> None:
-        self.prefixes = ReplicaPrefixes(sizes)
+        self.sizes = sizes
+        self.replicas: defaultdict[int, Replica] = defaultdict(lambda: Replica(sizes))
         self._max_queue = max_queue
         self._choose: Callable[[Sequence[PromptKeys], int | None, Sequence[int]], int] = {
             "longest_prefix": self._longest_prefix,
@@ -60,24 +63,8 @@ class Placer:
             "load_balanced": self._load_balanced,
         }[policy]
         self._placed: dict[str, _Placed] = {}
-        self._prefill: dict[int, int] = {}  # tokens that wait to be computed, by replica
-        self._answers: dict[int, int] = {}  # that have not ended, by replica
-        self._waiting: dict[int, int] = {}  # of these, those whose prompts are not computed
-        self._total: dict[int, int] = {}  # tokens of all prompts that were ever placed, by replica
         self._ended = 0
         self._mean_answer = 1.0
-
-    def prefill(self, replica: int) -> int:
-        """Prompt tokens that wait there to be computed."""
-        return self._prefill.get(replica, 0)
-
-    def answers(self, replica: int) -> int:
-        """Answers that have a place there and have not ended."""
-        return self._answers.get(replica, 0)
-
-    def waiting(self, replica: int) -> int:
-        """Answers that have a place there and have not begun."""
-        return self._waiting.get(replica, 0)
 
     def place(
         self,
@@ -95,19 +82,20 @@ class Placer:
         room = [
             one
             for one in replicas
-            if not self.waiting(one) or self.waiting(one) + answers <= self._max_queue
+            if not (waiting := self.replicas[one].waiting) or waiting + answers <= self._max_queue
         ]
-        replica = self._choose(prompts, max_tokens, room or replicas)
-        placed = self._put(request_id, replica, answers)
+        number = self._choose(prompts, max_tokens, room or replicas)
+        placed = self._put(request_id, number, answers)
         placed.n = n
-        self._waiting[replica] = self.waiting(replica) + answers
-        for number, prompt in enumerate(prompts):
-            tokens = prompt.length - self.prefixes.reusable(prompt, replica)
-            self.prefixes.expect(replica, prompt)
-            placed.waiting[f"{request_id}-{number}"] = tokens, prompt
-            self._prefill[replica] = self.prefill(replica) + tokens
-            self._total[replica] = self._total.get(replica, 0) + prompt.length
-        return replica
+        replica = self.replicas[number]
+        replica.waiting += answers
+        for index, prompt in enumerate(prompts):
+            tokens = prompt.length - replica.reusable(prompt)
+            replica.expect(prompt)
+            placed.waiting[f"{request_id}-{index}"] = tokens, prompt
+            replica.prefill += tokens
+            replica.total += prompt.length
+        return number
 
     def move(self, request_id: str, replica: int, answers: int) -> None:
         """The request went there by itself; its prompts are not known if it had no place."""
@@ -130,7 +118,7 @@ class Placer:
             return
         for name in list(placed.waiting):
             self._stop_waiting(placed, name)
-        self._answers[placed.replica] -= placed.answers
+        self.replicas[placed.replica].answers -= placed.answers
         if tokens is not None:
             self._ended = min(self._ended + 1, RECENT_ANSWERS)
             change = tokens / placed.answers - self._mean_answer
@@ -140,26 +128,29 @@ class Placer:
         """It is gone, with all that it had."""
         for name in [name for name, one in self._placed.items() if one.replica == replica]:
             self.end(name)
+        self.replicas[replica].contents = CacheContents()
 
     def _put(self, request_id: str, replica: int, answers: int) -> _Placed:
         placed = self._placed[request_id] = _Placed(replica, answers)
-        self._answers[replica] = self.answers(replica) + answers
+        self.replicas[replica].answers += answers
         return placed
 
     def _stop_waiting(self, placed: _Placed, engine_request_id: str) -> None:
         waiting = placed.waiting.pop(engine_request_id, None)
         if waiting is not None:
             tokens, prompt = waiting
-            self._prefill[placed.replica] -= tokens
-            self._waiting[placed.replica] -= placed.n
-            self.prefixes.expect_no_more(placed.replica, prompt)
+            replica = self.replicas[placed.replica]
+            replica.prefill -= tokens
+            replica.waiting -= placed.n
+            replica.expect_no_more(prompt)
 
     def _longest_prefix(
         self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
     ) -> int:
-        def cost(replica: int) -> float:
-            own = sum(one.length - self.prefixes.reusable(one, replica) for one in prompts)
-            return self._work(replica, max_tokens) + (1 + self.answers(replica)) * own
+        def cost(one: int) -> float:
+            replica = self.replicas[one]
+            own = sum(prompt.length - replica.reusable(prompt) for prompt in prompts)
+            return self._work(one, max_tokens) + (1 + replica.answers) * own
 
         return min(replicas, key=lambda one: (cost(one), *self._filling(one)))
 
@@ -185,9 +176,8 @@ class Placer:
         mean = self._mean_answer
         own = mean if max_tokens is None else min(mean, max_tokens)
         together = mean * own / (mean + own) if own else 0.0
-        return self.prefill(replica) + 2 * self.answers(replica) * together
+        return self.replicas[replica].prefill + 2 * self.replicas[replica].answers * together
 
     def _filling(self, replica: int) -> tuple[int, int, int]:
         """Orders replicas that would be as fast: whose cache has more room."""
-        cached = self.prefixes.cached[replica].blocks
-        return len(cached), self._total.get(replica, 0), replica
+        return len(self.replicas[replica].contents.blocks), self.replicas[replica].total, replica

@@ -120,6 +120,11 @@ def server(tokenizer: Tokenizer) -> Iterator[Server]:
         server.close()
 
 
+def answers_of(coordinator: Coordinator) -> int:
+    assert coordinator.placer is not None
+    return sum(coordinator.placer.replicas[number].answers for number in range(2))
+
+
 def wanted(name: str, tokens: list[int]) -> wire.Wanted:
     return wire.Wanted(name, [wire.packed(tokens)], n=1, max_tokens=4, cache_salt="")
 
@@ -127,8 +132,8 @@ def wanted(name: str, tokens: list[int]) -> wire.Wanted:
 def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> None:
     server.replicas[1].publish(hybrid_prefix(SHARED))
     for _ in range(2):
-        prefixes = server.start_coordinator().placer.prefixes
-        wait_until(lambda found=prefixes: len(found.cached[1].blocks) == 10)
+        replicas = server.start_coordinator().placer.replicas
+        wait_until(lambda found=replicas: len(found[1].contents.blocks) == 10)
         placement = server.worker.place(wanted("a", [*SHARED, 1]))
         assert placement.client is server.worker.clients[1]
         placement.ended(4)
@@ -145,11 +150,11 @@ def test_a_coordinator_that_comes_late_knows_what_runs(server: Server) -> None:
     for _ in range(2):
         placer = server.start_coordinator().placer
         assert placer is not None
-        wait_until(lambda found=placer: found.answers(0) == 2)
+        wait_until(lambda found=placer: found.replicas[0].answers == 2)
         placement = server.worker.place(wanted("d", [1]))
         assert placement.client is server.worker.clients[1]
         placement.ended(4)
-        wait_until(lambda found=placer: found.answers(1) == 0)
+        wait_until(lambda found=placer: found.replicas[1].answers == 0)
         server.stop_coordinator()
         wait_until(lambda: not link._connected)
 
@@ -169,7 +174,9 @@ def test_a_coordinator_keeps_what_it_is_told_before_it_knows_a_replica(
         link.moved(wanted("a", [1]), 0)
         assert coordinator.placer is None
         replicas = [Replica(folder, number, tokenizer) for number in range(2)]
-        wait_until(lambda: coordinator.placer is not None and coordinator.placer.answers(0) == 1)
+        wait_until(
+            lambda: coordinator.placer is not None and coordinator.placer.replicas[0].answers == 1
+        )
         wait_until(lambda: all(coordinator._ready))
         assert link.place(wanted("b", [1]), [0, 1]) == 1
         link.close()
@@ -185,11 +192,11 @@ def test_the_requests_of_a_worker_that_dies_stop_counting(server: Server) -> Non
     wait_until(lambda: other._coordinator._connected)
     other.place(wanted("a", SHARED))
     mine = server.worker.place(wanted("b", SHARED))
-    assert sum(map(coordinator.placer.answers, (0, 1))) == 2
+    assert answers_of(coordinator) == 2
     other.close()
-    wait_until(lambda: sum(map(coordinator.placer.answers, (0, 1))) == 1)
+    wait_until(lambda: answers_of(coordinator) == 1)
     mine.ended(1)
-    wait_until(lambda: sum(map(coordinator.placer.answers, (0, 1))) == 0)
+    wait_until(lambda: answers_of(coordinator) == 0)
 
 
 def test_a_coordinator_that_hangs_is_not_waited_for_long(
@@ -217,26 +224,26 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
     request = wanted("a", SHARED)
     placement = server.worker.place(request)
     number = server.worker.clients.index(placement.client)
-    assert coordinator.placer.prefill(number) == len(SHARED)
+    assert coordinator.placer.replicas[number].prefill == len(SHARED)
     subscription = Subscription(placement.client, whole=True)
     subscription._on_first = placement.on_first
     subscription.add(wire.AddRequest("a-0", wire.packed(SHARED), SamplingParams(max_tokens=20)))
-    wait_until(lambda: coordinator.placer.prefill(number) == 0)
-    assert coordinator.placer.answers(number) == 1
+    wait_until(lambda: coordinator.placer.replicas[number].prefill == 0)
+    assert coordinator.placer.replicas[number].answers == 1
     subscription.close()
     placement.ended(20)
-    wait_until(lambda: coordinator.placer.answers(number) == 0)
+    wait_until(lambda: coordinator.placer.replicas[number].answers == 0)
 
 
 def test_a_replica_that_ends_has_nothing_any_more(server: Server) -> None:
     coordinator = server.start_coordinator()
     server.replicas[1].publish(hybrid_prefix(SHARED))
-    wait_until(lambda: len(coordinator.placer.prefixes.cached[1].blocks) == 10)
+    wait_until(lambda: len(coordinator.placer.replicas[1].contents.blocks) == 10)
     server.worker.place(wanted("a", [*SHARED, 1]))
     server.replicas[1].loop.request_stop()
     server.worker.clients[1].send(wire.ResetPrefixCache(0))  # an idle loop looks up at once
-    wait_until(lambda: len(coordinator.placer.prefixes.cached[1].blocks) == 0)
-    assert coordinator.placer.answers(1) == 0
+    wait_until(lambda: len(coordinator.placer.replicas[1].contents.blocks) == 0)
+    assert coordinator.placer.replicas[1].answers == 0
     wait_until(lambda: server.worker.clients[1].state == "down")
     placement = server.worker.place(wanted("b", [*SHARED, 1]))
     assert placement.client is server.worker.clients[0]
@@ -284,7 +291,7 @@ def test_requests_that_are_refused_say_nothing_of_how_long_answers_are(
         replica.engine.num_waiting = 4
     for _ in range(5):
         assert ask(http, max_tokens=20).status_code == 429
-    wait_until(lambda: sum(map(coordinator.placer.answers, (0, 1))) == 0)
+    wait_until(lambda: answers_of(coordinator) == 0)
     assert coordinator.placer._mean_answer == 20.0
 
 

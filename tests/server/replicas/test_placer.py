@@ -16,7 +16,7 @@ from megatron_hybrid.kv_events import AllBlocksCleared, BlockRemoved, BlockStore
 from megatron_hybrid.kv_events.messages import BLOCKS, LOGITS, STATES
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
-from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys, ReplicaPrefixes
+from megatron_hybrid.server.replicas.replica import PromptKeys, Replica
 
 BLOCK = 4
 HYBRID = CacheSizes(BLOCK, 2 * BLOCK)
@@ -53,11 +53,15 @@ def cleared(layers: Layers, epoch: int = 0) -> AllBlocksCleared:
     return AllBlocksCleared(epoch, BLOCK, layers.attention, layers.recurrent)
 
 
+def three(sizes: CacheSizes) -> dict[int, Replica]:
+    return {number: Replica(sizes) for number in range(3)}
+
+
 def hybrid_placer(policy: str, max_queue: int = 1_000_000) -> Placer:
     """Of three replicas that have just begun."""
     placer = Placer(policy, HYBRID, max_queue)
     for replica in range(3):
-        placer.prefixes.cached[replica].apply([cleared(HYBRID_LAYERS)])
+        placer.replicas[replica].contents.apply([cleared(HYBRID_LAYERS)])
     return placer
 
 
@@ -104,13 +108,13 @@ EVERYTHING = (*CACHE, *(5 * ("expect", "done")))
 class Driver:
     """Random changes of three replicas, told to the index as events."""
 
-    def __init__(self, seed: int, layers: Layers, prefixes: ReplicaPrefixes) -> None:
+    def __init__(self, seed: int, layers: Layers, replicas: dict[int, Replica]) -> None:
         self.random = random.Random(seed)
         self.layers = layers
-        self.prefixes = prefixes
+        self.index = replicas
         self.replicas = [Naive(layers) for _ in range(3)]
         for number in range(3):
-            prefixes.cached[number].apply([cleared(layers)])
+            replicas[number].contents.apply([cleared(layers)])
         self.waiting: list[tuple[int, Prefix, PromptKeys]] = []
 
     def sequence(self) -> Prefix:
@@ -121,7 +125,7 @@ class Driver:
 
     def change(self, kinds: Sequence[str]) -> None:
         number = self.random.randrange(3)
-        naive, contents = self.replicas[number], self.prefixes.cached[number]
+        naive, contents = self.replicas[number], self.index[number].contents
         salt, tokens = prefix = self.sequence()
         kind = self.random.choice(kinds)
         full = [(salt, tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
@@ -162,13 +166,13 @@ class Driver:
             contents.apply([BlockRemoved([name_of(gone, naive.epoch)], "GPU", LOGITS)])
         elif kind == "expect":
             keys = prompt(tokens, salt)
-            self.prefixes.expect(number, keys)
+            self.index[number].expect(keys)
             naive.expected.append(prefix)
             self.waiting.append((number, prefix, keys))
         elif kind == "done" and self.waiting:
             place = self.random.randrange(len(self.waiting))
             number, prefix, keys = self.waiting.pop(place)
-            self.prefixes.expect_no_more(number, keys)
+            self.index[number].expect_no_more(keys)
             self.replicas[number].expected.remove(prefix)
         elif kind == "clear":
             naive.blocks.clear()
@@ -180,28 +184,28 @@ class Driver:
 @pytest.mark.parametrize("layers", [HYBRID_LAYERS, ATTENTION, RECURRENT])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_finds_what_each_replica_could_skip(seed: int, layers: Layers) -> None:
-    driver = Driver(seed, layers, ReplicaPrefixes(layers.sizes))
+    driver = Driver(seed, layers, three(layers.sizes))
     found = 0
     for _ in range(400):
         driver.change(EVERYTHING)
         salt, tokens = driver.sequence()
         expected = {number: one.skips(salt, tokens) for number, one in enumerate(driver.replicas)}
         keys = prompt(tokens, salt)
-        assert {one: driver.prefixes.reusable(keys, one) for one in range(3)} == expected
+        assert {one: driver.index[one].reusable(keys) for one in range(3)} == expected
         found += sum(expected.values())
     assert found > 1000
 
 
 def test_nothing_is_left_of_what_is_over() -> None:
-    driver = Driver(1, HYBRID_LAYERS, ReplicaPrefixes(HYBRID))
+    driver = Driver(1, HYBRID_LAYERS, three(HYBRID))
     for _ in range(300):
         driver.change(EVERYTHING)
     for number, _, keys in driver.waiting:
-        driver.prefixes.expect_no_more(number, keys)
+        driver.index[number].expect_no_more(keys)
     for number in range(3):
-        contents = driver.prefixes.cached[number]
+        contents = driver.index[number].contents
         contents.apply([cleared(HYBRID_LAYERS, 1)])
-        assert not driver.prefixes.expected[number]
+        assert not driver.index[number].expected
         assert not contents.blocks and not contents.states and not contents._fills
 
 
@@ -209,7 +213,7 @@ def test_nothing_is_left_of_what_is_over() -> None:
 def test_a_request_goes_where_it_is_computed_first(seed: int) -> None:
     """Without answers, so that nothing but prompts counts."""
     placer = hybrid_placer("longest_prefix")
-    driver = Driver(seed, HYBRID_LAYERS, placer.prefixes)
+    driver = Driver(seed, HYBRID_LAYERS, placer.replicas)
     waiting: dict[str, tuple[int, Prefix, int]] = {}  # replica, prompt, tokens to compute
     chosen_often = [0, 0, 0]
     for number in range(200):
@@ -223,7 +227,7 @@ def test_a_request_goes_where_it_is_computed_first(seed: int) -> None:
         salt, tokens = prefix = driver.sequence()
         own = [len(tokens) - one.skips(salt, tokens) for one in driver.replicas]
         costs = [
-            own[replica] * (1 + placer.answers(replica))
+            own[replica] * (1 + placer.replicas[replica].answers)
             + sum(work for where, _, work in waiting.values() if where == replica)
             for replica in range(3)
         ]
@@ -252,7 +256,7 @@ def test_a_prefix_is_waited_for_as_long_as_computing_it_takes() -> None:
     assert place(placer, "second", [*shared, 1]) == home
     for name in ("first", "second", "other"):
         placer.end(name)
-    placer.prefixes.cached[home].apply(hybrid_prefix(shared))
+    placer.replicas[home].contents.apply(hybrid_prefix(shared))
     # Seven times 4 tokens, and 1 token that eight wait for: less than the 41 that it has not.
     for number in range(7):
         placer.place(f"load-{number}", [prompt([2000 + number] * BLOCK)], 1, 0, [home])
@@ -275,13 +279,13 @@ def test_kv_without_a_state_is_worth_nothing_to_a_hybrid() -> None:
     shared = list(range(10 * BLOCK))
     kv, state = hybrid_prefix(shared)
     placer = hybrid_placer("longest_prefix")
-    placer.prefixes.cached[1].apply([kv])
+    placer.replicas[1].contents.apply([kv])
     keys = prompt([*shared, 1])
-    assert [placer.prefixes.reusable(keys, one) for one in (0, 1)] == [0, 0]
-    placer.prefixes.cached[1].apply([state])
-    assert [placer.prefixes.reusable(keys, one) for one in (0, 1)] == [0, len(shared)]
+    assert [placer.replicas[one].reusable(keys) for one in (0, 1)] == [0, 0]
+    placer.replicas[1].contents.apply([state])
+    assert [placer.replicas[one].reusable(keys) for one in (0, 1)] == [0, len(shared)]
     salted = prompt([*shared, 1], "salt")
-    assert [placer.prefixes.reusable(salted, one) for one in (0, 1)] == [0, 0]
+    assert [placer.replicas[one].reusable(salted) for one in (0, 1)] == [0, 0]
     assert place(placer, "a", [*shared, 1]) == 1
 
 
@@ -294,7 +298,7 @@ def test_answers_that_run_count_by_the_steps_that_they_share() -> None:
         placer.start(f"r{number}-0")
     # A new answer and each of the four delay one another by 100 * 100 / 200 = 50 tokens: 400.
     shared = list(range(1000, 1000 + 100 * BLOCK))
-    placer.prefixes.cached[0].apply(hybrid_prefix(shared))
+    placer.replicas[0].contents.apply(hybrid_prefix(shared))
     assert place(placer, "a", [*shared, 1]) == 1
     placer.end("a")
     placer.end("r0", tokens=100)
@@ -310,11 +314,11 @@ def test_all_prompts_and_answers_of_a_request_count_where_it_is() -> None:
     placer = hybrid_placer("load_balanced")
     prompts = [prompt([1] * 10), prompt([2] * 20)]
     replica = placer.place("many", prompts, 3, None, [0, 1])
-    assert (placer.prefill(replica), placer.answers(replica)) == (30, 6)
+    assert (placer.replicas[replica].prefill, placer.replicas[replica].answers) == (30, 6)
     placer.start("many-1")
-    assert placer.prefill(replica) == 10
+    assert placer.replicas[replica].prefill == 10
     placer.end("many", tokens=60)
-    assert (placer.prefill(replica), placer.answers(replica)) == (0, 0)
+    assert (placer.replicas[replica].prefill, placer.replicas[replica].answers) == (0, 0)
 
 
 def test_prompts_of_one_request_share_their_prefix() -> None:
@@ -322,7 +326,7 @@ def test_prompts_of_one_request_share_their_prefix() -> None:
     shared = [7] * 4 * BLOCK
     prompts = [prompt([*shared, number]) for number in range(3)]
     replica = placer.place("many", prompts, 1, None, [0, 1])
-    assert placer.prefill(replica) == 4 * BLOCK + 3
+    assert placer.replicas[replica].prefill == 4 * BLOCK + 3
 
 
 def test_a_full_queue_is_no_place_while_another_one_has_room() -> None:
@@ -330,7 +334,7 @@ def test_a_full_queue_is_no_place_while_another_one_has_room() -> None:
     shared = [7] * 4 * BLOCK
     home = place(placer, "a", shared)
     placer.start("a-0")
-    placer.prefixes.cached[home].apply(hybrid_prefix(shared))
+    placer.replicas[home].contents.apply(hybrid_prefix(shared))
     assert place(placer, "b", [*shared, 1], choices=3) == home
     assert place(placer, "c", [*shared, 1]) == home
     assert place(placer, "d", [*shared, 1]) == 1 - home
@@ -346,8 +350,8 @@ def test_answers_that_run_take_no_place_in_the_queue() -> None:
         places.append(place(placer, f"a{number}", [*shared, number]))
         placer.start(f"a{number}-0")
     assert len(set(places)) == 1
-    assert placer.waiting(places[0]) == 0
-    assert placer.answers(places[0]) == 8
+    assert placer.replicas[places[0]].waiting == 0
+    assert placer.replicas[places[0]].answers == 8
 
 
 def test_the_first_block_decides_and_a_lost_replica_moves_only_its_own_prompts() -> None:
@@ -389,20 +393,20 @@ def test_where_nothing_else_decides_memory_is_filled_evenly() -> None:
     for number in range(20):
         replica = place(placer, f"r{number}", [number] * 3 * BLOCK)
         placer.end(f"r{number}", tokens=1)
-        placer.prefixes.cached[replica].apply(hybrid_prefix([number] * 3 * BLOCK))
-    assert [len(placer.prefixes.cached[replica].blocks) for replica in (0, 1)] == [30, 30]
+        placer.replicas[replica].contents.apply(hybrid_prefix([number] * 3 * BLOCK))
+    assert [len(placer.replicas[replica].contents.blocks) for replica in (0, 1)] == [30, 30]
 
 
 def test_a_lost_replica_and_a_moved_request_leave_no_load() -> None:
     placer = hybrid_placer("longest_prefix")
     home = place(placer, "a", [1] * 40)
     placer.move("a", 1 - home, 1)
-    assert (placer.prefill(home), placer.answers(home)) == (0, 0)
-    assert placer.answers(1 - home) == 1
+    assert (placer.replicas[home].prefill, placer.replicas[home].answers) == (0, 0)
+    assert placer.replicas[1 - home].answers == 1
     placer.move("unknown", 1 - home, 3)
-    assert placer.answers(1 - home) == 4
+    assert placer.replicas[1 - home].answers == 4
     placer.lose(1 - home)
-    assert (placer.prefill(1 - home), placer.answers(1 - home)) == (0, 0)
+    assert (placer.replicas[1 - home].prefill, placer.replicas[1 - home].answers) == (0, 0)
     placer.end("a", tokens=5)  # comes later, and is nothing any more
-    assert placer.answers(1 - home) == 0
-    assert not any(placer.prefixes.expected.values())
+    assert placer.replicas[1 - home].answers == 0
+    assert not any(one.expected for one in placer.replicas.values())

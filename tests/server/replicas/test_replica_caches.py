@@ -17,7 +17,7 @@ from megatron_hybrid.kv_events import KVEventRecorder
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
-from megatron_hybrid.server.replicas.replica_prefixes import PromptKeys
+from megatron_hybrid.server.replicas.replica import PromptKeys
 
 CHATS, TURNS, OPEN_CHATS, RUNNING = 16, 4, 10, 4
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 40, 20, 6
@@ -112,7 +112,7 @@ class Run:
                     self.placer.end(chat.name, ANSWER_TOKENS)
                     done.append(chat)
             if (changes := self.recorders[replica].take()) is not None:
-                self.placer.prefixes.cached[replica].apply(changes.events())
+                self.placer.replicas[replica].contents.apply(changes.events())
         return done
 
 

@@ -1,4 +1,4 @@
-"""Which replica can skip how much of a prompt: what each one has cached, or will have.
+"""What is known of one replica: what it has cached, or will have, and what it has to do.
 
 A prompt that waits or is being computed counts as cached where it runs: a request that shares its
 prefix is computed behind it, and then finds what it left. With recurrent layers a state is left
@@ -7,7 +7,8 @@ where the two part, floored to the grid: the scheduler looks ahead for such fork
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,33 +44,35 @@ class PromptKeys:
         return known
 
 
-class ReplicaPrefixes:
-    """What all replicas have, by their numbers. Their caches are cut alike, as `sizes` says."""
+@dataclass(slots=True)
+class Replica:
+    """One replica, whose cache is cut as `sizes` says."""
 
-    def __init__(self, sizes: CacheSizes) -> None:
-        self.sizes = sizes
-        self.cached: defaultdict[int, CacheContents] = defaultdict(CacheContents)
-        # How many prompts that wait or are computed have a block, by its hash.
-        self.expected: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    sizes: CacheSizes
+    contents: CacheContents = field(default_factory=CacheContents)
+    prefill: int = 0  # prompt tokens that wait there to be computed
+    answers: int = 0  # that have a place there and have not ended
+    waiting: int = 0  # of these, those that have not begun
+    total: int = 0  # tokens of all prompts that were ever placed there
+    # How many prompts that wait or are computed have a block, by its hash.
+    expected: Counter[int] = field(default_factory=Counter)
 
-    def expect(self, replica: int, prompt: PromptKeys) -> None:
-        """This prompt waits or is computed there."""
-        self.expected[replica].update(prompt.blocks())
+    def expect(self, prompt: PromptKeys) -> None:
+        """This prompt waits or is computed here."""
+        self.expected.update(prompt.blocks())
 
-    def expect_no_more(self, replica: int, prompt: PromptKeys) -> None:
+    def expect_no_more(self, prompt: PromptKeys) -> None:
         """It has been computed, or never will be; what is left of it is told by events."""
-        expected = self.expected[replica]
         for name in prompt.blocks():
-            expected[name] -= 1
-            if not expected[name]:
-                del expected[name]
+            self.expected[name] -= 1
+            if not self.expected[name]:
+                del self.expected[name]
 
-    def reusable(self, prompt: PromptKeys, replica: int) -> int:
-        """How many tokens of the prompt this replica could skip."""
-        contents = self.cached[replica]
+    def reusable(self, prompt: PromptKeys) -> int:
+        """How many tokens of the prompt can be skipped here."""
         # The last token of what is only expected is always computed.
-        shared = shared_blocks(prompt.blocks(), self.expected[replica]) * self.sizes.block_size
+        shared = shared_blocks(prompt.blocks(), self.expected) * self.sizes.block_size
         shared = min(shared, prompt.length - 1)
         shared -= shared % self.sizes.unit
-        keys, hashes = prompt.of(contents.epoch)
-        return max(shared, contents.skippable(keys, prompt.length, hashes))
+        keys, hashes = prompt.of(self.contents.epoch)
+        return max(shared, self.contents.skippable(keys, prompt.length, hashes))
