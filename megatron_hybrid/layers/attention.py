@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, WeightPart, prefixed, scaled, section, shard, whole
-from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel
 
 
 @dataclass(frozen=True)
@@ -43,47 +41,21 @@ class Attention(Mixer):
     ) -> None:
         """`input_size`: where it is not the hidden size."""
         super().__init__()
-        parallel, dtype, eps = context.parallel, context.dtype, context.eps
-        ranks = parallel.size
-        if config.num_heads % ranks:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {ranks} does not divide the model's "
-                f"{config.num_heads} attention heads."
-            )
-        if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {ranks} neither divides nor is a multiple of the "
-                f"model's {config.num_kv_heads} KV heads."
-            )
         self.config = config
         self.layer = context.layer
-        self.parallel = parallel
-        self.heads = config.num_heads // ranks
-        self.kv_heads = max(config.num_kv_heads // ranks, 1)
-        self.first_kv_head = parallel.rank * config.num_kv_heads // ranks
+        self.parallel = context.parallel
+        self.heads = context.share(config.num_heads, "attention heads")
+        self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         gates = queries if config.output_gate else 0
         self.qkv_sections = [queries + 2 * keys, gates]
-        local = sum(self.qkv_sections)
-        self.qkv_proj = ColumnParallelLinear(
-            input_size or context.hidden_size,
-            local * ranks,
-            bias=config.qkv_bias,
-            dtype=dtype,
-            parallel=parallel,
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            context.hidden_size,
-            bias=config.output_bias,
-            dtype=dtype,
-            parallel=parallel,
-            sums=False,
-        )
+        self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
+        self.o_proj = context.to_hidden(queries, config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(config.head_dim, eps, dtype, config.zero_centered_norm) for _ in "qk"
+                RMSNorm(config.head_dim, context.eps, context.dtype, config.zero_centered_norm)
+                for _ in "qk"
             )
 
     @property
@@ -102,43 +74,30 @@ class Attention(Mixer):
         )
 
     def weight_parts(self) -> Parts:
-        config = self.config
-        weights = self._qkv_parts("weight", self.qkv_proj.weight)
-        yield from scaled(config.input_multiplier, weights)
-        if self.qkv_proj.bias is not None:
-            yield from self._qkv_parts("bias", self.qkv_proj.bias)
-        width = config.num_heads * config.head_dim
-        out = [shard("o_proj.weight", self.o_proj.weight, 1, self.parallel.rank, width)]
-        if self.o_proj.bias is not None:
-            out.append(whole("o_proj.bias", self.o_proj.bias))
-        yield from scaled(config.out_multiplier, out)
+        config, projection = self.config, self.qkv_proj
+        rows = self._qkv_rows()
+        yield from fused(rows, projection.weight, projection.bias, config.input_multiplier)
+        yield from row_parallel("o_proj", self.o_proj, config.out_multiplier)
         if self.q_norm is not None and self.k_norm is not None:
             yield from prefixed("q_norm", self.q_norm.weight_parts())
             yield from prefixed("k_norm", self.k_norm.weight_parts())
 
-    def _qkv_parts(self, kind: str, parameter: Tensor) -> list[WeightPart]:
-        dim, config, rank = self.config.head_dim, self.config, self.parallel.rank
-        queries, keys = self.heads * dim, self.kv_heads * dim
-        q, k, v, gate = parameter.split([queries, keys, keys, self.qkv_sections[1]], dim=0)
-        kv_start, kv_total = self.first_kv_head * dim, config.num_kv_heads * dim
-        query_parts = [shard(f"q_proj.{kind}", q, 0, rank, config.num_heads * dim)]
-        if config.output_gate:
-            query_parts = [
-                section(
-                    f"q_proj.{kind}",
-                    rows.narrow(0, head * dim, dim),
-                    0,
-                    (2 * (rank * self.heads + head) + number) * dim,
-                    2 * config.num_heads * dim,
-                )
-                for head in range(self.heads)
-                for number, rows in enumerate((q, gate))
-            ]
-        return [
-            *query_parts,
-            section(f"k_proj.{kind}", k, 0, kv_start, kv_total),
-            section(f"v_proj.{kind}", v, 0, kv_start, kv_total),
-        ]
+    def _qkv_rows(self) -> list[Rows]:
+        config, dim, rank = self.config, self.config.head_dim, self.parallel.rank
+        queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+        first = rank * self.heads * dim
+        first_key = rank * config.num_kv_heads // self.parallel.size * dim
+        q, gates = [Rows("q_proj", self.heads * dim, first, queries)], []
+        if config.output_gate:  # in the checkpoint a head's gate follows its query
+            q, gates = (
+                [
+                    Rows("q_proj", dim, 2 * (first + head * dim) + behind, 2 * queries)
+                    for head in range(self.heads)
+                ]
+                for behind in (0, dim)
+            )
+        kv = [Rows(name, self.kv_heads * dim, first_key, keys) for name in ("k_proj", "v_proj")]
+        return [*q, *kv, *gates]
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -22,14 +21,6 @@ class Delay(RecurrentMixer):
         super().__init__(context, [context.hidden_size], width=2, bias=False)
         self.conv_weight[:, 0] = 1
         self.conv_weight[:, 1] = 0
-        self.spec = StateSpec(
-            conv_shape=(context.hidden_size, 1),
-            conv_dtype=context.conv_states_dtype,
-            ssm_shape=(0,),
-            ssm_dtype=context.ssm_states_dtype,
-            kernel_chunk=1,
-            inputs_dtype=context.dtype,
-        )
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], zeros for the first token of a sequence; reads and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -109,12 +110,12 @@ class StateSpec:
     def bytes_per_ring_place(self) -> int:
         """What a ring keeps of one token."""
         shapes = (self.conv_shape[:1], *self.inputs_shapes)
-        return sum(map(_prod, shapes)) * self.inputs_dtype.itemsize
+        return sum(map(math.prod, shapes)) * self.inputs_dtype.itemsize
 
     def bytes_per_slot(self) -> int:
         """Of the convolution's window and the recurrence's state."""
-        conv = _prod(self.conv_shape) * self.conv_dtype.itemsize
-        return conv + _prod(self.ssm_shape) * self.ssm_dtype.itemsize
+        conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
+        return conv + math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
 
 
 class RecurrentRings(NamedTuple):
@@ -203,10 +204,3 @@ def _conv_states(num_slots: int, spec: StateSpec, device: torch.device) -> Tenso
     # channels lie side by side, as in the activations: neighbouring threads read neighbours
     shape = (num_slots, *reversed(spec.conv_shape))
     return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(1, 2)
-
-
-def _prod(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
-from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel, shard
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_hybrid.parallel import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -43,37 +41,25 @@ class Mamba1(RecurrentMixer):
 
     def __init__(self, config: Mamba1Config, context: LayerContext) -> None:
         parallel, dtype = context.parallel, context.dtype
-        if config.inner_size % parallel.size:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
-                f"{config.inner_size} Mamba channels."
-            )
-        inner, size = config.inner_size // parallel.size, config.state_size
-        super().__init__(context, [inner], config.conv_width, config.conv_bias)
+        inner, size = context.share(config.inner_size, "Mamba channels"), config.state_size
+        super().__init__(
+            context,
+            [inner],
+            config.conv_width,
+            config.conv_bias,
+            state=(inner, size),
+            inputs=((inner,), (inner,), (size,)),  # x, dt, B
+            kernel_chunk=config.kernel_chunk,
+        )
         self.config = config
         self.inner = inner
         self.low_sections = [config.dt_rank, size, size]  # of step sizes, B, C
-        self.in_proj = ColumnParallelLinear(
-            context.hidden_size,
-            2 * config.inner_size,
-            bias=config.proj_bias,
-            dtype=dtype,
-            parallel=parallel,
-        )
+        self.in_proj = context.to_rows(2 * inner, config.proj_bias)
         self.x_proj = RowParallelLinear(
             config.inner_size, sum(self.low_sections), bias=False, dtype=dtype, parallel=parallel
         )
-        self.dt_proj = ColumnParallelLinear(
-            config.dt_rank, config.inner_size, bias=False, dtype=dtype, parallel=parallel
-        )
-        self.out_proj = RowParallelLinear(
-            config.inner_size,
-            context.hidden_size,
-            bias=config.proj_bias,
-            dtype=dtype,
-            parallel=parallel,
-            sums=False,
-        )
+        self.dt_proj = context.to_rows(inner, bias=False, inputs=config.dt_rank)
+        self.out_proj = context.to_hidden(inner, config.proj_bias)
         self.dt_norm = self.b_norm = self.c_norm = None
         if config.norms != "none":
             self.dt_norm, self.b_norm, self.c_norm = (
@@ -83,28 +69,17 @@ class Mamba1(RecurrentMixer):
         self.A_log = parameter((inner, size), torch.float32)
         self.D = parameter((inner,), torch.float32)
         self.A: Tensor  # [channels, state] float32, negative; see after_loading
-        self.spec = StateSpec(
-            conv_shape=(inner, config.conv_width - 1),
-            conv_dtype=context.conv_states_dtype,
-            ssm_shape=(inner, size),
-            ssm_dtype=context.ssm_states_dtype,
-            kernel_chunk=config.kernel_chunk,
-            inputs_shapes=((inner,), (inner,), (size,)),  # x, dt, B
-            inputs_dtype=context.dtype,
-        )
 
     def kernel(self, kernels: KernelSet) -> Scan[Mamba1Tokens, Mamba1Constants]:
         return kernels.mamba1_scan
 
     def weight_parts(self) -> Parts:
         rank, total = self.parallel.rank, self.config.inner_size
-        for kind, weight in (("weight", self.in_proj.weight), ("bias", self.in_proj.bias)):
-            if weight is not None:
-                for half, rows in enumerate(weight.chunk(2)):
-                    start = half * total + rank * self.inner
-                    yield section(f"in_proj.{kind}", rows, 0, start, 2 * total)
-        yield from self.conv_parts("conv1d", [rank * self.inner], total)
-        yield shard("x_proj.weight", self.x_proj.weight, 1, rank, total)
+        first = rank * self.inner
+        halves = [Rows("in_proj", self.inner, half + first, 2 * total) for half in (0, total)]
+        yield from fused(halves, self.in_proj.weight, self.in_proj.bias)
+        yield from self.conv_parts("conv1d", [first], total)
+        yield from row_parallel("x_proj", self.x_proj)
         if self.config.norms == "learned":
             for name in ("dt_norm", "b_norm", "c_norm"):
                 yield from prefixed(name, getattr(self, name).weight_parts())
@@ -112,9 +87,7 @@ class Mamba1(RecurrentMixer):
         yield shard("dt_proj.bias", self.dt_bias, 0, rank, total)
         yield shard("A_log", self.A_log, 0, rank, total)
         yield shard("D", self.D, 0, rank, total)
-        yield shard("out_proj.weight", self.out_proj.weight, 1, rank, total)
-        if self.out_proj.bias is not None:
-            yield whole("out_proj.bias", self.out_proj.bias)
+        yield from row_parallel("out_proj", self.out_proj)
 
     def after_loading(self) -> None:
         super().after_loading()

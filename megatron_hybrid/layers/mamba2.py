@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
-from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
-from megatron_hybrid.layers.parts import Parts, prefixed, scaled, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel, shard
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -58,43 +55,24 @@ class Mamba2(RecurrentMixer):
     kind = "mamba2"
 
     def __init__(self, config: Mamba2Config, context: LayerContext) -> None:
-        ranks, rank = context.parallel.size, context.parallel.rank
-        if config.num_heads % ranks:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {ranks} does not divide the model's "
-                f"{config.num_heads} Mamba heads."
-            )
-        if config.num_groups % ranks and ranks % config.num_groups:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {ranks} neither divides nor is a multiple of the "
-                f"model's {config.num_groups} Mamba groups."
-            )
-        heads, groups = config.num_heads // ranks, max(config.num_groups // ranks, 1)
+        heads = context.share(config.num_heads, "Mamba heads")
+        groups = context.share(config.num_groups, "Mamba groups", or_copy=True)
         inner, per_group = heads * config.head_dim, groups * config.state_size
         super().__init__(
-            context, [inner, per_group, per_group], config.conv_width, config.conv_bias
+            context,
+            [inner, per_group, per_group],
+            config.conv_width,
+            config.conv_bias,
+            state=(heads, config.head_dim, config.state_size),
+            # x, B, dt
+            inputs=((heads, config.head_dim), (groups, config.state_size), (heads,)),
+            kernel_chunk=config.kernel_chunk,
         )
         self.config = config
         self.heads, self.groups, self.inner = heads, groups, inner
-        self.first_group = rank * config.num_groups // ranks
-        channels = sum(self.conv_sections)
-        self.in_sections = [inner, channels, heads]  # z, convolved, dt
-        parallel, dtype = context.parallel, context.dtype
-        self.in_proj = ColumnParallelLinear(
-            context.hidden_size,
-            sum(self.in_sections) * ranks,
-            bias=config.proj_bias,
-            dtype=dtype,
-            parallel=parallel,
-        )
-        self.out_proj = RowParallelLinear(
-            config.inner_size,
-            context.hidden_size,
-            bias=config.out_bias,
-            dtype=dtype,
-            parallel=parallel,
-            sums=False,
-        )
+        self.in_sections = [inner, sum(self.conv_sections), heads]  # z, convolved, dt
+        self.in_proj = context.to_rows(sum(self.in_sections), config.proj_bias)
+        self.out_proj = context.to_hidden(inner, config.out_bias)
         self.dt_bias = parameter((heads,), torch.float32)
         self.A_log = parameter((heads,), torch.float32)
         self.D = parameter((heads,), torch.float32)
@@ -105,20 +83,10 @@ class Mamba2(RecurrentMixer):
                 config.inner_size,
                 config.num_groups,
                 context.eps if config.norm_eps is None else config.norm_eps,
-                dtype,
-                parallel,
+                context.dtype,
+                context.parallel,
                 norm_first=config.norm == "norm_first",
             )
-        self.spec = StateSpec(
-            conv_shape=(channels, config.conv_width - 1),
-            conv_dtype=context.conv_states_dtype,
-            ssm_shape=(heads, config.head_dim, config.state_size),
-            ssm_dtype=context.ssm_states_dtype,
-            kernel_chunk=config.kernel_chunk,
-            # x, B, dt
-            inputs_shapes=((heads, config.head_dim), (groups, config.state_size), (heads,)),
-            inputs_dtype=context.dtype,
-        )
 
     def kernel(self, kernels: KernelSet) -> Scan[Mamba2Tokens, Mamba2Constants]:
         return kernels.mamba2_scan
@@ -127,8 +95,8 @@ class Mamba2(RecurrentMixer):
         rank, config = self.parallel.rank, self.config
         all_groups = config.num_groups * config.state_size
         # x, B and C of this rank, counted from where the whole x begins
-        group = self.first_group * config.state_size
-        starts = [rank * self.inner, config.inner_size + group]
+        first_group = rank * config.num_groups // self.parallel.size
+        starts = [rank * self.inner, config.inner_size + first_group * config.state_size]
         starts.append(starts[1] + all_groups)
         conv_total = config.inner_size + 2 * all_groups
         total = config.inner_size + conv_total + config.num_heads
@@ -137,26 +105,20 @@ class Mamba2(RecurrentMixer):
             *(config.inner_size + start for start in starts),
             config.inner_size + conv_total + rank * self.heads,
         ]
-        sections = [self.inner, *self.conv_sections, self.heads]
-        for kind, weight, multiplier in (
-            ("weight", self.in_proj.weight, config.input_multiplier),
-            ("bias", self.in_proj.bias, 1.0),
-        ):
-            if weight is not None:
-                for rows, start, own in zip(
-                    weight.split(sections), in_starts, config.in_multipliers, strict=True
-                ):
-                    part = section(f"in_proj.{kind}", rows, 0, start, total)
-                    yield replace(part, multiplier=own * multiplier)
+        counts = [self.inner, *self.conv_sections, self.heads]
+        rows = [
+            Rows("in_proj", count, start, total, multiplier)
+            for count, start, multiplier in zip(
+                counts, in_starts, config.in_multipliers, strict=True
+            )
+        ]
+        yield from fused(rows, self.in_proj.weight, self.in_proj.bias, config.input_multiplier)
         yield from self.conv_parts("conv1d", starts, conv_total)
         for name in ("dt_bias", "A_log", "D"):
             yield shard(name, getattr(self, name), 0, rank, config.num_heads)
         if self.norm is not None:
             yield from prefixed("norm", self.norm.weight_parts())
-        out = [shard("out_proj.weight", self.out_proj.weight, 1, rank, config.inner_size)]
-        if self.out_proj.bias is not None:
-            out.append(whole("out_proj.bias", self.out_proj.bias))
-        yield from scaled(config.out_multiplier, out)
+        yield from row_parallel("out_proj", self.out_proj, config.out_multiplier)
 
     def after_loading(self) -> None:
         super().after_loading()

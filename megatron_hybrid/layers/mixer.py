@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.layers.parts import Parts
-from megatron_hybrid.parallel import ExpertRanks, RankGroup
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.parts import Parts, inner_parts
+from megatron_hybrid.parallel import (
+    ColumnParallelLinear,
+    ExpertRanks,
+    RankGroup,
+    RowParallelLinear,
+)
 
 if TYPE_CHECKING:
     from megatron_hybrid.layers.attention import Attention
@@ -30,6 +36,39 @@ class LayerContext:
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
 
+    def share(self, total: int, what: str, *, or_copy: bool = False) -> int:
+        """This rank's part of so many `what`; `or_copy`: one at least, which several ranks have.
+        Raises ConfigurationError where the ranks' parts would differ."""
+        ranks, flag = self.parallel.size, "--tensor-model-parallel-size"
+        if total % ranks and not or_copy:
+            raise ConfigurationError(f"{flag} {ranks} does not divide the model's {total} {what}.")
+        if total % ranks and ranks % total:
+            raise ConfigurationError(
+                f"{flag} {ranks} neither divides nor is a multiple of the model's {total} {what}."
+            )
+        return max(total // ranks, 1)
+
+    def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> ColumnParallelLinear:
+        """A projection of `inputs`, by default the hidden size, to so many rows on this rank."""
+        return ColumnParallelLinear(
+            inputs or self.hidden_size,
+            rows * self.parallel.size,
+            bias=bias,
+            dtype=self.dtype,
+            parallel=self.parallel,
+        )
+
+    def to_hidden(self, columns: int, bias: bool) -> RowParallelLinear:
+        """A projection of this rank's columns to its part of a sum of the hidden size."""
+        return RowParallelLinear(
+            columns * self.parallel.size,
+            self.hidden_size,
+            bias=bias,
+            dtype=self.dtype,
+            parallel=self.parallel,
+            sums=False,
+        )
+
 
 class Mixer(nn.Module):
     """One block's work between its norm and the residual stream. Its result is this rank's part
@@ -37,7 +76,7 @@ class Mixer(nn.Module):
 
     def weight_parts(self) -> Parts:
         """The weights that it needs on this rank."""
-        raise NotImplementedError
+        return inner_parts(self)
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

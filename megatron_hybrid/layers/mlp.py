@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
-from megatron_hybrid.layers.parts import Parts, scaled, shard, whole
-from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
 
 
 @dataclass(frozen=True)
@@ -30,37 +28,21 @@ class MLP(Mixer):
 
     def __init__(self, config: MLPConfig, context: LayerContext) -> None:
         super().__init__()
-        hidden_size, dtype, parallel = context.hidden_size, context.dtype, context.parallel
-        size = config.intermediate_size
-        if size % parallel.size:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
-                f"MLP size {size}."
-            )
         self.config = config
-        self.parallel = parallel
-        columns = 2 * size if config.gated else size
-        self.up_proj = ColumnParallelLinear(
-            hidden_size, columns, bias=config.bias, dtype=dtype, parallel=parallel
-        )
-        self.down_proj = RowParallelLinear(
-            size, hidden_size, bias=config.bias, dtype=dtype, parallel=parallel, sums=False
-        )
+        self.parallel = context.parallel
+        size = context.share(config.intermediate_size, "channels inside an MLP")
+        self.up_proj = context.to_rows(2 * size if config.gated else size, config.bias)
+        self.down_proj = context.to_hidden(size, config.bias)
 
     def weight_parts(self) -> Parts:
-        names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
-        rank, total = self.parallel.rank, self.config.intermediate_size
-        kinds = [("weight", self.up_proj.weight), ("bias", self.up_proj.bias)]
-        for kind, parameter in kinds:
-            if parameter is not None:
-                for name, rows in zip(names, parameter.chunk(len(names)), strict=True):
-                    part = shard(f"{name}.{kind}", rows, 0, rank, total)
-                    is_gate = name == "gate_proj"
-                    yield replace(part, multiplier=self.config.gate_multiplier if is_gate else 1.0)
-        down = [shard("down_proj.weight", self.down_proj.weight, 1, rank, total)]
-        if self.down_proj.bias is not None:
-            down.append(whole("down_proj.bias", self.down_proj.bias))
-        yield from scaled(self.config.out_multiplier, down)
+        config, total = self.config, self.config.intermediate_size
+        size = total // self.parallel.size
+        rows = [Rows("up_proj", size, self.parallel.rank * size, total)]
+        if config.gated:
+            gate = rows[0]._replace(role="gate_proj", multiplier=config.gate_multiplier)
+            rows.insert(0, gate)
+        yield from fused(rows, self.up_proj.weight, self.up_proj.bias)
+        yield from row_parallel("down_proj", self.down_proj, config.out_multiplier)
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

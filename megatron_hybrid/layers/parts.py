@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatron_hybrid.parallel import RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,42 @@ def prefixed(name: str, parts: Parts) -> Parts:
         yield replace(part, role=f"{name}.{part.role}")
 
 
-def scaled(multiplier: float, parts: Iterable[WeightPart]) -> Parts:
-    """The parts, with a constant factor of what they compute in them."""
+def inner_parts(module: nn.Module) -> Parts:
+    """The parts of all layers inside one, by the names that they have in it."""
+    for name, layer in module.named_children():
+        yield from prefixed(name, cast(Any, layer).weight_parts())
+
+
+class Rows(NamedTuple):
+    """Some of this rank's rows of a projection that does several at once: `size` from row `start`
+    on of the weight `role`, which has `total`."""
+
+    role: str  # without .weight or .bias
+    size: int
+    start: int
+    total: int
+    multiplier: float = 1.0
+
+
+def fused(
+    rows: Iterable[Rows], weight: Tensor, bias: Tensor | None, input_multiplier: float = 1.0
+) -> Parts:
+    """All rows of a projection, in order. input_multiplier: a constant factor of what goes in."""
+    rows = list(rows)
+    for kind, parameter, factor in (("weight", weight, input_multiplier), ("bias", bias, 1.0)):
+        if parameter is not None:
+            targets = parameter.split([one.size for one in rows])
+            for (role, _, start, total, own), target in zip(rows, targets, strict=True):
+                part = section(f"{role}.{kind}", target, 0, start, total)
+                yield replace(part, multiplier=own * factor)
+
+
+def row_parallel(role: str, layer: RowParallelLinear, multiplier: float = 1.0) -> Parts:
+    """This rank's columns, and the bias; multiplier: a constant factor of what they compute."""
+    ranks = layer.parallel
+    total = layer.weight.shape[1] * ranks.size
+    parts = [shard(f"{role}.weight", layer.weight, 1, ranks.rank, total)]
+    if layer.bias is not None:
+        parts.append(whole(f"{role}.bias", layer.bias))
     for part in parts:
-        yield replace(part, multiplier=multiplier * part.multiplier)
+        yield replace(part, multiplier=multiplier)

@@ -18,7 +18,7 @@ from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Plan,
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
-from megatron_hybrid.layers.parts import Parts, section
+from megatron_hybrid.layers.parts import Parts, Rows, fused
 
 Tokens = TypeVar("Tokens")
 Constants = TypeVar("Constants")
@@ -26,17 +26,25 @@ Ring = TypeVar("Ring")
 
 
 class RecurrentMixer(Mixer):
-    """`kind` names the layers that share their plans. A subclass sets `spec`, and gives `kernel`
-    where it has more than a convolution."""
+    """`kind` names the layers that share their plans. A subclass gives `kernel` where it has more
+    than a convolution."""
 
     kind: ClassVar[str]
     takes_chunk_bounds: ClassVar[bool] = False  # whether its kernels read cu_chunk_seqlens
-    spec: StateSpec
 
     def __init__(
-        self, context: LayerContext, conv_sections: list[int], width: int, bias: bool
+        self,
+        context: LayerContext,
+        conv_sections: list[int],
+        width: int,
+        bias: bool,
+        *,
+        state: tuple[int, ...] = (0,),
+        inputs: tuple[tuple[int, ...], ...] = (),
+        kernel_chunk: int = 1,
     ) -> None:
-        """`conv_sections`: this rank's channels of the convolution, by where they come from."""
+        """`conv_sections`: this rank's channels of the convolution, by where they come from.
+        `state`, `inputs`: the shapes of the recurrence's (StateSpec)."""
         super().__init__()
         self.layer = context.layer
         self.parallel = context.parallel
@@ -44,6 +52,15 @@ class RecurrentMixer(Mixer):
         channels = sum(conv_sections)
         self.conv_weight = parameter((channels, width), context.dtype)
         self.conv_bias = parameter((channels,), context.dtype) if bias else None
+        self.spec = StateSpec(
+            conv_shape=(channels, width - 1),
+            conv_dtype=context.conv_states_dtype,
+            ssm_shape=state,
+            ssm_dtype=context.ssm_states_dtype,
+            kernel_chunk=kernel_chunk,
+            inputs_shapes=inputs,
+            inputs_dtype=context.dtype,
+        )
 
     @property
     def recurrent(self) -> RecurrentMixer:
@@ -117,13 +134,9 @@ class RecurrentMixer(Mixer):
     def conv_parts(self, name: str, starts: list[int], total: int) -> Parts:
         """The convolution's weights, `name`d so in a checkpoint that has `total` channels, where
         this rank's sections begin at `starts`."""
-        weights = [("weight", self.conv_weight[:, None])]
-        if self.conv_bias is not None:
-            weights.append(("bias", self.conv_bias))
-        for kind, target in weights:
-            sections = target.split(self.conv_sections)
-            for rows, start in zip(sections, starts, strict=True):
-                yield section(f"{name}.{kind}", rows, 0, start, total)
+        sections = zip(self.conv_sections, starts, strict=True)
+        rows = [Rows(name, count, start, total) for count, start in sections]
+        return fused(rows, self.conv_weight[:, None], self.conv_bias)
 
     def after_loading(self) -> None:
         """What is made from the weights, again after new ones; what is in place stays there."""

@@ -14,7 +14,7 @@ from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, prefixed, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, inner_parts, section, shard, whole
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class SharedTransformer(nn.Module):
 
     def weight_parts(self) -> Parts:
         """The weights that it needs on this rank."""
-        yield from prefixed("input_norm", self.input_norm.weight_parts())
-        yield from prefixed("self_attn", self.self_attn.weight_parts())
-        yield from prefixed("mlp_norm", self.mlp_norm.weight_parts())
-        yield from prefixed("mlp", self.mlp.weight_parts())
+        return inner_parts(self)
 
 
 class SharedTransformerUse(nn.Module):

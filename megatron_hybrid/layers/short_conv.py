@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
-from megatron_hybrid.layers.parts import Parts, section, shard, whole
+from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -30,40 +27,20 @@ class ShortConv(RecurrentMixer):
     kind = "short_conv"
 
     def __init__(self, config: ShortConvConfig, context: LayerContext) -> None:
-        parallel, hidden = context.parallel, context.hidden_size
-        if hidden % parallel.size:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size {parallel.size} does not divide the model's "
-                f"{hidden} channels."
-            )
-        super().__init__(context, [hidden // parallel.size], config.conv_width, config.bias)
-        self.channels = hidden // parallel.size
-        self.in_proj = ColumnParallelLinear(
-            hidden, 3 * hidden, bias=config.bias, dtype=context.dtype, parallel=parallel
-        )
-        self.out_proj = RowParallelLinear(
-            hidden, hidden, bias=config.bias, dtype=context.dtype, parallel=parallel, sums=False
-        )
-        self.spec = StateSpec(
-            conv_shape=(self.channels, config.conv_width - 1),
-            conv_dtype=context.conv_states_dtype,
-            ssm_shape=(0,),
-            ssm_dtype=context.ssm_states_dtype,
-            kernel_chunk=1,
-            inputs_dtype=context.dtype,
-        )
+        channels = context.share(context.hidden_size, "channels")
+        super().__init__(context, [channels], config.conv_width, config.bias)
+        self.channels = channels
+        self.in_proj = context.to_rows(3 * channels, config.bias)
+        self.out_proj = context.to_hidden(channels, config.bias)
 
     def weight_parts(self) -> Parts:
-        rank, total = self.parallel.rank, self.channels * self.parallel.size
-        for kind, weight in (("weight", self.in_proj.weight), ("bias", self.in_proj.bias)):
-            if weight is not None:
-                for third, rows in enumerate(weight.chunk(3)):
-                    start = third * total + rank * self.channels
-                    yield section(f"in_proj.{kind}", rows, 0, start, 3 * total)
-        yield from self.conv_parts("conv", [rank * self.channels], total)
-        yield shard("out_proj.weight", self.out_proj.weight, 1, rank, total)
-        if self.out_proj.bias is not None:
-            yield whole("out_proj.bias", self.out_proj.bias)
+        first, total = self.parallel.rank * self.channels, self.parallel.size * self.channels
+        thirds = [
+            Rows("in_proj", self.channels, third * total + first, 3 * total) for third in range(3)
+        ]
+        yield from fused(thirds, self.in_proj.weight, self.in_proj.bias)
+        yield from self.conv_parts("conv", [first], total)
+        yield from row_parallel("out_proj", self.out_proj)
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""

@@ -8,7 +8,6 @@ from megatron_hybrid.layers.attention import Attention, AttentionConfig
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba2 import Mamba2, Mamba2Config
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
-from megatron_hybrid.layers.parts import Parts, prefixed
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 
 
@@ -29,10 +28,6 @@ class SideBySide(Mixer):
     @property
     def recurrent(self) -> RecurrentMixer:
         return self.mamba
-
-    def weight_parts(self) -> Parts:
-        yield from prefixed("self_attn", self.self_attn.weight_parts())
-        yield from prefixed("mamba", self.mamba.weight_parts())
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

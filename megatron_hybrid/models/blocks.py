@@ -15,7 +15,7 @@ from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, prefixed
+from megatron_hybrid.layers.parts import Parts, inner_parts
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
 from megatron_hybrid.layers.short_conv import ShortConv
 from megatron_hybrid.layers.side_by_side import SideBySide
@@ -48,9 +48,8 @@ class Block(nn.Module):
         return self.mixer.attention
 
     def weight_parts(self) -> Parts:
-        """Of this block alone: without a shared transformer's."""
-        yield from prefixed("norm", self.norm.weight_parts())
-        yield from prefixed("mixer", self.mixer.weight_parts())
+        """Of this block alone: of a shared transformer only its own adapters."""
+        return inner_parts(self)
 
     def enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
@@ -75,11 +74,6 @@ class SharedTransformerBlock(Block):
     def attention(self) -> Attention:
         """The shared transformer's."""
         return self.transformer.shared.self_attn
-
-    def weight_parts(self) -> Parts:
-        """With this block's own adapters in the transformer."""
-        yield from super().weight_parts()
-        yield from prefixed("transformer", self.transformer.weight_parts())
 
     def enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
