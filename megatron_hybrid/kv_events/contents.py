@@ -109,8 +109,6 @@ class CacheContents:
         if portion:
             yield portion
 
-    # ---------------------------------------------------------------- details
-
     def _store(self, event: BlockStored) -> None:
         group = self._group(event.group_idx)
         size, parent, tokens = event.block_size, event.parent_block_hash, None

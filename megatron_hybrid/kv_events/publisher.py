@@ -92,8 +92,6 @@ class KVEventPublisher:
         self._thread.join(CLOSE_SECONDS)
         self._bell.close(0)
 
-    # ---------------------------------------------------- what the thread does
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
@@ -160,8 +158,6 @@ class KVEventPublisher:
         # They end with the number of the last batch, and each has one of its own: there are
         # subscribers that drop what they think they know.
         return list(enumerate(portions, self._sequence - len(portions)))
-
-    # ---------------------------------------------------------------- details
 
     def _ring(self) -> None:
         with contextlib.suppress(zmq.Again):  # a thousand rings are waiting to be heard

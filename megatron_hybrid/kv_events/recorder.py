@@ -57,8 +57,6 @@ class KVEventRecorder:
         changes, self._changes = self._changes, []
         return Changes(self._geometry, changes)
 
-    # ------------------------------------------------------- the cache's calls
-
     def blocks_stored(self, keys: SequenceKeys, first: int, end: int) -> None:
         """Blocks [first, end) of a sequence are there from now on."""
         size = self._geometry.block_size

@@ -81,8 +81,6 @@ class KVEventSubscriber:
         self._sub.close(0)
         self._stop_asking()
 
-    # ---------------------------------------------------------------- details
-
     def _take(self, sequence: int, payload: bytes) -> None:
         """A batch as it was published."""
         if self._asked_at is not None:

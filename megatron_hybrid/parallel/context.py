@@ -19,6 +19,8 @@ from megatron_hybrid.parallel.fresh_store import agree_on_prefix
 from megatron_hybrid.parallel.ranks import RankGroup
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 
+TIMEOUT_MINUTES = 30  # of a collective, and for all ranks to come
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanks:
@@ -83,7 +85,6 @@ def initialize(
     *,
     device: torch.device | None = None,
     symmetric_memory: bool = True,
-    timeout_minutes: int = 30,
 ) -> ParallelContext:
     """Join the process groups: torchrun's when it started us, else groups of this process alone.
 
@@ -103,11 +104,11 @@ def initialize(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _initialize_torch(layout, device, timeout_minutes)
+        _initialize_torch(layout, device)
     if sizes.lockstep_group == 1:
         context = _alone(layout, device)
     else:
-        context = _with_others(layout, device, timeout_minutes)
+        context = _with_others(layout, device)
     groups = (context.tensor, context.pipeline, context.experts.owners, context.experts.tensor)
     found = tuple(group.size for group in groups)
     if found != sizes.numbers:
@@ -128,7 +129,7 @@ def _alone(layout: RankLayout, device: torch.device) -> ParallelContext:
     return ParallelContext(layout, device, itself, itself, itself, itself, experts)
 
 
-def _with_others(layout: RankLayout, device: torch.device, timeout_minutes: int) -> ParallelContext:
+def _with_others(layout: RankLayout, device: torch.device) -> ParallelContext:
     """megatron-core's groups."""
     from megatron_hybrid.parallel import megatron
 
@@ -140,7 +141,7 @@ def _with_others(layout: RankLayout, device: torch.device, timeout_minutes: int)
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.tensor_of_experts,
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=timeout_minutes,
+            distributed_timeout_minutes=TIMEOUT_MINUTES,
         )
 
     def ranks(group: dist.ProcessGroup | None) -> RankGroup:
@@ -171,11 +172,11 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _initialize_torch(layout: RankLayout, device: torch.device, timeout_minutes: int) -> None:
+def _initialize_torch(layout: RankLayout, device: torch.device) -> None:
     """Make torch's world of this rank's lockstep group alone: what happens in another one (a rank
     that dies, say) does not reach it."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
     if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store)

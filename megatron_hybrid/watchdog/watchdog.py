@@ -174,8 +174,6 @@ class Watchdog:
         if (fault := self._finder.silence(seconds / 2, even_loading=True)) is not None:
             self._end(*fault)
 
-    # ------------------------------------------------------------ watch thread
-
     def _watch(self, exchange: BeatExchange) -> None:
         last = time.monotonic()
         while not self._left:
@@ -283,8 +281,6 @@ class Watchdog:
                 self._questions.append((action, counts))
             else:
                 action()
-
-    # ---------------------------------------------------------------- the end
 
     def _end(self, message: str, culprits: list[int]) -> None:
         """Give the reason to everybody, kill what hangs on this machine, and end."""

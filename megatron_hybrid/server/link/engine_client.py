@@ -109,7 +109,7 @@ class EngineClient:
         with self._lock:
             return len(self._requests)
 
-    def begin(self, kind: type[wire.AnyQuery], *arguments: Any) -> Future[dict[str, Any]]:
+    def begin(self, kind: type[wire.Query], *arguments: Any) -> Future[dict[str, Any]]:
         """Send a query of this kind. What comes back raises EngineUnavailable if the engine ends
         before it answers, QueryFailed if it refuses."""
         query_id = next(self._query_ids)

@@ -133,11 +133,10 @@ class Wanted(msgspec.Struct, frozen=True):
         return len(self.prompts) * self.n
 
 
-class Place(Command, frozen=True):
-    """To the coordinator: which of `replicas` shall take this HTTP request? Answered with Placed;
-    from then on the request counts there until Ended."""
+class Place(Query, frozen=True):
+    """To the coordinator: which of `replicas` shall take this HTTP request? From its answer on,
+    `replica`, the request counts there until Ended."""
 
-    place_id: int
     wanted: Wanted
     replicas: list[int]
 
@@ -221,13 +220,6 @@ class Result(Reply, frozen=True):
     status: int = 200
 
 
-class Placed(Reply, frozen=True):
-    """The coordinator's answer to Place."""
-
-    place_id: int
-    replica: int
-
-
 class Heartbeat(Reply, frozen=True):
     """The process is alive and has nothing to say; that it can't be delivered shows that a front
     end is gone. `paused`: the engine starts no requests for now."""
@@ -244,7 +236,7 @@ class EngineEnded(Reply, frozen=True):
 AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
-AnyReply = EngineReady | Draining | Events | Refused | Result | Placed | Heartbeat | EngineEnded
+AnyReply = EngineReady | Draining | Events | Refused | Result | Heartbeat | EngineEnded
 
 
 def packed(token_ids: Iterable[int]) -> bytes:

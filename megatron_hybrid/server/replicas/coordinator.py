@@ -158,7 +158,7 @@ class Coordinator:
         if isinstance(command, wire.Place):
             owned.add(command.wanted.request_id)
             replica = self._place(command.wanted, command.replicas)
-            self._send(client, wire.Placed(command.place_id, replica))
+            self._send(client, wire.Result(command.query_id, {"replica": replica}))
         elif isinstance(command, wire.Moved):
             owned.add(command.request_id)
             self.placer.move(command.request_id, command.replica, command.answers)

@@ -27,26 +27,23 @@ class CoordinatorProcess:
     def __init__(self, options: ServerOptions, folder: RunFolder) -> None:
         self._settings = msgspec.json.encode(FrontEndSettings(options, str(folder.path), ""))
         self._ending = threading.Event()
-        self._lock = threading.Lock()
-        self._process = self._start()
-        threading.Thread(target=self._watch, name="coordinator", daemon=True).start()
+        self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """End the process, and start no other."""
         self._ending.set()
-        with self._lock:
-            self._process.terminate()
-            try:
-                self._process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        self._thread.join()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return start_process((*COMMAND, str(os.getpid())), self._settings)
-
-    def _watch(self) -> None:
+    def _keep(self) -> None:
+        command = (*COMMAND, str(os.getpid()))
+        process = start_process(command, self._settings)
         while not self._ending.wait(RESTART_SECONDS):
-            with self._lock:
-                if self._process.poll() is not None and not self._ending.is_set():
-                    logger.warning("The coordinator has ended, and is started again.")
-                    self._process = self._start()
+            if process.poll() is not None:
+                logger.warning("The coordinator has ended, and is started again.")
+                process = start_process(command, self._settings)
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -9,17 +9,9 @@ the request there than without it, in the time that one token takes to compute, 
 
 The request waits for the first part, and for the second once; every answer that runs waits for the
 second, too, since its next token comes with or behind this prompt. In a step that two answers share
-each one waits for the other's token. So cached tokens count the more, the busier a replica is.
-
-A token is a token, whoever it belongs to: its matrix products cost the same in a prompt and in an
-answer, and what a step costs besides (reading the weights) is the same on every replica. So there
-is no weight to set. NVIDIA Dynamo's router adds up blocks to prefill and blocks that decode, with
-weights; SGLang's takes the longest prefix unless the numbers of requests differ by more than a
-threshold.
-
-How long an answer becomes is not known: lengths are taken to be exponentially distributed, with the
-mean of those that have ended. Two answers with means a and b that begin together run side by side
-for a*b / (a + b) steps, and without a memory it does not matter when the other one began.
+each one waits for the other's token. Lengths of answers are taken to be exponentially distributed:
+two with means a and b share a*b / (a + b) steps, whenever they began. docs/routing.md says why there
+is no weight to set, and what other routers do.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ReplicaSet:
     def join(self, url: str) -> None:
         """Begin to look for the replicas, and tell each that comes that we listen at `url`."""
         if self._coordinator is not None:
-            self._coordinator.start()
+            self._coordinator.join("")
         for client in self.clients:
             client.join(url)
 

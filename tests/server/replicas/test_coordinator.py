@@ -169,7 +169,7 @@ def test_a_coordinator_keeps_what_it_is_told_before_it_knows_a_replica(
         thread = threading.Thread(target=coordinator.run, args=(ends.is_set,), daemon=True)
         thread.start()
         link = CoordinatorClient(folder.endpoint(COORDINATOR))
-        link.start()
+        link.join("")
         wait_until(lambda: link._connected)
         link.moved(wanted("a", [1]), 0)
         assert coordinator.placer is None
