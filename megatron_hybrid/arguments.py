@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, Field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron_hybrid.config import EngineConfig
@@ -76,21 +77,14 @@ class ArgumentParser(argparse.ArgumentParser):
 _HELP = "--help lists all."
 
 
-def _whole(text: str) -> int:
+def _read(kind: type[int] | type[float], what: str, text: str) -> int | float:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-_TYPES = {"int": _whole, "float": _number}
+_TYPES = {"int": partial(_read, int, "a whole number"), "float": partial(_read, float, "a number")}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from megatron_hybrid.server.http import browsers
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.log_format import LOG_FORMATS, set_up_logging
-from megatron_hybrid.server.loop.cache_publishing import CachePublishing
+from megatron_hybrid.server.loop.cache_publishing import publishing
 from megatron_hybrid.server.loop.engine_loop import Broadcast, EngineLoop
 from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
 from megatron_hybrid.server.loop.waker import Waker
@@ -105,28 +105,24 @@ def _serve_first_rank(
         watchdog.start()
         engine, parallel = _build(config)
         geometry = engine.cache_geometry
-        publishing = CachePublishing(
-            engine,
-            kv_events,
-            front_end.folder,
-            replica=front_end.replica,
-            num_replicas=options.data_parallel_size,
-        )
-        loop = EngineLoop(
-            engine,
-            front_end.socket,
-            broadcast=_broadcast(parallel),
-            front_end_failure=front_end.failure,
-            on_join=say_when_served(options, front_end.replica, lambda url: _start(question, url)),
-            max_queue=options.max_queue,
-            cache=CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix),
-            publish_cache=publishing.publish,
-            waker=Waker.of(front_end.context, parallel),
-            on_turn=watchdog.turn,
-        )
-        question = _first_question(launch, options, loop) if layout.replica == 0 else None
-        exit_code = serve(loop, front_end, options, when_all_live=watchdog.when_all_live)
-        publishing.close()
+        size = options.data_parallel_size
+        with publishing(engine, kv_events, front_end.folder, front_end.replica, size) as publish:
+            loop = EngineLoop(
+                engine,
+                front_end.socket,
+                broadcast=_broadcast(parallel),
+                front_end_failure=front_end.failure,
+                on_join=say_when_served(
+                    options, front_end.replica, lambda url: _start(question, url)
+                ),
+                max_queue=options.max_queue,
+                cache=CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix),
+                publish_cache=publish,
+                waker=Waker.of(front_end.context, parallel),
+                on_turn=watchdog.turn,
+            )
+            question = _first_question(launch, options, loop) if layout.replica == 0 else None
+            exit_code = serve(loop, front_end, options, when_all_live=watchdog.when_all_live)
         if exit_code != 0:
             watchdog.failure = loop.failure
             return exit_code

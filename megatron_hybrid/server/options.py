@@ -213,11 +213,6 @@ class ServerOptions(ParseOptions):
         return self.enable_control_routes or is_loopback(self.host)
 
     @property
-    def coordinator_policy(self) -> str:
-        """Which replica takes a request."""
-        return self.inference_dynamic_batching_prefix_caching_coordinator_policy
-
-    @property
     def connections_a_worker(self) -> int:
         """Requests that one worker may have open: its share, rounded up."""
         return -(-self.http_connections // self.http_workers)

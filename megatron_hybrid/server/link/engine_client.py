@@ -40,14 +40,14 @@ class QueryFailed(RequestError):
 class Placement:
     """A request's place: the replica whose client takes it.
 
-    on_first: to be called with the id of each engine request when its first event comes, if at all.
+    on_first: to be called with the id of each engine request when its first event comes.
     elsewhere: a place on a replica that has not been tried, after this one took nothing; None if
     there is none. ended: to be called when the request gives up its place; all its answers together
     had so many tokens, None if they did not come to their end.
     """
 
     client: EngineClient
-    on_first: Callable[[str], None] | None
+    on_first: Callable[[str], None]
     elsewhere: Callable[[], Placement | None]
     ended: Callable[[int | None], None]
 
@@ -58,7 +58,6 @@ class _Registered:
 
     subscription: Subscription
     open: set[int]
-    on_first: Callable[[str], None] | None  # until its first event
 
 
 class EngineClient:
@@ -124,21 +123,15 @@ class EngineClient:
         """End the connection."""
         self._link.close()
 
-    def submit(
-        self,
-        request: wire.AddRequest,
-        subscription: Subscription,
-        on_first: Callable[[str], None] | None = None,
-    ) -> None:
+    def submit(self, request: wire.AddRequest, subscription: Subscription) -> None:
         """Send a request, and hand the events of its answers to the subscription, until each has
-        ended. on_first: called with the request's id when its first event comes, by the link's
-        thread."""
+        ended."""
         name = request.request_id
         with self._lock:
             if name in self._requests:
                 raise InvalidRequestError("request_id", f"request_id {name!r} is in use.")
             if self._down is None and not self.draining:
-                known = _Registered(subscription, set(range(request.params.n)), on_first)
+                known = _Registered(subscription, set(range(request.params.n)))
                 self._requests[name] = known
                 self.send(request)  # under the lock, so that it comes before Left
                 return
@@ -153,10 +146,10 @@ class EngineClient:
         """Send a command; it is dropped while there is no engine."""
         self._link.send(command)
 
-    # What the link says, in its thread.
+    # What the link says, in its thread; it must not be kept waiting.
 
     def connected(self) -> list[wire.Command]:
-        """An engine process is there, though its model may still load."""
+        """An engine process is there, though its model may still load; what to say to it first."""
         self._heard = time.monotonic()
         self._down = None
         self.draining = False
@@ -174,7 +167,7 @@ class EngineClient:
         self._end("The engine process has ended; its log says why.")
 
     def tick(self) -> None:
-        """Fail what waits for an engine that hangs."""
+        """Called once a second at least: fail what waits for an engine that hangs."""
         if self.is_stalled:
             for request_id in self._fail(self._silent()):
                 self.send(wire.AbortRequest(request_id))
@@ -247,9 +240,6 @@ class EngineClient:
                 return  # nobody waits for it any more
             if event.finish_reason is not None:
                 self._end_answer(event.request_id, event.index)
-        if known.on_first is not None:
-            known.on_first(event.request_id)
-            known.on_first = None
         known.subscription.deliver(event)
 
     def _end_answer(self, request_id: str, index: int) -> None:

@@ -12,13 +12,16 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.sockets import zmq_module
+
+if TYPE_CHECKING:
+    from megatron_hybrid.server.link.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +31,13 @@ _HANDSHAKE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 
 
-class Listener(Protocol):
-    """What hears of the link; all of it is called by the link's thread and must be quick."""
-
-    def connected(self) -> Sequence[wire.Command]:
-        """The process is there; what to say to it first."""
-
-    def received(self, replies: list[wire.AnyReply]) -> None:
-        """What it has said."""
-
-    def lost(self) -> None:
-        """It is gone. The link goes on looking for the next one."""
-
-    def tick(self) -> None:
-        """Called at least once in TICK_SECONDS."""
-
-
 class EngineLink:
-    """Sends commands to the engine, or the coordinator, at `endpoint`; tells the listener what
-    happens."""
+    """Sends commands to the engine, or the coordinator, at `endpoint`; tells the client what
+    happens, in the link's thread."""
 
-    def __init__(self, endpoint: str, listener: Listener) -> None:
+    def __init__(self, endpoint: str, client: EngineClient) -> None:
         self._endpoint = endpoint
-        self._listener = listener
+        self._client = client
         self._outgoing: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -86,7 +73,7 @@ class EngineLink:
                 self._live_with_one_engine()
         except Exception:
             logger.exception("The connection to the engine broke.")
-            self._listener.lost()
+            self._client.lost()
         finally:
             self._context.destroy(linger=0)
 
@@ -119,17 +106,17 @@ class EngineLink:
                     if event == _HANDSHAKE:
                         is_connected = True
                         self._take_outgoing()
-                        self._send(socket, self._listener.connected())
+                        self._send(socket, self._client.connected())
                     elif event == _DISCONNECTED and is_connected:
                         self._receive(socket)  # its last words may say why
                         return
-                self._listener.tick()
+                self._client.tick()
         finally:
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
             if is_connected and not self._closing:
-                self._listener.lost()
+                self._client.lost()
 
     def _take_outgoing(self) -> list[wire.Command]:
         commands: list[wire.Command] = []
@@ -145,4 +132,4 @@ class EngineLink:
     def _receive(self, socket: Any) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._listener.received(wire.decode_replies(socket.recv(zmq.NOBLOCK)))
+                self._client.received(wire.decode_replies(socket.recv(zmq.NOBLOCK)))

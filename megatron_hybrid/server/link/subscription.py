@@ -44,19 +44,20 @@ class Subscription:
         client: EngineClient,
         *,
         whole: bool,
-        on_first: Callable[[str], None] | None = None,
+        on_first: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._client = client
         self._whole = whole
         self._on_first = on_first
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._begun: set[str] = set()  # engine requests of which an event has come
         self._partial: dict[AnswerKey, RequestEvent] = {}
         self.open_answers: set[AnswerKey] = set()
         self.first_event: float | None = None  # when it came, by `time.monotonic`
 
     def add(self, request: wire.AddRequest) -> None:
         """Submit a request, whose events come here."""
-        self._client.submit(request, self, self._on_first)
+        self._client.submit(request, self)
         self.open_answers.update((request.request_id, i) for i in range(request.params.n))
 
     def next(self, timeout: float) -> list[RequestEvent]:
@@ -89,8 +90,11 @@ class Subscription:
 
     def deliver(self, item: Delivery) -> None:
         """Called by the client's thread."""
-        if self.first_event is None and isinstance(item, RequestEvent):
-            self.first_event = time.monotonic()
+        if isinstance(item, RequestEvent) and item.request_id not in self._begun:
+            self._begun.add(item.request_id)
+            if self.first_event is None:
+                self.first_event = time.monotonic()
+            self._on_first(item.request_id)
         if isinstance(item, RequestEvent) and self._whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_hybrid.kv_events import KVEventPublisher, KVEventRecorder, KVEventsConfig
@@ -11,48 +13,43 @@ if TYPE_CHECKING:  # torch takes seconds, during which the front end already sta
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
 
 
-class CachePublishing:
+@contextmanager
+def publishing(
+    engine: DynamicInferenceEngine,
+    config: KVEventsConfig,
+    folder: RunFolder,
+    replica: int,
+    num_replicas: int,
+) -> Iterator[Callable[[], None]]:
     """One replica's events: for the coordinator of several replicas, in the server's own folder,
-    and for a router outside, where --kv-events-config says. Without either it does nothing."""
+    and for a router outside, where --kv-events-config says; without either nothing is done.
 
-    def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        config: KVEventsConfig,
-        folder: RunFolder,
-        *,
-        replica: int = 0,
-        num_replicas: int = 1,
-    ) -> None:
-        self._publisher: KVEventPublisher | None = None
-        endpoints, replays = [], []
-        if num_replicas > 1:
-            endpoints.append(folder.kv_events_endpoint(replica))
-            replays.append(folder.kv_replay_endpoint(replica))
-        if config.enabled:
-            endpoints.append(config.endpoint_of(replica))
-            if (replay := config.replay_endpoint_of(replica)) is not None:
-                replays.append(replay)
-        if not endpoints:
-            return
-        self._publisher = KVEventPublisher(
-            endpoints,
-            replays,
-            topic=config.topic,
-            buffer_steps=config.buffer_steps,
-            hwm=config.hwm,
-            replica=replica,
-        )
-        self._recorder = KVEventRecorder(engine.cache_geometry, engine.epoch)
-        engine.listen_to_cache(self._recorder)
-        self.publish()
-
-    def publish(self) -> None:
-        """Send what has changed since the last call. Never waits."""
-        if self._publisher is not None:
-            self._publisher.publish(self._recorder.take())
-
-    def close(self) -> None:
-        """Send what is left."""
-        if self._publisher is not None:
-            self._publisher.close()
+    Gives what sends the changes since its last call, and never waits. What is left is sent at the
+    end.
+    """
+    endpoints, replays = [], []
+    if num_replicas > 1:
+        endpoints.append(folder.kv_events_endpoint(replica))
+        replays.append(folder.kv_replay_endpoint(replica))
+    if config.enabled:
+        endpoints.append(config.endpoint_of(replica))
+        if (replay := config.replay_endpoint_of(replica)) is not None:
+            replays.append(replay)
+    if not endpoints:
+        yield lambda: None
+        return
+    publisher = KVEventPublisher(
+        endpoints,
+        replays,
+        topic=config.topic,
+        buffer_steps=config.buffer_steps,
+        hwm=config.hwm,
+        replica=replica,
+    )
+    recorder = KVEventRecorder(engine.cache_geometry, engine.epoch)
+    engine.listen_to_cache(recorder)
+    publisher.publish(recorder.take())
+    try:
+        yield lambda: publisher.publish(recorder.take())
+    finally:
+        publisher.close()

@@ -12,9 +12,11 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import PREPARERS, PreparingProcess
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
+from megatron_hybrid.server.link.parent import start_process
 from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, Holder, RunFolder
 from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings
-from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR, CoordinatorProcess
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
@@ -35,6 +37,11 @@ FIRST_CONTACT_SECONDS = 0.5
 WATCH_SECONDS = 0.1
 WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
 BACKLOG = 2048
+COORDINATOR_COMMAND = ("-m", "megatron_hybrid.server.replicas.coordinator")  # for the interpreter
+COORDINATOR_RESTART_SECONDS = 0.5  # one that fails at once shall not keep a core busy
+COORDINATOR_END_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -77,20 +84,46 @@ def run(settings: FrontEndSettings) -> None:
         folder.endpoint(PREPARERS),
         Preparation(tokenizer, options, lambda: AnswerMemoryClient(memory)),
     )
-    coordinator = None
-    if options.data_parallel_size > 1:
-        coordinator = CoordinatorProcess(options, folder)
+    end_coordinator = _keep_coordinator(settings) if options.data_parallel_size > 1 else None
     try:
         master.run()
     finally:
-        # A worker that ends comes by here, too.
-        is_master = os.getpid() == process
-        if is_master:
+        if os.getpid() == process:  # a worker that ends comes by here, too
             preparing.end()
-        if coordinator is not None and is_master:
-            coordinator.end()
-        if is_master and not folder.living_engines():  # else the last engine process removes it
-            folder.remove()
+            if end_coordinator is not None:
+                end_coordinator()
+            if not folder.living_engines():  # else the last engine process removes it
+                folder.remove()
+
+
+def _keep_coordinator(settings: FrontEndSettings) -> Callable[[], None]:
+    """Run a coordinator until what this gives is called. While it is gone, workers place requests
+    by themselves."""
+    command, said = (*COORDINATOR_COMMAND, str(os.getpid())), msgspec.json.encode(settings)
+    # Not in the thread: a worker that is forked meanwhile would hold a pipe that this waits for.
+    process = start_process(command, said)
+    ending = threading.Event()
+
+    def keep() -> None:
+        nonlocal process
+        while not ending.wait(COORDINATOR_RESTART_SECONDS):
+            if process.poll() is not None:
+                logger.warning("The coordinator has ended, and is started again.")
+                process = start_process(command, said)
+        process.terminate()
+        try:
+            process.wait(COORDINATOR_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    thread = threading.Thread(target=keep, name="coordinator", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ending.set()
+        thread.join()
+
+    return end
 
 
 def _make_master(settings: FrontEndSettings, listener: socket.socket, tokenizer: Tokenizer) -> Any:
@@ -140,7 +173,7 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, addres
     from megatron_hybrid.server.http.app import create_app
     from megatron_hybrid.server.http.preparers import Preparers, most_preparers
     from megatron_hybrid.server.http.serving import Serving
-    from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
+    from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR, CoordinatorClient
     from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
     folder = RunFolder(Path(settings.folder))

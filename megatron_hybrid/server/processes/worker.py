@@ -23,6 +23,7 @@ import gevent
 from gevent import monkey, socket
 from gevent.pool import Pool
 from gevent.server import StreamServer
+from gevent.ssl import SSLContext, SSLSocket
 from gunicorn import util
 from gunicorn.glogging import Logger
 from gunicorn.http import errors
@@ -37,9 +38,10 @@ from megatron_hybrid.server.http.connection import (
     Pace,
     let_others_run,
 )
+from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.processes.connections import Connection, Connections
-from megatron_hybrid.server.processes.tls_sockets import TlsSockets
+from megatron_hybrid.server.tls import load_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -166,26 +168,18 @@ class FrontEndWorker(GeventWorker):
     # What the application never sees. Imported in the functions: what they use must be gevent's.
 
     def _refuse_address(self, client: Any, addr: Any) -> None:
-        self._refuse_overload(
-            client,
-            addr,
+        reason = (
             f"{self._options.connections_an_address} connections are open from {addr[0]}; that is "
             "the limit (--http-connections-per-address, divided by --http-workers; "
-            "--trusted-proxies have none). Try again later.",
+            "--trusted-proxies have none). Try again later."
         )
+        self._refuse(client, addr, Overloaded(reason))
 
     def _refuse_request(self, req: Any, client: Any, addr: Any) -> None:
-        self._refuse_overload(
-            client,
-            addr,
+        reason = (
             f"{self._connections.requests} requests are being read or answered; that is the limit "
-            "(--http-connections, divided by --http-workers). Try again later.",
-            req,
+            "(--http-connections, divided by --http-workers). Try again later."
         )
-
-    def _refuse_overload(self, client: Any, addr: Any, reason: str, req: Any = None) -> None:
-        from megatron_hybrid.server.link.subscription import Overloaded
-
         self._refuse(client, addr, Overloaded(reason), req)
 
     def _refuse_headers(self, client: Any, addr: Any, error: Exception) -> None:
@@ -284,6 +278,44 @@ class _Listener(StreamServer):
 
     def do_handle(self, client: Any, addr: Any) -> None:
         super().do_handle(client, addr, self.opened(client, addr))
+
+
+class _TlsSocket(SSLSocket):
+    def close(self) -> None:
+        # Tells the client that nothing was cut off, and does not wait for its reply.
+        with contextlib.suppress(OSError, ValueError):
+            self.settimeout(0.0)
+            self.unwrap()
+        super().close()
+
+
+class TlsSockets:
+    """Makes encrypted connections of plain ones."""
+
+    def __init__(self, certfile: str, keyfile: str | None) -> None:
+        self._context = SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.sslsocket_class = _TlsSocket
+        self._context.set_alpn_protocols(["http/1.1"])
+        load_certificate(self._context, certfile, keyfile)
+
+    def accept(self, connection: Connection, seconds: float) -> bool:
+        """Encrypt it, before anything is read. False, and its socket is closed, unless both sides
+        agree in time."""
+        agreed = False
+        # A client without TLS, one that does not trust us, one that is gone: nothing to log.
+        with contextlib.suppress(OSError):
+            try:
+                # Already now, for whoever may have to hang up meanwhile.
+                connection.client = self._context.wrap_socket(
+                    connection.client, server_side=True, do_handshake_on_connect=False
+                )
+                with gevent.Timeout(seconds, TimeoutError):
+                    connection.client.do_handshake()
+                agreed = True
+            finally:
+                if not agreed:
+                    connection.client.close()
+        return agreed
 
 
 class ServerLog(Logger):

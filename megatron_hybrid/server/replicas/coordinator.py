@@ -28,7 +28,7 @@ from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
-from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR
+from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.replica import PromptKeys
 
@@ -52,7 +52,7 @@ class Coordinator:
     """The sockets around one Placer."""
 
     def __init__(self, options: ServerOptions, folder: RunFolder) -> None:
-        self._policy = options.coordinator_policy
+        self._policy = options.inference_dynamic_batching_prefix_caching_coordinator_policy
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_socket(self._context, folder.endpoint(COORDINATOR))
         self._answers = AnswerMemoryServer(folder.endpoint(ENDPOINT_NAME))

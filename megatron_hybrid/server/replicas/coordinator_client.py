@@ -8,6 +8,7 @@ from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 
+COORDINATOR = "coordinator"  # the name of its socket
 # Beyond that a worker places by itself. Where other work keeps the machine busy, one answer in 15
 # takes longer than 0.05 s, and a prompt in the wrong place costs more than the wait.
 PLACE_SECONDS = 0.25

@@ -10,8 +10,8 @@ the request there than without it, in the time that one token takes to compute, 
 The request waits for the first part, and for the second once; every answer that runs waits for the
 second, too, since its next token comes with or behind this prompt. In a step that two answers share
 each one waits for the other's token. Lengths of answers are taken to be exponentially distributed:
-two with means a and b share a*b / (a + b) steps, whenever they began. docs/routing.md says why there
-is no weight to set, and what other routers do.
+two with means a and b share a*b / (a + b) steps, whenever they began. docs/routing.md says why
+there is no weight to set, and what other routers do.
 """
 
 from __future__ import annotations

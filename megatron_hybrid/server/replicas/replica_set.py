@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
+from megatron_hybrid.engine.latency import Histogram
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import EngineClient, Placement, QueryFailed
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
-from megatron_hybrid.server.replicas.stats_sum import sum_stats
 
 QUERY_SECONDS = 60.0  # a step may take that long
 STATS_SECONDS = 2.0
 # Replicas say something once a second, or at the end of a step that takes longer.
 QUIET_SECONDS = 10.0
+_LOWEST = ("epoch", "started")  # what every replica has reached; when the first one began
 BUSY = "The engine is busy and did not answer in time."
 
 
@@ -63,7 +67,7 @@ class ReplicaSet:
             except EngineUnavailable as error:
                 reasons.setdefault(str(error), []).append(replica)
         if living:
-            return min(living, key=_longest)
+            return min(living, key=attrgetter("max_seq_length"))
         if len(reasons) == 1:
             raise EngineUnavailable(next(iter(reasons)))
         said = (f"Replica {', '.join(map(str, who))}: {why}" for why, who in reasons.items())
@@ -73,7 +77,7 @@ class ReplicaSet:
     def ready(self) -> wire.EngineReady | None:
         """What a replica that is there said of itself; which one: see `check`."""
         there = [client.ready for client in self.clients if client.ready is not None]
-        return min(there, key=_longest, default=None)
+        return min(there, key=attrgetter("max_seq_length"), default=None)
 
     def running(self) -> int:
         """Requests of this process that have not ended, on all replicas."""
@@ -164,7 +168,7 @@ class ReplicaSet:
 
         return Placement(
             self.clients[chosen],
-            on_first=None if coordinator is None else coordinator.started,
+            on_first=(lambda name: None) if coordinator is None else coordinator.started,
             elsewhere=partial(self._place, wanted, tried | {chosen}),
             ended=ended,
         )
@@ -202,10 +206,6 @@ class ReplicaSet:
         return results, refusals, silent
 
 
-def _longest(ready: wire.EngineReady) -> int:
-    return ready.max_seq_length
-
-
 def _takes_requests(client: EngineClient) -> bool:
     try:
         client.check()
@@ -232,3 +232,47 @@ def _as_one(refusals: dict[int, QueryFailed], succeeded: list[int]) -> QueryFail
 
 def _done_on(replicas: list[int]) -> str:
     return f" It is done on replica {', '.join(map(str, replicas))}." if replicas else ""
+
+
+def sum_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of at least one engine's stats(): counters, gauges and histograms are added up.
+
+    `paused` is true if all of them are, `epoch` is the lowest, `started` the earliest. A key that
+    only some have is added up over those.
+    """
+    names = dict.fromkeys(name for stats in each for name in stats)
+    return {name: _sum(name, [stats[name] for stats in each if name in stats]) for name in names}
+
+
+def _sum(name: str, values: list[Any]) -> Any:
+    first = values[0]
+    if name in _LOWEST:
+        return min(values)
+    if isinstance(first, bool):
+        return all(values)
+    if isinstance(first, Mapping):
+        return _merged(values) if "buckets" in first else sum_stats(values)
+    if isinstance(first, (list, tuple)):
+        return _sum_pairs(values)
+    return sum(values)
+
+
+def _sum_pairs(lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """[[label, number], ...] by label, in the first one's order; other lists one after another."""
+    rows = [row for one in lists for row in one]
+    if not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
+        return rows
+    totals: dict[Any, Any] = {}
+    for label, number in rows:
+        totals[label] = totals.get(label, 0) + number
+    return [[label, number] for label, number in totals.items()]
+
+
+def _merged(histograms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one histogram with all of these observations says; they have the same bounds."""
+    bounds = [bound for bound, _ in histograms[0]["buckets"]]
+    merged = Histogram(bounds)
+    for one in histograms:
+        cumulative = [count for _, count in one["buckets"]]
+        merged.add_counts(np.diff([0, *cumulative, one["count"]]), one["sum"])
+    return merged.as_dict()

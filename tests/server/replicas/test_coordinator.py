@@ -28,8 +28,7 @@ from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas import coordinator_client
 from megatron_hybrid.server.replicas.coordinator import Coordinator
-from megatron_hybrid.server.replicas.coordinator_client import CoordinatorClient
-from megatron_hybrid.server.replicas.coordinator_process import COORDINATOR
+from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR, CoordinatorClient
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_hybrid.engine.latency import Histogram
-from megatron_hybrid.server.replicas.stats_sum import sum_stats
+from megatron_hybrid.server.replicas.replica_set import sum_stats
 
 
 def histogram(*observed: float) -> dict[str, Any]:
