@@ -13,7 +13,6 @@ import pytest
 from megatron_hybrid import LLM, ConfigurationError, EngineConfig, WeightsError, reference_model
 from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
-from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.server import cli
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -82,7 +81,8 @@ def test_a_pointer_to_weights_is_told_from_weights(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
 
     def read() -> None:
-        with open_folder(ModelFolder.open(tmp_path), family_of("llama")):
+        config = ModelFolder.open(reference_model.path()).config
+        with open_folder(ModelFolder.open(tmp_path), config):
             pass
 
     refuses(read, "is Git LFS's pointer to the weights: `git lfs pull`")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,9 @@ from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheck
 from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
 from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
 from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
-from megatron_hybrid.models.checkpoints.weight_checks import (
-    check_all_used,
-    check_rotary_tables,
-    check_same,
-)
 from megatron_hybrid.models.checkpoints.weight_source import FolderSource, Index, open_folder
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.families.family import Family, Location
+from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.registry import family_of
 
 # Beside a checkpoint that was converted: the names and types that its tensors had.
@@ -42,6 +37,13 @@ _TOKENIZER = (
 )  # fmt: skip
 # Weight - 1 is exact in a type that is twice as wide.
 _WIDER = {torch.float32: torch.float64}
+# As safetensors calls them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 # ------------------------------------------------------------------ to Megatron
@@ -57,44 +59,55 @@ def to_megatron(source: Path, target: Path, *, progress: bool = True) -> None:
     config = folder.config
     check_expressible(config)
     arguments = arguments_of(config) | {"tokenizer_model": str(target.resolve())}
-    family = family_of(config.model_type)
     _make(target)
-    with open_folder(folder, family) as weights:
-        reader = _HuggingFaceRoles(weights, family, config)
+    with open_folder(folder, config) as weights:
+        reader = _HuggingFaceRoles(weights)
         reader.check()
         write_checkpoint(target, _stored_tensors(reader, config), arguments, progress=progress)
         used = {reader.place(role).name for role in MegatronNames(config).roles()}
         names = {
-            own: str(weights.dtype(name)) for name, own in weights.names.items() if name in used
+            own: str(_dtype_of(weights, name))
+            for name, own in weights.names.items()
+            if name in used
         }
     (target / NAMES_FILE).write_text(json.dumps(names, indent=1))
     copy_description(folder, target)
 
 
+def _dtype_of(source: FolderSource, name: str) -> torch.dtype:
+    """Raises WeightsError for one that is no type of weights."""
+    stored = source.stored(name).get_dtype()
+    if stored not in _DTYPES:
+        raise WeightsError(
+            f"Weight {name!r} in {source.where} is of type {stored}, which is not supported, "
+            f"only {', '.join(_DTYPES)} are."
+        )
+    return _DTYPES[stored]
+
+
 class _HuggingFaceRoles:
     """A Hugging Face folder's weights by our roles."""
 
-    def __init__(self, source: FolderSource, family: Family, config: HybridModelConfig) -> None:
-        self._source, self._family, self._config = source, family, config
+    def __init__(self, source: FolderSource) -> None:
+        self._source = source
 
     def check(self) -> None:
         """Raise WeightsError for a weight that is of no use, or that is stored twice with different
         values."""
-        source, family, config = self._source, self._family, self._config
-        used: set[str] = set()
-        for role in MegatronNames(config).roles():
+        source, used = self._source, set[str]()
+        for role in MegatronNames(source.config).roles():
             first, *copies = self._places(role)
             used.update(place.name for place in (first, *copies))
             for copy in copies:
-                check_same(source, family, config, first, copy, self._whole)
-        check_all_used(source, family, config, used)
-        check_rotary_tables(source, config)
+                source.check_same(first, copy, self._whole)
+        source.check_all_used(used)
+        source.check_rotary_tables()
 
     def place(self, role: Role) -> Location:
         return self._places(role)[0]
 
     def _places(self, role: Role) -> list[Location]:
-        places = self._family.places(self._config, role.block, role.role)
+        places = self._source.places(role.block, role.role)
         found = [place for place in places if place.name in self._source.names]
         if not found:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {self._source.where}.")
@@ -108,7 +121,7 @@ class _HuggingFaceRoles:
         return (shape[0] // place.parts, *shape[1:])
 
     def dtype(self, role: Role) -> torch.dtype:
-        return self._source.dtype(self.place(role).name)
+        return _dtype_of(self._source, self.place(role).name)
 
     def read(self, role: Role, start: int, stop: int) -> Tensor:
         """Rows of a role."""
@@ -215,14 +228,14 @@ def to_hugging_face(
                 f"No Hugging Face family has the model in {source} (layers {config.pattern!r}); "
                 "it can be served as it is, but not converted."
             )
-    family = family_of(config.model_type)
-    weights = MegatronSource(MegatronCheckpoint(folder.checkpoint), config)
-    check_all_used(weights, weights, config, ())
+    checkpoint = MegatronCheckpoint(folder.checkpoint)
+    weights = MegatronSource(checkpoint, config)
+    weights.check_all_used(())
     if config.tie_word_embeddings and HEAD in weights.names:
-        first, copy = weights.places(config, None, "embedding")
-        check_same(weights, weights, config, first, copy, partial(_whole, weights))
+        first, copy = weights.places(None, "embedding")
+        weights.check_same(first, copy, partial(_whole, weights))
     _make(target)
-    tensors = _HuggingFaceTensors(weights, family, config, _recorded_names(folder))
+    tensors = _HuggingFaceTensors(weights, checkpoint.dtypes, _recorded_names(folder))
     _write_safetensors(target, tensors, max_shard_bytes, progress)
     copy_description(folder, target)
     if values is not None:
@@ -263,14 +276,15 @@ class _HuggingFaceTensors:
     def __init__(
         self,
         source: MegatronSource,
-        family: Family,
-        config: HybridModelConfig,
+        stored: Mapping[str, torch.dtype],
         recorded: dict[str, torch.dtype],
     ) -> None:
-        self._source = source
+        """`stored`: the types of Megatron's tensors; `recorded`: of Hugging Face's, if known."""
+        self._source, config = source, source.config
+        family = family_of(config.model_type)
         self.tensors: dict[str, _Whole] = {}
         own = {family.canonical(name): name for name in recorded}
-        for role, name in source.roles():
+        for name, role in source.roles.items():
             if config.tie_word_embeddings and role.role == "lm_head":
                 continue
             places = family.places(config, role.block, role.role)
@@ -282,7 +296,7 @@ class _HuggingFaceTensors:
                 sizes: tuple[int, ...] = (shape[0] * place.parts, *shape[1:])
                 if place.index is not None:
                     sizes = (place.stacked, *sizes)
-                dtype = recorded.get(written, source.dtype(name))
+                dtype = recorded.get(written, stored[role.rows[0].name])
                 whole = self.tensors[written] = _Whole(sizes, dtype, [])
             whole.parts.append((name, shape, place))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -18,68 +16,57 @@ from megatron_hybrid.models.families.family import Location
 
 
 class MegatronSource(WeightSource):
-    """A WeightSource and at the same time what says the names in it (WeightNames).
-
-    Every role is a tensor of its own here, shaped as the model has it: neither how many ranks
-    wrote the checkpoint nor how Megatron lays out its tensors is to be seen.
-    """
+    """Every role is a tensor of its own here, shaped as the model has it: neither how many ranks
+    wrote the checkpoint nor how Megatron lays out its tensors is to be seen. `roles`: by name."""
 
     def __init__(self, checkpoint: MegatronCheckpoint, config: HybridModelConfig) -> None:
         """Raises ConfigurationError for a model that Megatron has no layers for, WeightsError for
         a checkpoint of another model."""
+        super().__init__(config)
         check_expressible(config)
         self.where = str(checkpoint.folder)
         self._checkpoint = checkpoint
         self._layout = MegatronNames(
             config, checkpoint.shapes, zero_centered=has_zero_centered_norms(checkpoint.arguments)
         )
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
         self._found: dict[tuple[int | None, str], str] = {}
         for role in self._layout.roles():
             self._check_stored(role)
             name = _name(role)
-            self._roles[name] = role
+            self.roles[name] = role
             self._found[role.block, role.role] = name
         if config.tie_word_embeddings and HEAD in checkpoint.shapes:
             # The embedding once more, where a stage of its own: to be compared.
-            self._roles[HEAD] = Role(None, "lm_head", [Rows(HEAD, 0, config.vocab_size)])
+            self.roles[HEAD] = Role(None, "lm_head", [Rows(HEAD, 0, config.vocab_size)])
         self._check_extents()
-        used = {rows.name for role in self._roles.values() for rows in role.rows}
+        used = {rows.name for role in self.roles.values() for rows in role.rows}
         others = {name for name in checkpoint.shapes if not self._layout.ignores(name)} - used
-        self.names = {name: name for name in (*self._roles, *sorted(others))}
+        self.names = {name: name for name in (*self.roles, *sorted(others))}
 
     # ------------------------------------------------------------------ names
 
-    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
+    def places(self, block: int | None, role: str) -> list[Location]:
         """Where a role is; of a tied embedding also the head, where a stage has it once more."""
         name = HEAD if role == "lm_head" else f"block {block}, {role}"
         places = [Location(self._found.get((block, role), name))]
-        if config.tie_word_embeddings and role == "embedding":
+        if self.config.tie_word_embeddings and role == "embedding":
             places.append(Location(HEAD))
         return places
 
-    def ignores(self, config: HybridModelConfig, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         """A role that this rank does not have is another rank's."""
-        return name in self._roles
+        return name in self.roles
 
     # ------------------------------------------------------------------ values
 
     def file_of(self, name: str) -> str:
         """What shares stored rectangles is to be read together."""
-        return self._roles[name].rows[0].name
-
-    def roles(self) -> Iterator[tuple[Role, str]]:
-        """Every role and its name here."""
-        for name, role in self._roles.items():
-            yield role, name
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of what is stored."""
-        return self._checkpoint.dtypes[self._roles[name].rows[0].name]
+        return self.roles[name].rows[0].name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As the model has it."""
-        rows = self._roles[name].rows
+        rows = self.roles[name].rows
         first = self._checkpoint.shapes[rows[0].name][len(rows[0].lead) :]
         return (sum(self._count(one) for one in rows), *first[1:])
 
@@ -89,7 +76,7 @@ class MegatronSource(WeightSource):
         assert isinstance(first, slice)
         start, stop = first.start, first.stop
         pieces, begin = [], 0
-        for rows in self._roles[name].rows:
+        for rows in self.roles[name].rows:
             count = self._count(rows)
             low, high = max(start - begin, 0), min(stop - begin, count)
             if low < high:
@@ -122,7 +109,7 @@ class MegatronSource(WeightSource):
     def _check_extents(self) -> None:
         """The roles have to use up each tensor, but for the vocabulary's padding."""
         ends: dict[str, tuple[int, int]] = {}  # (rows that are used, dimensions in front of them)
-        for role in self._roles.values():
+        for role in self.roles.values():
             for rows in role.rows:
                 end = rows.start + self._count(rows)
                 ends[rows.name] = max((end, len(rows.lead)), ends.get(rows.name, (0, 0)))

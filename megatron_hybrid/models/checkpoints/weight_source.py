@@ -1,41 +1,50 @@
-"""Where weights come from, by a checkpoint's names: a Hugging Face folder, or tensors in memory.
-(Megatron's checkpoints: megatron_source.py.)"""
+"""Where weights come from, by a checkpoint's names: a Hugging Face folder, or tensors in memory
+(Megatron's checkpoints: megatron_source.py); and what they have to be: shaped as the configuration
+says, all of use, and the same where the model has one weight for several of them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
+from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.families.family import Family, Location
+from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
+from megatron_hybrid.models.families.registry import family_of
 
 Index = tuple[slice | int, ...]
-# As safetensors calls them.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class WeightSource(ABC):
-    """Tensors by their canonical names (see Family.canonical); nothing is read before `read`."""
+    """Tensors by their canonical names (see Family.canonical), as those of a model, by default with
+    the names of its family; nothing is read before `read`."""
 
     where: str  # for messages
     names: Mapping[str, str]  # canonical name -> the source's own
+
+    def __init__(self, config: HybridModelConfig) -> None:
+        self.config = config
+
+    def places(self, block: int | None, role: str) -> list[Location]:
+        """See Family.places."""
+        return family_of(self.config.model_type).places(self.config, block, role)
+
+    def ignores(self, name: str) -> bool:
+        """See Family.ignores."""
+        return family_of(self.config.model_type).ignores(self.config, name)
 
     def file_of(self, name: str) -> str:
         """What to sort reads by."""
@@ -50,22 +59,82 @@ class WeightSource(ABC):
         """A rectangle of a tensor, or of one of those that are stacked in it: for each dimension a
         range, or a number to drop it."""
 
+    # ------------------------------------------------------------------ checks
 
-class WeightNames(Protocol):
-    """What says where in a source a model's weights are: a Family, or a Megatron checkpoint."""
+    def check_shape(self, place: Location, shape: tuple[int, ...]) -> None:
+        """`shape`: the role's. Raises WeightsError for another one."""
+        expected = (shape[0] * place.parts, *shape[1:])
+        if place.index is not None:
+            expected = (place.stacked, *expected)
+        stored = self.shape(place.name)
+        if stored != expected:
+            raise WeightsError(
+                f"Weight {place.name!r} has shape {list(stored)}; the configuration makes it "
+                f"{list(expected)}."
+            )
 
-    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
-        """See Family.places."""
+    def check_all_used(self, used: Collection[str]) -> None:
+        """Raise WeightsError for a tensor that no part of the model is from."""
+        for name in sorted(self.names.keys() - set(used)):
+            if not self.ignores(name):
+                raise WeightsError(
+                    f"Weight {self.names[name]!r} in {self.where} has no place in a "
+                    f"{self.config.model_type} model of this configuration."
+                )
 
-    def ignores(self, config: HybridModelConfig, name: str) -> bool:
-        """See Family.ignores."""
+    def check_same(
+        self, place: Location, copy: Location, read: Callable[[Location], Tensor]
+    ) -> None:
+        """Raise WeightsError unless a role has the same values in two places. `read`: of one."""
+        first, second = read(place), read(copy)
+        if torch.equal(first, second.to(first.device, first.dtype)):
+            return
+        advice = ""
+        if copy in self.places(None, "lm_head"):
+            advice = ' A head of its own needs "tie_word_embeddings": false in config.json.'
+        raise WeightsError(
+            f"Weights {self.names[place.name]!r} and {self.names[copy.name]!r} in {self.where} "
+            f"have different values, but a {self.config.model_type} model of this configuration "
+            f"has one weight for both.{advice}"
+        )
+
+    def check_rotary_tables(self) -> None:
+        """Old checkpoints hold the frequencies of the rotary embedding, which are made anew from
+        the configuration. Raises WeightsError where that would give others. (Scaled ones can't be
+        compared: some versions stored them before scaling.)"""
+        rope = self.config.rope
+        if rope is None or rope.kind != "default":
+            return
+        expected = inverse_frequencies(rope)
+        for name, own in self.names.items():
+            if not re.search(ROTARY_TABLE, name):
+                continue
+            (size,) = expected.shape
+            if self.shape(name) == (size,):
+                table = self.read(name, (slice(0, size),)).cpu()
+                # Rounded to what is stored, where the smallest ones are close to nothing.
+                ours = expected.cpu().to(table.dtype)
+                if torch.allclose(table.float(), ours.float(), rtol=1e-2, atol=1e-7):
+                    continue
+            raise WeightsError(
+                f"Weight {own!r} in {self.where} holds other frequencies than rope_theta "
+                f"{rope.theta:g} and {rope.rotary_dim} rotated dimensions give, which config.json "
+                "says."
+            )
 
 
 class FolderSource(WeightSource):
     """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""
 
-    def __init__(self, folder: Path, names: dict[str, tuple[str, str]], files: dict[str, Any]):
+    def __init__(
+        self,
+        config: HybridModelConfig,
+        folder: Path,
+        names: dict[str, tuple[str, str]],
+        files: dict[str, Any],
+    ) -> None:
         """`names`: canonical name -> (name in its file, file)."""
+        super().__init__(config)
         self.where = str(folder)
         self.names = {canonical: name for canonical, (name, _) in names.items()}
         self._names, self._files = names, files
@@ -74,23 +143,14 @@ class FolderSource(WeightSource):
         return self._names[name][1]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Raises WeightsError for one that is no type of weights."""
-        stored = self._slice(name).get_dtype()
-        if stored not in _DTYPES:
-            raise WeightsError(
-                f"Weight {name!r} in {self.where} is of type {stored}, which is not supported, "
-                f"only {', '.join(_DTYPES)} are."
-            )
-        return _DTYPES[stored]
+        return tuple(self.stored(name).get_shape())
 
     def read(self, name: str, index: Index) -> Tensor:
-        values: Tensor = self._slice(name)[index]
+        values: Tensor = self.stored(name)[index]
         return values
 
-    def _slice(self, name: str) -> Any:
+    def stored(self, name: str) -> Any:
+        """safetensors' slice of a tensor. Raises WeightsError for one that cannot be read."""
         own, file = self._names[name]
         try:
             return self._files[file].get_slice(own)
@@ -105,7 +165,9 @@ class TensorSource(WeightSource):
 
     where = "the tensors given"
 
-    def __init__(self, tensors: Tensors, family: Family) -> None:
+    def __init__(self, config: HybridModelConfig, tensors: Tensors) -> None:
+        super().__init__(config)
+        family = family_of(config.model_type)
         self._tensors: dict[str, Tensor] = {}
         names: dict[str, str] = {}
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -127,11 +189,11 @@ class TensorSource(WeightSource):
 
 
 @contextmanager
-def open_folder(model: ModelFolder, family: Family) -> Iterator[FolderSource]:
-    """The safetensors of a Hugging Face folder, open within the block. Raises WeightsError for one
-    without weights, or with files that are no safetensors."""
+def open_folder(model: ModelFolder, config: HybridModelConfig) -> Iterator[FolderSource]:
+    """The safetensors of a Hugging Face folder, as those of a model, open within the block. Raises
+    WeightsError for one without weights, or with files that are no safetensors."""
     model.check_weights()
-    folder = model.path
+    folder, family = model.path, family_of(config.model_type)
     index, single = folder / INDEX, folder / SINGLE
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -162,7 +224,7 @@ def open_folder(model: ModelFolder, family: Family) -> Iterator[FolderSource]:
             canonical = family.canonical(name)
             _refuse_twice(names.get(canonical, (name, ""))[0], name, str(folder))
             names[canonical] = name, file
-        yield FolderSource(folder, names, files)
+        yield FolderSource(config, folder, names, files)
 
 
 def _unreadable(folder: Path, file: str, error: Exception) -> str:

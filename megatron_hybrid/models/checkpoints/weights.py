@@ -18,22 +18,14 @@ from tqdm import tqdm
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
 from megatron_hybrid.layers.parts import WeightPart
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.checkpoints.weight_checks import (
-    check_all_used,
-    check_rotary_tables,
-    check_same,
-    check_shape,
-)
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
     TensorSource,
-    WeightNames,
     WeightSource,
     open_folder,
 )
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.families.family import Location
-from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, RankGroup
 
@@ -72,9 +64,9 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, seed)
     else:
-        with _open(folder, folder.config) as (source, names):
-            placed = _place(model, source, names)
-            _check(model, placed, source, names)
+        with _open(folder, folder.config) as source:
+            placed = _place(model, source)
+            _check(model, placed, source)
             _put(placed, source, progress and parallel.is_first)
     model.after_loading()
     return model
@@ -85,10 +77,8 @@ def has_mtp_weights(folder: ModelFolder) -> bool:
     it. Raises WeightsError for one without weights."""
     if folder.is_megatron:
         return False  # which are not read
-    config = folder.config
-    family = family_of(config.model_type)
-    (fc,) = family.locate(config, len(config.pattern), "mtp.fc.weight")
-    with open_folder(folder, family) as source:
+    with open_folder(folder, folder.config) as source:
+        (fc,) = source.places(len(folder.config.pattern), "mtp.fc.weight")
         return fc.name in source.names
 
 
@@ -105,21 +95,19 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
     with ExitStack() as stack:
         refused: WeightsError | None = None
         opened: WeightSource
-        names: WeightNames
         placed: list[_Placed] = []
         try:
             if isinstance(source, str | Path):
                 folder = ModelFolder.open(source)
-                opened, names = stack.enter_context(_open(folder, model.config))
+                opened = stack.enter_context(_open(folder, model.config))
                 _check_same_model(model.config, folder)
             else:
-                names = family = family_of(model.config.model_type)
-                opened = TensorSource(source, family)
-            placed = _place(model, opened, names, some=not isinstance(source, str | Path))
+                opened = TensorSource(model.config, source)
+            placed = _place(model, opened, some=not isinstance(source, str | Path))
         except Exception as error:  # of whatever gives the tensors: nothing has been changed yet
             refused = _refusal(error)
         _refuse_together(parallel.lockstep, refused)
-        _check(model, placed, opened, names)
+        _check(model, placed, opened)
         lost: Exception | None = None
         try:
             _put(placed, opened)
@@ -152,21 +140,17 @@ def _refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
 
 
 @contextmanager
-def _open(
-    folder: ModelFolder, config: HybridModelConfig
-) -> Iterator[tuple[WeightSource, WeightNames]]:
-    """The weights in a folder of either kind, and what says where in it they are."""
+def _open(folder: ModelFolder, config: HybridModelConfig) -> Iterator[WeightSource]:
+    """The weights in a folder of either kind."""
     if folder.is_megatron:
         # torch.distributed.checkpoint takes a while to import.
         from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
         from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
 
-        megatron = MegatronSource(MegatronCheckpoint(folder.checkpoint), config)
-        yield megatron, megatron
-        return
-    family = family_of(config.model_type)
-    with open_folder(folder, family) as source:
-        yield source, family
+        yield MegatronSource(MegatronCheckpoint(folder.checkpoint), config)
+    else:
+        with open_folder(folder, config) as source:
+            yield source
 
 
 class _Placed(NamedTuple):
@@ -177,17 +161,15 @@ class _Placed(NamedTuple):
     copies: list[Location]
 
 
-def _place(
-    model: HybridModel, source: WeightSource, names: WeightNames, *, some: bool = False
-) -> list[_Placed]:
+def _place(model: HybridModel, source: WeightSource, *, some: bool = False) -> list[_Placed]:
     """Where each of this rank's parts is. Raises WeightsError for a weight that has the wrong
     shape, or is missing, unless `some` are enough. Reads no weight."""
     placed = []
     for block, part in model.weight_parts():
-        places = names.places(model.config, block, part.role)
+        places = source.places(block, part.role)
         stored = [place for place in places if place.name in source.names]
         for place in stored:
-            check_shape(source, place, part.shape)
+            source.check_shape(place, part.shape)
         if stored:
             placed.append(_Placed(part, stored[0], stored[1:]))
         elif not some:
@@ -195,21 +177,19 @@ def _place(
     return sorted(placed, key=lambda one: source.file_of(one.place.name))
 
 
-def _check(
-    model: HybridModel, placed: list[_Placed], source: WeightSource, names: WeightNames
-) -> None:
+def _check(model: HybridModel, placed: list[_Placed], source: WeightSource) -> None:
     """Raise WeightsError, on every rank, for a weight that has no place on any rank, or that is
     stored twice with different values."""
-    config, lockstep = model.config, model.parallel.lockstep
+    lockstep = model.parallel.lockstep
     own = {place.name for one in placed for place in (one.place, *one.copies)}
     everywhere = set[str]().union(*lockstep.gather_objects(own))
     refused: WeightsError | None = None
     try:
-        check_all_used(source, names, config, everywhere)
-        check_rotary_tables(source, config)
+        source.check_all_used(everywhere)
+        source.check_rotary_tables()
         for part, place, copies in placed:
             for copy in copies:
-                check_same(source, names, config, place, copy, partial(_loaded, source, part))
+                source.check_same(place, copy, partial(_loaded, source, part))
     except Exception as error:  # of tensors in memory each rank has its own
         refused = _refusal(error)
     _refuse_together(lockstep, refused)
