@@ -1,4 +1,5 @@
-"""DecodeRuns in plain torch: which tokens are computed in which turn, for every recurrence.
+"""Scans in plain torch, from what each does with a token or a tile; and DecodeRuns: which tokens
+are computed in which turn, for every recurrence.
 
 Turn by turn, each sequence takes its next token: the unfolded ones first, which it has from the
 ring, then its own.
@@ -18,9 +19,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.protocols import AScansTokens, Rings
-from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
+from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites, indices
+from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
 Constants = TypeVar("Constants")
 
@@ -33,13 +35,6 @@ class Turn:
     tokens: Tensor | None  # [n] places in the call's tokens; None: they come from the ring
     rings: Tensor  # [n]
     places: Tensor  # [n] in the ring
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """A turn whose tokens the written states include."""
-
-    turn: Turn
     checkpoints: SlotWrites | None  # of the states after it; None: no sequence has one there
 
 
@@ -49,7 +44,7 @@ class RunsPlan:
 
     reads: SlotReads
     writes: SlotWrites
-    folds: tuple[Fold, ...]
+    folds: tuple[Turn, ...]  # whose tokens the written states include
     drafts: tuple[Turn, ...]
     kept: Turn  # the tokens whose inputs go to the ring
     num_tokens: int  # the call's; those behind them are padding
@@ -60,21 +55,21 @@ def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
     host = HostRuns(runs, ring_length)
     unfolded, lengths = host.unfolded, host.lengths
     everyone = range(len(lengths))
-    folds = []
-    for number in range(max(unfolded, default=0)):
-        folds.append(
-            host.fold([(s, number - unfolded[s]) for s in everyone if number < unfolded[s]])
-        )
+    folds = [
+        [(s, number - unfolded[s]) for s in everyone if number < unfolded[s]]
+        for number in range(max(unfolded, default=0))
+    ]
     if any(lengths):
-        folds.append(host.fold([(s, 0) for s in everyone if lengths[s]]))
-    drafts = []
-    for number in range(1, max(lengths, default=0)):
-        drafts.append(host.turn([(s, number) for s in everyone if number < lengths[s]]))
+        folds.append([(s, 0) for s in everyone if lengths[s]])
+    drafts = [
+        [(s, number) for s in everyone if number < lengths[s]]
+        for number in range(1, max(lengths, default=0))
+    ]
     return RunsPlan(
         reads=SlotReads.of(runs.read_slot.tolist(), host.device),
         writes=SlotWrites.of(host.write_slot, host.device),
-        folds=tuple(folds),
-        drafts=tuple(drafts),
+        folds=tuple(host.turn(tokens, folds=True) for tokens in folds),
+        drafts=tuple(map(host.turn, drafts)),
         kept=host.kept(),
         num_tokens=host.bounds[-1],
     )
@@ -103,14 +98,24 @@ class HostRuns:
                     f"ring has {ring_length} places."
                 )
 
-    def turn(self, tokens: list[tuple[int, int]]) -> Turn:
-        """The (sequence, tokens ahead of its position) that are computed together."""
-        from_ring = any(ahead < 0 for _, ahead in tokens)
+    def turn(self, tokens: list[tuple[int, int]], *, folds: bool = False) -> Turn:
+        """The (sequence, tokens ahead of its position) that are computed together; `folds`: with
+        the checkpoints that they reach."""
+        slots = [0] * len(self.lengths)
+        for s, ahead in tokens if folds else ():
+            position, slot = self.checkpoints[s]
+            if position == self.position[s] + ahead + 1:
+                slots[s] = slot
+        own = None
+        if all(ahead >= 0 for _, ahead in tokens):
+            own = indices([self.bounds[s] + ahead for s, ahead in tokens], self.device)
+        places = [(self.position[s] + ahead) % self._ring_length for s, ahead in tokens]
         return Turn(
-            sequences=self._ints([s for s, _ in tokens]),
-            tokens=None if from_ring else self._ints([self.bounds[s] + a for s, a in tokens]),
-            rings=self._ints([self._rings[s] for s, _ in tokens]),
-            places=self._ints([(self.position[s] + a) % self._ring_length for s, a in tokens]),
+            sequences=indices([s for s, _ in tokens], self.device),
+            tokens=own,
+            rings=indices([self._rings[s] for s, _ in tokens], self.device),
+            places=indices(places, self.device),
+            checkpoints=SlotWrites.of(slots, self.device) if any(s > 0 for s in slots) else None,
         )
 
     def kept(self) -> Turn:
@@ -123,28 +128,41 @@ class HostRuns:
             ]
         )
 
-    def fold(self, tokens: list[tuple[int, int]]) -> Fold:
-        """A turn of tokens that go into the states, with the checkpoints that they reach."""
-        slots = [0] * len(self.lengths)
-        for s, ahead in tokens:
-            position, slot = self.checkpoints[s]
-            if position == self.position[s] + ahead + 1:
-                slots[s] = slot
-        checkpoints = SlotWrites.of(slots, self.device) if max(slots) > 0 else None
-        return Fold(self.turn(tokens), checkpoints)
-
-    def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
 
 @dataclass(frozen=True, slots=True)
-class TokenByToken(Generic[AScansTokens, Constants]):
-    """The decodes of a scan, from what it does with one token of each sequence."""
+class TorchScan(Generic[AScansTokens, Constants]):
+    """A Recurrence of a scan, from what it does with all tiles at once, and with one token of each
+    sequence."""
 
+    largest_tile: int  # in tokens
+    # (tokens, constants, initial states [S, ...] float32, plan) -> outputs [T, ...], and the states
+    # as TilePlan numbers them
+    over_tiles: Callable[[AScansTokens, Constants, Tensor, TilePlan], tuple[Tensor, Tensor]]
     # (states [N, ...] float32, which change in place; `kept` of one token each; constants)
     advance: Callable[[Tensor, tuple[Tensor, ...], Constants], None]
     # (states after their tokens, the tokens, constants) -> outputs [N, ...] float32
     read_out: Callable[[Tensor, AScansTokens, Constants], Tensor]
+
+    def plan(self, segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
+        """The step's tiles."""
+        return plan_tiles(segments, largest_tile(kernel_chunk, self.largest_tile))
+
+    def prefill(
+        self,
+        tokens: AScansTokens,
+        constants: Constants,
+        state: Tensor,
+        plan: TilePlan,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As in Recurrence."""
+        states = plan.reads.gather(state).float()
+        if plan.num_tiles:
+            y, states = self.over_tiles(tokens, constants, states, plan)
+        else:
+            y = torch.empty_like(tokens.like)
+        plan.writes.scatter(state, states.index_select(0, plan.write_rows))
+        return into(out, y, tokens.like)
 
     def decode(
         self,
@@ -193,7 +211,7 @@ class TokenByToken(Generic[AScansTokens, Constants]):
 
         out[plan.num_tokens :] = 0
         for fold in plan.folds:
-            take(fold.turn)
+            take(fold)
             if fold.checkpoints is not None:
                 fold.checkpoints.scatter(state, states)
         plan.writes.scatter(state, states)

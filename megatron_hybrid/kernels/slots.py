@@ -14,6 +14,11 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeSlots
 
 
+def indices(values: list[int], device: torch.device) -> Tensor:
+    """int64, as torch indexes with."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class SlotReads:
     """Which slots N rows come from; the rows in `fresh` are zeros instead."""
@@ -26,10 +31,9 @@ class SlotReads:
     def of(cls, slots: list[int], device: torch.device) -> SlotReads:
         """Of the slots [N]; 0 or less: fresh."""
         fresh = [row for row, slot in enumerate(slots) if slot <= 0]
-        clamped = [max(slot, 0) for slot in slots]
         return cls(
-            slots=torch.tensor(clamped, dtype=torch.int64, device=device),
-            fresh=torch.tensor(fresh, dtype=torch.int64, device=device) if fresh else None,
+            slots=indices([max(slot, 0) for slot in slots], device),
+            fresh=indices(fresh, device) if fresh else None,
             all_fresh=len(fresh) == len(slots),
         )
 
@@ -54,10 +58,15 @@ class SlotWrites:
     def of(cls, slots: list[int], device: torch.device) -> SlotWrites:
         """Of the slots [N]; 0 or less: goes nowhere."""
         kept = [row for row, slot in enumerate(slots) if slot > 0]
-        chosen = torch.tensor([slots[row] for row in kept], dtype=torch.int64, device=device)
-        if len(kept) == len(slots):
-            return cls(chosen, None)
-        return cls(chosen, torch.tensor(kept, dtype=torch.int64, device=device))
+        rows = None if len(kept) == len(slots) else indices(kept, device)
+        return cls(indices([slots[row] for row in kept], device), rows)
+
+    @classmethod
+    def some(cls, places: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, SlotWrites]:
+        """Of (row, slot): the rows [M] whose slot is not 0 or less, and where these go."""
+        kept = [(row, slot) for row, slot in places if slot > 0]
+        rows = indices([row for row, _ in kept], device)
+        return rows, cls.of([slot for _, slot in kept], device)
 
     def scatter(self, state: Tensor, values: Tensor) -> None:
         """values [N, ...] into state [slots, ...], in the state's dtype."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
-from megatron_hybrid.kernels.slots import SlotReads, SlotWrites
+from megatron_hybrid.kernels.slots import SlotReads, SlotWrites, indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,18 @@ class TilePlan:
             return states[: self.num_tiles]
         return states.index_select(0, self.before_rows)
 
+    def carry(self, states: Tensor, factor: Tensor) -> None:
+        """states [S + C, ...] = initial states, then what each tile adds -> the states after each
+        tile, in place; factor [C, ...], broadcast: what a state decays by in a tile."""
+        if self.num_sequences == 1:
+            for tile in range(self.num_tiles):
+                # not addcmul_, which rounds once: several sequences are rounded twice, too
+                states[tile + 1] += states[tile] * factor[tile]
+            return
+        for tiles, rows in self.rounds:
+            carried = states.index_select(0, rows).mul_(factor.index_select(0, tiles))
+            states.index_add_(0, tiles + self.num_sequences, carried)
+
 
 def largest_tile(kernel_chunk: int, limit: int) -> int:
     """The largest divisor of the kernel chunk up to `limit`."""
@@ -70,7 +82,6 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
     device = segments.cu_seqlens.device
     bounds: list[int] = segments.cu_seqlens.tolist()
     starts: list[int] = segments.start_position.tolist()
-    write_slots: list[int] = segments.write_slot.tolist()
     num_sequences = len(starts)
 
     first_token: list[int] = []
@@ -78,8 +89,10 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
     before: list[int] = []
     rounds: list[tuple[list[int], list[int]]] = []
     row_at: dict[tuple[int, int], int] = {}  # (sequence, position) at a tile's end -> state
-    final_row: list[int] = []
-    for sequence, start in enumerate(starts):
+    written: list[tuple[int, int]] = []  # state, slot
+    for sequence, (start, slot) in enumerate(
+        zip(starts, segments.write_slot.tolist(), strict=True)
+    ):
         end = start + bounds[sequence + 1] - bounds[sequence]
         position, row, turn = start, sequence, 0
         while position < end:
@@ -94,13 +107,9 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
             first_token.append(bounds[sequence] + position - start)
             length.append(tile_end - position)
             position, turn = tile_end, turn + 1
-        final_row.append(row)
-
-    write_rows = list(final_row)
-    for sequence, position, slot in segments.checkpoints():
-        write_rows.append(row_at[sequence, position])
-        write_slots.append(slot)
-    kept = [(row, slot) for row, slot in zip(write_rows, write_slots, strict=True) if slot > 0]
+        written.append((row, slot))
+    written += [(row_at[s, position], slot) for s, position, slot in segments.checkpoints()]
+    write_rows, writes = SlotWrites.some(written, device)
 
     longest = max(length, default=0)
     token_index = padding = places = None
@@ -113,16 +122,12 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
         token_index = (first + torch.minimum(columns, lengths - 1)).flatten()
         places = (~padding).flatten().nonzero().squeeze(1)
         padding = padding[:, :, None]
-
-    def index(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     return TilePlan(
         reads=SlotReads.of(segments.read_slot.tolist(), device),
-        writes=SlotWrites.of([slot for _, slot in kept], device),
-        write_rows=index([row for row, _ in kept]),
-        before_rows=None if num_sequences == 1 else index(before),
-        rounds=[(index(tiles), index(rows)) for tiles, rows in rounds],
+        writes=writes,
+        write_rows=write_rows,
+        before_rows=None if num_sequences == 1 else indices(before, device),
+        rounds=[(indices(tiles, device), indices(rows, device)) for tiles, rows in rounds],
         token_index=token_index,
         padding=padding,
         places=places,

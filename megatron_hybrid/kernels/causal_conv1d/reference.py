@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.protocols import ConvConstants
 from megatron_hybrid.kernels.runs import HostRuns, Turn, into
-from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites
+from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites, indices
 
 # Rows that are convolved at a time: few enough to stay in a core's cache.
 _TILE = 256
@@ -44,16 +44,17 @@ def plan(segments: PrefillSegments, width: int) -> ConvPlan:
     device = segments.cu_seqlens.device
     bounds: list[int] = segments.cu_seqlens.tolist()
     starts: list[int] = segments.start_position.tolist()
-    write_slots: list[int] = segments.write_slot.tolist()
     old = width - 1
     # Sequence s begins in row bounds[s] + s * old; after p of its tokens the window begins p later.
-    windows = [bounds[s + 1] + s * old for s in range(len(starts))]
-    for sequence, position, slot in segments.checkpoints():
-        windows.append(bounds[sequence] + sequence * old + position - starts[sequence])
-        write_slots.append(slot)
-    kept = [(window, slot) for window, slot in zip(windows, write_slots, strict=True) if slot > 0]
+    windows = [
+        (bounds[s + 1] + s * old, slot) for s, slot in enumerate(segments.write_slot.tolist())
+    ]
+    windows += [
+        (bounds[s] + s * old + position - starts[s], slot)
+        for s, position, slot in segments.checkpoints()
+    ]
+    first, writes = SlotWrites.some(windows, device)
     columns = torch.arange(old, device=device)
-    first = torch.tensor([window for window, _ in kept], dtype=torch.int64, device=device)
     token_rows = old_rows = None
     if len(starts) > 1:
         lengths = segments.cu_seqlens.diff()
@@ -65,7 +66,7 @@ def plan(segments: PrefillSegments, width: int) -> ConvPlan:
         old_rows = (begin[:, None] + columns).flatten()
     return ConvPlan(
         reads=SlotReads.of(segments.read_slot.tolist(), device),
-        writes=SlotWrites.of([slot for _, slot in kept], device),
+        writes=writes,
         window_rows=(first[:, None] + columns).flatten(),
         token_rows=token_rows,
         old_rows=old_rows,
@@ -167,19 +168,15 @@ def plan_runs(runs: DecodeRuns, width: int, ring_length: int) -> ConvRunsPlan:
         begin += old + count + length
     device = host.device
     columns, taps = torch.arange(old, device=device), torch.arange(-old, 1, device=device)
-    written = [(row, slot) for row, slot in windows if slot > 0]
-
-    def rows(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    window_rows, writes = SlotWrites.some(windows, device)
     return ConvRunsPlan(
         reads=SlotReads.of(runs.read_slot.tolist(), device),
-        writes=SlotWrites.of([slot for _, slot in written], device),
-        window_rows=(rows([row for row, _ in written])[:, None] + columns).flatten(),
-        old_rows=(rows(first)[:, None] + columns).flatten(),
+        writes=writes,
+        window_rows=(window_rows[:, None] + columns).flatten(),
+        old_rows=(indices(first, device)[:, None] + columns).flatten(),
         unfolded=host.turn(unfolded),
-        unfolded_rows=rows(unfolded_rows),
-        token_rows=rows(token_rows)[:, None] + taps,
+        unfolded_rows=indices(unfolded_rows, device),
+        token_rows=indices(token_rows, device)[:, None] + taps,
         kept=host.kept(),
     )
 

@@ -25,37 +25,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
-from megatron_hybrid.kernels.runs import TokenByToken, into
-from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
+from megatron_hybrid.kernels.runs import TorchScan
+from megatron_hybrid.kernels.tiles import TilePlan
 
 # The work inside a tile grows with its square; across tiles it is a loop. 64 balances them.
 _LARGEST_TILE = 64
 _EPS = 1e-6  # in the lengths of q and k
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
-    """The step's tiles."""
-    return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
-
-
-def prefill(
-    tokens: DeltaRuleTokens,
-    constants: DeltaRuleConstants,
-    state: Tensor,
-    plan: TilePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """state [slots, v_heads, v_dim, k_dim] -> y [T, v_heads, v_dim] in v's dtype."""
+def _over_tiles(
+    tokens: DeltaRuleTokens, constants: DeltaRuleConstants, initial: Tensor, plan: TilePlan
+) -> tuple[Tensor, Tensor]:
+    """initial [S, v_heads, v_dim, k_dim] -> y [T, v_heads, v_dim], states [S + C, ...]."""
     q, k, v, a, b = tokens
     heads, v_dim = v.shape[1:]
     k_heads, k_dim = k.shape[1:]
     tiles, length = plan.num_tiles, plan.tile_length
-    initial = plan.reads.gather(state).float()  # [S, heads, v_dim, k_dim]
-    if tiles == 0:
-        plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return into(out, torch.empty_like(v), v)
 
     # From here on: c tiles, l and s places in a tile, h value heads, g key heads, r heads of each.
     decay, beta = (plan.tiled(values) for values in _gates(a, b, constants))  # [c, l, h] float64
@@ -97,11 +83,10 @@ def prefill(
         after = before.mul_(from_start.index_select(0, now)[:, :, -1:])
         after += d.transpose(2, 3) @ ks.index_select(0, now)
         states.index_copy_(0, now + plan.num_sequences, after)
-    plan.writes.scatter(state, states.index_select(0, plan.write_rows))
 
     y = torch.matmul(qs * from_start, plan.before(states).transpose(2, 3))
     y += torch.matmul(weights, added)
-    return into(out, plan.tokens(y.transpose(1, 2)), v)
+    return plan.tokens(y.transpose(1, 2)), states
 
 
 def _advance(states: Tensor, inputs: tuple[Tensor, ...], constants: DeltaRuleConstants) -> None:
@@ -139,5 +124,6 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + _EPS)
 
 
-_by_token = TokenByToken(_advance, _read_out)
-decode, decode_runs = _by_token.decode, _by_token.decode_runs
+_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = _scan.plan, _scan.prefill
+decode, decode_runs = _scan.decode, _scan.decode_runs

@@ -15,35 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
-from megatron_hybrid.kernels.runs import TokenByToken, into
-from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
+from megatron_hybrid.kernels.runs import TorchScan
+from megatron_hybrid.kernels.tiles import TilePlan
 
 # Places of a tile, and tiles of a sequence, are loops. A state is kept for every tile.
 _LARGEST_TILE = 16
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
-    """The step's tiles."""
-    return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
-
-
-def prefill(
-    tokens: Mamba1Tokens,
-    constants: Mamba1Constants,
-    state: Tensor,
-    plan: TilePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """state [slots, channels, state] -> y [T, channels] in x's dtype."""
+def _over_tiles(
+    tokens: Mamba1Tokens, constants: Mamba1Constants, initial: Tensor, plan: TilePlan
+) -> tuple[Tensor, Tensor]:
+    """initial [S, channels, state] -> y [T, channels], states [S + C, channels, state]."""
     x, z, dt, B, C = tokens
     A, D, dt_bias = constants
-    initial = plan.reads.gather(state).float()  # [S, channels, state]
-    if plan.num_tiles == 0:
-        plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return into(out, torch.empty_like(x), x)
-
     # From here on: c tiles, l places in a tile, d channels, n state.
     dt = plan.tiled(_softplus(dt.float() + dt_bias))  # [c, l, d]
     if plan.padding is not None:
@@ -63,27 +48,14 @@ def prefill(
     # The states at the tiles' ends.
     from_start = torch.cumsum(dt, dim=1)  # [c, l, d]; times A: the log of the decay
     states = torch.cat((initial, h))  # [S + c, d, n]
-    _carry(states, (from_start[:, -1, :, None] * A).exp_(), plan)
-    plan.writes.scatter(state, states.index_select(0, plan.write_rows))
+    plan.carry(states, (from_start[:, -1, :, None] * A).exp_())
 
     # What the state at a tile's start gives.
     before = plan.before(states)  # [c, d, n]
     for place in range(plan.tile_length):
         h = (from_start[:, place, :, None] * A).exp_().mul_(before)
         y[:, place] += h.mul_(Cs[:, place, None]).sum(-1)
-    return into(out, plan.tokens(y).mul_(_silu(z.float())), x)
-
-
-def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
-    """states [S + c, d, n] = initial states, then what each tile adds -> the states after each
-    tile, in place; decay [c, d, n] is overwritten. Both ways round the same: addcmul would not."""
-    if plan.num_sequences == 1:
-        for tile in range(plan.num_tiles):
-            states[tile + 1] += decay[tile].mul_(states[tile])
-        return
-    for tiles, rows in plan.rounds:
-        carried = states.index_select(0, rows).mul_(decay.index_select(0, tiles))
-        states.index_add_(0, tiles + plan.num_sequences, carried)
+    return plan.tokens(y).mul_(_silu(z.float())), states
 
 
 def _advance(h: Tensor, inputs: tuple[Tensor, ...], constants: Mamba1Constants) -> None:
@@ -100,8 +72,9 @@ def _read_out(h: Tensor, tokens: Mamba1Tokens, constants: Mamba1Constants) -> Te
     return y.addcmul_(tokens.x.float(), constants.D).mul_(_silu(tokens.z.float()))
 
 
-_by_token = TokenByToken(_advance, _read_out)
-decode, decode_runs = _by_token.decode, _by_token.decode_runs
+_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = _scan.plan, _scan.prefill
+decode, decode_runs = _scan.decode, _scan.decode_runs
 
 
 # torch's own functions round the last values of a tensor, those that fill no vector, differently:

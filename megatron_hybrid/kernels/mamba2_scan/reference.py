@@ -13,38 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
-from megatron_hybrid.kernels.runs import TokenByToken, into
-from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
+from megatron_hybrid.kernels.runs import TorchScan
+from megatron_hybrid.kernels.tiles import TilePlan
 
 # The work inside a tile grows with its square; across tiles it is a loop. 64 balances them.
 _LARGEST_TILE = 64
 
 
-def plan(segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
-    """The step's tiles."""
-    return plan_tiles(segments, largest_tile(kernel_chunk, _LARGEST_TILE))
-
-
-def prefill(
-    tokens: Mamba2Tokens,
-    constants: Mamba2Constants,
-    state: Tensor,
-    plan: TilePlan,
-    out: Tensor | None = None,
-) -> Tensor:
-    """state [slots, heads, head_dim, state] -> y [T, heads, head_dim] in x's dtype."""
+def _over_tiles(
+    tokens: Mamba2Tokens, constants: Mamba2Constants, initial: Tensor, plan: TilePlan
+) -> tuple[Tensor, Tensor]:
+    """initial [S, heads, head_dim, state] -> y [T, heads, head_dim], states [S + C, ...]."""
     x, B, C, dt = tokens
     A, D = constants.A, constants.D
     heads, head_dim = x.shape[1:]
     groups, size = B.shape[1:]
     shape = (plan.num_tiles, plan.tile_length)
-    initial = plan.reads.gather(state).float()  # [S, heads, head_dim, state]
-    if plan.num_tiles == 0:
-        plan.writes.scatter(state, initial.index_select(0, plan.write_rows))
-        return into(out, torch.empty_like(x), x)
-
     # From here on: c tiles, l and s places in a tile, h heads, g groups, p head_dim, n state.
     dt = plan.tiled(_step_sizes(dt, constants))  # [c, l, h]
     if plan.padding is not None:
@@ -70,8 +55,7 @@ def prefill(
     added = (dtx * to_end[..., None]).view(*shape, groups, -1).permute(0, 2, 3, 1)
     after = torch.matmul(added, Bs).view(shape[0], heads, head_dim, size)
     states = torch.cat((initial, after))  # [S + c, h, p, n]
-    _carry(states, decay[:, -1].float().exp_(), plan)
-    plan.writes.scatter(state, states.index_select(0, plan.write_rows))
+    plan.carry(states, decay[:, -1].float().exp_()[:, :, None, None])
 
     # What the state at a tile's start gives: y[l] += exp(decay[l]) C[l] h.
     before = plan.before(states)
@@ -82,21 +66,7 @@ def prefill(
         .add_(inside.transpose(1, 2))
         .addcmul_(xs, D[:, None])
     )
-    return into(out, plan.tokens(y), x)
-
-
-def _carry(states: Tensor, decay: Tensor, plan: TilePlan) -> None:
-    """states [S + c, h, p, n] = initial states, then what each tile adds -> the states after each
-    tile, in place; decay [c, h]."""
-    factor = decay[:, :, None, None]
-    if plan.num_sequences == 1:
-        for tile in range(plan.num_tiles):
-            # not addcmul_, which rounds once: several sequences are rounded twice, too
-            states[tile + 1] += states[tile] * factor[tile]
-        return
-    for tiles, rows in plan.rounds:
-        carried = states.index_select(0, rows).mul_(factor.index_select(0, tiles))
-        states.index_add_(0, tiles + plan.num_sequences, carried)
+    return plan.tokens(y), states
 
 
 def _advance(states: Tensor, inputs: tuple[Tensor, ...], constants: Mamba2Constants) -> None:
@@ -127,5 +97,6 @@ def _step_sizes(dt: Tensor, constants: Mamba2Constants) -> Tensor:
     return steps
 
 
-_by_token = TokenByToken(_advance, _read_out)
-decode, decode_runs = _by_token.decode, _by_token.decode_runs
+_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = _scan.plan, _scan.prefill
+decode, decode_runs = _scan.decode, _scan.decode_runs
