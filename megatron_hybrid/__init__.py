@@ -9,6 +9,7 @@ KV blocks and recurrent states.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.config import EngineConfig
@@ -41,14 +42,11 @@ __all__ = [
 ]
 
 
+# torch is imported only by those who compute: the server's front end never does
+_LATER = {"LLM": "llm", "DynamicInferenceEngine": "engine.engine"}
+
+
 def __getattr__(name: str) -> Any:
-    # torch is imported only by those who compute: the server's front end never does
-    if name == "LLM":
-        from megatron_hybrid.llm import LLM
-
-        return LLM
-    if name == "DynamicInferenceEngine":
-        from megatron_hybrid.engine.engine import DynamicInferenceEngine
-
-        return DynamicInferenceEngine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

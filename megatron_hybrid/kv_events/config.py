@@ -31,16 +31,14 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"--kv-events-config {text!r} is not a JSON object of its fields "
                 f"({', '.join(cls.__struct_fields__)}): {error}."
             ) from None
-        for name, value in (
-            ("endpoint", config.endpoint),
-            ("replay_endpoint", config.replay_endpoint),
-        ):
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(config, name)
             if value is not None and not value.startswith(("tcp://", "ipc://")):
                 raise ConfigurationError(
                     f"--kv-events-config: {name} is {value!r}; it must begin with tcp:// or ipc://."
                 )
-        for name, number in (("buffer_steps", config.buffer_steps), ("hwm", config.hwm)):
-            if number < 1:
+        for name in ("buffer_steps", "hwm"):
+            if (number := getattr(config, name)) < 1:
                 raise ConfigurationError(
                     f"--kv-events-config: {name} is {number}; it must be at least 1."
                 )

@@ -8,12 +8,9 @@ both.)
 Groups are told apart by `group_idx`, as vLLM does for hybrid models:
 
 - BLOCKS: KV blocks of attention layers, `kv_cache_spec_kind` "full_attention".
-- STATES: recurrent states, "mamba": positions at which a sequence can be continued. `block_hashes`
-  holds one hash, that of the prefix that the state has seen; where it is a multiple of the block
-  size, a block in BLOCKS has the same hash. An exact end inside a block has the hash of its prefix,
-  the last full block for a parent, and `block_size` = len(`token_ids`) = the tokens behind it. A
-  model without recurrent layers has exact ends too. They are called "mamba" as well: routers leave
-  that kind alone, and some take any other one for blocks.
+- STATES: recurrent states and exact ends, "mamba" in any model: positions at which a sequence can
+  be continued, one in each event; docs/routing.md says why, and what their fields are off the
+  blocks' ends.
 - LOGITS, in BlockRemoved alone: the state stays, but what `has_logits` said of it is over.
 """
 

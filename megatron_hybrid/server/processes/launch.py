@@ -269,12 +269,10 @@ def _environment() -> dict[str, str]:
     standard input."""
     root = str(Path(megatron_hybrid.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    others = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE)
-    }
-    return {**others, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    for name in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        environment.pop(name, None)
+    return environment
 
 
 class FrontEndEnded(RuntimeError):

@@ -25,6 +25,7 @@ from megatron_hybrid.kv_events import CacheContents
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.replica import PromptKeys, Replica
 
+Prompts = Sequence[PromptKeys]  # of one request
 RECENT_ANSWERS = 100  # whose mean length stands for the next one's
 
 
@@ -49,7 +50,7 @@ class Placer:
         self.sizes = sizes
         self.replicas: defaultdict[int, Replica] = defaultdict(lambda: Replica(sizes))
         self._max_queue = max_queue
-        self._choose: Callable[[Sequence[PromptKeys], int | None, Sequence[int]], int] = {
+        self._choose: Callable[[Prompts, int | None, Sequence[int]], int] = {
             "longest_prefix": self._longest_prefix,
             "first_prefix_block": self._first_prefix_block,
             "load_balanced": self._load_balanced,
@@ -61,7 +62,7 @@ class Placer:
     def place(
         self,
         request_id: str,
-        prompts: Sequence[PromptKeys],
+        prompts: Prompts,
         n: int,
         max_tokens: int | None,
         replicas: Sequence[int],
@@ -136,27 +137,23 @@ class Placer:
             replica.waiting -= placed.n
             replica.expect_no_more(prompt)
 
-    def _longest_prefix(
-        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
-    ) -> int:
+    def _longest_prefix(self, prompts: Prompts, most: int | None, replicas: Sequence[int]) -> int:
         def cost(one: int) -> float:
             replica = self.replicas[one]
             own = sum(prompt.length - replica.reusable(prompt) for prompt in prompts)
-            return self._work(one, max_tokens) + (1 + replica.answers) * own
+            return self._work(one, most) + (1 + replica.answers) * own
 
         return min(replicas, key=lambda one: (cost(one), *self._filling(one)))
 
-    def _load_balanced(
-        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
-    ) -> int:
-        return min(replicas, key=lambda one: (self._work(one, max_tokens), *self._filling(one)))
+    def _load_balanced(self, prompts: Prompts, most: int | None, replicas: Sequence[int]) -> int:
+        return min(replicas, key=lambda one: (self._work(one, most), *self._filling(one)))
 
     def _first_prefix_block(
-        self, prompts: Sequence[PromptKeys], max_tokens: int | None, replicas: Sequence[int]
+        self, prompts: Prompts, most: int | None, replicas: Sequence[int]
     ) -> int:
         """Rendezvous hashing: when a replica goes or comes back, only its own prompts move."""
         if not prompts[0].blocks():
-            return self._load_balanced(prompts, max_tokens, replicas)
+            return self._load_balanced(prompts, most, replicas)
         block = prompts[0].blocks()[0].to_bytes(8, "little")
         return min(
             replicas,
