@@ -1,8 +1,5 @@
 """Kernels that read other ranks' GPUs: how they take turns, and the gathering of columns."""
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from typing import Protocol

@@ -1,8 +1,5 @@
 """Activations in Triton; the meaning and the roundings are reference.py's."""
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton
@@ -25,26 +22,19 @@ def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
     return _launch(gate, x, activation)
 
 
-def _launch(
-    x: Tensor,
-    factor: Tensor | None,
-    activation: str,
-    block: int | None = None,
-    per_thread: int = 8,
-) -> Tensor:
-    """act(x) * factor. `block`: columns of a program."""
+def _launch(x: Tensor, factor: Tensor | None, activation: str) -> Tensor:
+    """act(x) * factor."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     tokens, columns = x.shape
-    if block is None:  # small where there are few elements, so that the device is filled
-        block = 1024 if x.numel() >= 2**20 else 256
-    block = min(block, triton.next_power_of_2(columns))
+    # Few columns a program where there are few elements, so that the device is filled.
+    block = min(1024 if x.numel() >= 2**20 else 256, triton.next_power_of_2(columns))
     out = x.new_empty((tokens, columns))
     if tokens:
         _activate_kernel[(tokens * triton.cdiv(columns, block),)](
             x, factor, out, columns, x.stride(0), 0 if factor is None else factor.stride(0),
             ACTIVATION=activation,
-            BLOCK=block, num_warps=max(block // (32 * per_thread), 1),
+            BLOCK=block, num_warps=max(block // 256, 1),
         )  # fmt: skip
     return out
 

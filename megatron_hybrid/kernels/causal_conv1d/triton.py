@@ -9,9 +9,6 @@ channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `
 [W, channels] (both passed as transposed views).
 """
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

@@ -1,6 +1,5 @@
 """Decodes of the gated delta rule in Triton; see triton.py."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
@@ -45,19 +44,16 @@ def decode_runs(
     ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
-    *,
-    block_v: int = 8,
-    num_warps: int = 1,
 ) -> Tensor:
     """Rings are contiguous. The state stays in registers for the whole run."""
     y = checked_output(tokens, state, out)
     count, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
-    _runs_kernel[(v_dim // block_v, heads, plan.read_slot.shape[0] + 1)](
+    _runs_kernel[(v_dim // 8, heads, plan.read_slot.shape[0] + 1)](
         *tokens, *constants, state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=8, num_warps=1,
     )  # fmt: skip
     return y
 

@@ -28,7 +28,6 @@ No sequence of a call may write a slot that another one reads: each program read
 when it starts, which may be after another has ended.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from typing import NamedTuple

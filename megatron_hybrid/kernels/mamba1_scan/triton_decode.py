@@ -1,6 +1,5 @@
 """Decodes of the Mamba1 scan in Triton, and what its kernels share; see triton.py."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
@@ -45,18 +44,15 @@ def decode_runs(
     ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
-    *,
-    block_bytes: int = 4096,
-    num_warps: int = 1,
 ) -> Tensor:
     """Rings are contiguous. The state stays in registers for the whole run."""
     y = checked_output(tokens, constants, state, out)
     (count, channels), size = tokens.x.shape, constants.A.shape[1]
-    block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
+    block = channel_block(channels, max(1, 4096 // (size * state.element_size())))
     _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
         *tokens, *constants, state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state),
-        CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=num_warps,
+        CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return y
 

@@ -1,6 +1,5 @@
 """Decodes of the Mamba2 scan in Triton; see triton.py, and protocols.py for the calls."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
@@ -45,29 +44,24 @@ def decode_runs(
     ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
-    *,
-    block_p: int | None = None,
-    num_warps: int = 1,
 ) -> Tensor:
-    """Rings are contiguous. The state stays in registers for the whole run. A program takes block_p
-    rows of it; None: as are best."""
+    """Rings are contiguous. The state stays in registers for the whole run."""
     y = checked_output(tokens, state, out)
     A, D, dt_bias, dt_limit = constants
     count, heads, head_dim = tokens.x.shape
     groups, size = tokens.B.shape[1:]
-    kernel, more = _runs_kernel, {}
+    kernel, more, block_p = _runs_kernel, {}, 8
     if plan.most_unfolded is not None:
         # its programs have less to compute, and more of the state each
         kernel = _single_kernel
-        block_p = block_p or min(head_dim, max(4096 // size, 8))
+        block_p = min(head_dim, max(4096 // size, 8))
         tokens_each = triton.next_power_of_2(plan.most_unfolded + 1)
         more = {"TOKENS": tokens_each, "LANES": min(32, size)}
-    block_p = block_p or 8
     kernel[(head_dim // block_p, heads, plan.read_slot.shape[0] + 1)](
         *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), heads // groups, *dt_limit,
         HEADS=heads, GROUPS=groups, RING=ring[0].shape[1], HEAD_DIM=head_dim, SIZE=size,
-        BLOCK_P=block_p, num_warps=num_warps, **more,
+        BLOCK_P=block_p, num_warps=1, **more,
     )  # fmt: skip
     return y
 

@@ -4,9 +4,6 @@ reference.py's.
 Each program normalises a few whole rows, so a row's bits do not depend on what it is batched with.
 """
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -27,8 +24,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     """As in Norm."""
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     # Heads of a wider projection are read where they lie.
-    rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
-    return _launch_rms_norm(rows, weight, eps, out)
+    x = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    tokens, heads, size = x.shape
+    block = triton.next_power_of_2(size)
+    block_rows = max(1024 // block, 1)
+    if tokens:
+        _rms_norm_kernel[(triton.cdiv(tokens * heads, block_rows),)](
+            x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
+            ROWS=block_rows, BLOCK=block, num_warps=_warps(block_rows * block),
+        )  # fmt: skip
+    return out
 
 
 def add_rms_norm(
@@ -40,8 +45,15 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As in Norm; the sum is in `residual`'s place."""
+    tokens, size = x.shape
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
-    return _launch_add_rms_norm(x, residual, multiplier, weight, eps, out), residual
+    block = triton.next_power_of_2(size)
+    if tokens:
+        _add_rms_norm_kernel[(tokens,)](
+            x, residual, weight, out, size, x.stride(0), residual.stride(0), multiplier, eps,
+            BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return out, residual
 
 
 def add_rms_norm_over_ranks(
@@ -74,70 +86,19 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
 ) -> Tensor:
     """As in Norm."""
-    return _launch_gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
-
-
-def _warps(elements: int, per_thread: int = 16) -> int:
-    return min(max(elements // (32 * per_thread), 1), 16)
-
-
-def _launch_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    block_elements: int = 1024,
-    num_warps: int | None = None,
-) -> Tensor:
-    """x [tokens, heads, size]."""
-    tokens, heads, size = x.shape
-    block = triton.next_power_of_2(size)
-    block_rows = max(block_elements // block, 1)
-    if tokens:
-        _rms_norm_kernel[(triton.cdiv(tokens * heads, block_rows),)](
-            x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
-            ROWS=block_rows, BLOCK=block, num_warps=num_warps or _warps(block_rows * block),
-        )  # fmt: skip
-    return out
-
-
-def _launch_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    multiplier: float,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    num_warps: int | None = None,
-) -> Tensor:
-    tokens, size = x.shape
-    block = triton.next_power_of_2(size)
-    if tokens:
-        _add_rms_norm_kernel[(tokens,)](
-            x, residual, weight, out, size, x.stride(0), residual.stride(0), multiplier, eps,
-            BLOCK=block, num_warps=num_warps or _warps(block),
-        )  # fmt: skip
-    return out
-
-
-def _launch_gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    group_size: int,
-    eps: float,
-    norm_first: bool = False,
-    num_warps: int | None = None,
-) -> Tensor:
     tokens, channels = x.shape
     block = triton.next_power_of_2(group_size)
     out = torch.empty((tokens, channels), dtype=weight.dtype, device=x.device)
     if tokens:
         _gated_rms_norm_kernel[(tokens * (channels // group_size),)](
             x, gate, weight, out, channels, group_size, x.stride(0), gate.stride(0), eps,
-            NORM_FIRST=norm_first, BLOCK=block, num_warps=num_warps or _warps(block, per_thread=8),
+            NORM_FIRST=norm_first, BLOCK=block, num_warps=_warps(block, per_thread=8),
         )  # fmt: skip
     return out
+
+
+def _warps(elements: int, per_thread: int = 16) -> int:
+    return min(max(elements // (32 * per_thread), 1), 16)
 
 
 @triton.jit(do_not_specialize=["rows"])  # compiled once, not once for multiples of 16

@@ -10,9 +10,6 @@ kernel puts together (Dao et al., "Flash-Decoding", 2023). Lengths are read on t
 of a sequence follows from its own.
 """
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -68,15 +65,41 @@ class TritonAttention:
         splits: into how many parts keys are split at most; None: as many as keep the device busy.
         """
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        kv_heads = cache.key.shape[2]
-        rows = plan.longest * query.shape[1] // kv_heads
+        if not plan.longest:
+            return output
+        paged, shape = plan.paged, plan.shape
+        tokens, heads, head_dim = query.shape
+        _, block_size, kv_heads, _ = cache.key.shape
+        sequences, group = len(paged.kv_length), heads // kv_heads
+        rows = plan.longest * group
         # 16 rows are the least of a matrix product; a decode has no use for more
         block_rows = min(max(triton.next_power_of_2(rows), 16), 64)
-        num_warps = 4 if query.shape[2] <= 128 else 8
+        tiles = triton.cdiv(rows, block_rows)
         if splits is None:
-            programs = triton.cdiv(rows, block_rows) * kv_heads * len(plan.paged.kv_length)
+            programs = tiles * kv_heads * sequences
             splits = min(2 * processors(query.device) // max(programs, 1), _MOST_SPLITS)
-        _launch_attend(query, cache, output, plan, block_rows, 32, num_warps, max(splits, 1))
+        splits = max(splits, 1)
+        parts = sums = output
+        if splits > 1:
+            parts = output.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
+            sums = output.new_empty((splits, tokens, heads, 2), dtype=torch.float32)
+        # x is the one dimension of a grid that may exceed 65535
+        _attend_kernel[(tiles * splits, kv_heads, sequences)](
+            query, cache.key, cache.value, output, parts, sums,
+            paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+            shape.scale * 1.4426950408889634,  # exp2 is what the device has
+            *query.stride()[:2], tokens, kv_heads,
+            SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            FIRST=shape.first_position, ROWS=block_rows, KEYS=32,
+            DIMS=max(triton.next_power_of_2(head_dim), 16),
+            num_warps=4 if head_dim <= 128 else 8, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            dims = triton.next_power_of_2(head_dim)
+            _join_kernel[(tokens, heads)](
+                output, parts, sums, paged.cu_seqlens, sequences, tokens,
+                HEADS=heads, SPLITS=splits, HEAD_DIM=head_dim, DIMS=dims, num_warps=1,
+            )  # fmt: skip
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
@@ -116,48 +139,6 @@ def _store_kv_kernel(
     v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask=inside)
     tl.store(key_cache + place + at, k, mask=inside)
     tl.store(value_cache + place + at, v, mask=inside)
-
-
-def _launch_attend(
-    query: Tensor,
-    cache: KVCache,
-    output: Tensor,
-    plan: TritonPlan,
-    block_rows: int,
-    block_keys: int,
-    num_warps: int,
-    splits: int,
-    num_stages: int = 2,
-) -> None:
-    paged = plan.paged
-    tokens, heads, head_dim = query.shape
-    _, block_size, kv_heads, _ = cache.key.shape
-    sequences = len(paged.kv_length)
-    group = heads // kv_heads
-    if not plan.longest:
-        return
-    parts = sums = output
-    if splits > 1:
-        parts = output.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
-        sums = output.new_empty((splits, tokens, heads, 2), dtype=torch.float32)
-    tiles = triton.cdiv(plan.longest * group, block_rows)
-    # x is the one dimension of a grid that may exceed 65535
-    _attend_kernel[(tiles * splits, kv_heads, sequences)](
-        query, cache.key, cache.value, output, parts, sums,
-        paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-        plan.shape.scale * 1.4426950408889634,  # exp2 is what the device has
-        *query.stride()[:2], tokens, kv_heads,
-        SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        FIRST=plan.shape.first_position, ROWS=block_rows, KEYS=block_keys,
-        DIMS=max(triton.next_power_of_2(head_dim), 16),
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-    if splits > 1:
-        dims = triton.next_power_of_2(head_dim)
-        _join_kernel[(tokens, heads)](
-            output, parts, sums, paged.cu_seqlens, sequences, tokens,
-            HEADS=heads, SPLITS=splits, HEAD_DIM=head_dim, DIMS=dims, num_warps=1,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens"])

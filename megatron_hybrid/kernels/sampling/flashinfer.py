@@ -6,9 +6,6 @@ renormalised probabilities are not, because some of its sums depend on the size 
 the last token that a filter keeps has equals, flashinfer keeps them all.
 """
 
-# Kernels are typed by their launches: only constexpr arguments are annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import flashinfer
