@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
@@ -21,32 +22,12 @@ from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.paged_attention import reference as attention
-from megatron_hybrid.kernels.protocols import (
-    Activation,
-    Attention,
-    Constants,
-    Convolution,
-    DeltaRuleConstants,
-    DeltaRuleTokens,
-    Experts,
-    Mamba1Constants,
-    Mamba1Tokens,
-    Mamba2Constants,
-    Mamba2Tokens,
-    Norm,
-    Plan,
-    Recurrence,
-    Rings,
-    Rope,
-    Sampling,
-    Tokens,
-)
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.slots import plan_decode
 
-Scan = Recurrence[Tokens, Constants, Rings]
+Scan = kinds.Recurrence[kinds.Tokens, kinds.Constants, kinds.Rings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +35,19 @@ class KernelSet:
     """One implementation of each kind of kernel: a module, or an object that keeps workspaces."""
 
     name: str
-    attention: Attention
-    plan_decode: Callable[[DecodeSlots], Plan]  # of all recurrent kernels' `decode`
-    plan_runs: Callable[[DecodeRuns, int], Plan]  # (runs, ring length): of scans' `decode_runs`
-    conv: Convolution
-    mamba1_scan: Scan[Mamba1Tokens, Mamba1Constants]
-    mamba2_scan: Scan[Mamba2Tokens, Mamba2Constants]
-    gated_delta_rule: Scan[DeltaRuleTokens, DeltaRuleConstants]
-    norm: Norm
-    activation: Activation
-    experts: Experts
-    rope: Rope
-    sampling: Sampling
+    attention: kinds.Attention
+    plan_decode: Callable[[DecodeSlots], kinds.Plan]  # of all recurrent kernels' `decode`
+    # (runs, ring length): of scans' `decode_runs`
+    plan_runs: Callable[[DecodeRuns, int], kinds.Plan]
+    conv: kinds.Convolution
+    mamba1_scan: Scan[kinds.Mamba1Tokens, kinds.Mamba1Constants]
+    mamba2_scan: Scan[kinds.Mamba2Tokens, kinds.Mamba2Constants]
+    gated_delta_rule: Scan[kinds.DeltaRuleTokens, kinds.DeltaRuleConstants]
+    norm: kinds.Norm
+    activation: kinds.Activation
+    experts: kinds.Experts
+    rope: kinds.Rope
+    sampling: kinds.Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
 
 
@@ -104,22 +86,9 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
 
-    attention: Attention
-    rotary: Rope
-    drawing: Sampling
-    if importlib.util.find_spec("flashinfer") is not None:
-        from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
-        from megatron_hybrid.kernels.rope import flashinfer as fast_rope
-        from megatron_hybrid.kernels.sampling import flashinfer as fast_sampling
-
-        attention, rotary, drawing = FlashInferAttention(), fast_rope, fast_sampling
-    else:
-        from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
-
-        attention, rotary, drawing = TritonAttention(), rope, sampling
-    return KernelSet(
+    found = replace(
+        REFERENCE,
         name="gpu",
-        attention=attention,
         plan_decode=lambda slots: slots,  # the kernels read the slots themselves
         plan_runs=lambda runs, _: runs,
         conv=conv,
@@ -129,7 +98,14 @@ def _gpu() -> KernelSet:
         norm=norm,
         activation=activation,
         experts=experts,
-        rope=rotary,
-        sampling=drawing,
         captures=True,
     )
+    if importlib.util.find_spec("flashinfer") is None:
+        from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
+
+        return replace(found, attention=TritonAttention())
+    from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+    from megatron_hybrid.kernels.rope import flashinfer as rope
+    from megatron_hybrid.kernels.sampling import flashinfer as sampling
+
+    return replace(found, attention=FlashInferAttention(), rope=rope, sampling=sampling)

@@ -114,11 +114,29 @@ def mix_grouped(
     x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tiles: Tiles
 ) -> Tensor:
     """mix, with pairs sorted by expert."""
-    num_experts, partial = layer.up.shape[0], layer.elsewhere > 0
+    (tokens, chosen), (num_experts, width, inner) = experts.shape, layer.down.shape
+    partial = layer.elsewhere > 0
     groups = group(experts, num_experts, tiles.rows, partial)
-    hidden = _grouped_up(x, groups, layer, experts.shape[1], tiles)
-    parts = _grouped_down(hidden, groups, weights, layer.down, tiles)
-    return _sum_pairs(parts, experts, num_experts if partial else 0)
+    pairs, count = tokens * chosen, groups.blocks.shape[1]
+    # act(up[e] x[t]) of every pair, in the order of `groups`.
+    hidden = x.new_empty(pairs, inner)
+    _up_kernel[(count * triton.cdiv(inner, tiles.up.columns),)](
+        x, layer.up, hidden, groups.order, groups.blocks, count, chosen, width, inner,
+        layer.activation, layer.gated, tiles.rows, **_options(tiles.up),
+    )  # fmt: skip
+    # weight * down[e] hidden of every pair, in the order of pairs.
+    parts = x.new_empty(pairs, width)
+    _down_kernel[(count * triton.cdiv(width, tiles.down.columns),)](
+        hidden, layer.down, weights, parts, groups.order, groups.blocks, count, width, inner,
+        tiles.rows, **_options(tiles.down),
+    )  # fmt: skip
+    # Of each token's pairs the sum, without those whose expert is elsewhere.
+    y = x.new_empty(tokens, width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _sum_kernel[(tokens, triton.cdiv(width, block))](
+        parts, experts, y, chosen, width, num_experts if partial else 0, block, num_warps=4
+    )
+    return y
 
 
 class Groups(NamedTuple):
@@ -145,47 +163,6 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
         num_warps=min(max(chunk // 512, 1), 16),
     )  # fmt: skip
     return Groups(order, blocks)
-
-
-def _grouped_up(
-    x: Tensor, groups: Groups, layer: ExpertWeights, chosen: int, tiles: Tiles
-) -> Tensor:
-    """act(up[e] x[t]) of every pair -> [pairs, inner] in the order of `groups`."""
-    inner, width = layer.up.shape[1] // (2 if layer.gated else 1), layer.up.shape[2]
-    hidden = x.new_empty(groups.order.shape[0], inner)
-    count = groups.blocks.shape[1]
-    _up_kernel[(count * triton.cdiv(inner, tiles.up.columns),)](
-        x, layer.up, hidden, groups.order, groups.blocks, count, chosen, width, inner,
-        layer.activation, layer.gated, tiles.rows, **_options(tiles.up),
-    )  # fmt: skip
-    return hidden
-
-
-def _grouped_down(
-    hidden: Tensor, groups: Groups, weights: Tensor, down_proj: Tensor, tiles: Tiles
-) -> Tensor:
-    """weight * down[e] hidden of every pair -> [pairs, width], in the order of pairs."""
-    width, inner = down_proj.shape[1:]
-    parts = hidden.new_empty(hidden.shape[0], width)
-    count = groups.blocks.shape[1]
-    _down_kernel[(count * triton.cdiv(width, tiles.down.columns),)](
-        hidden, down_proj, weights, parts, groups.order, groups.blocks, count, width, inner,
-        tiles.rows, **_options(tiles.down),
-    )  # fmt: skip
-    return parts
-
-
-def _sum_pairs(parts: Tensor, experts: Tensor, num_experts: int = 0) -> Tensor:
-    """[pairs, width] -> [tokens, width]: the sum over each token's pairs; unless `num_experts` is
-    0, over those with a lower expert."""
-    tokens, chosen = experts.shape
-    width = parts.shape[1]
-    y = parts.new_empty(tokens, width)
-    block = min(triton.next_power_of_2(width), 1024)
-    _sum_kernel[(y.shape[0], triton.cdiv(width, block))](
-        parts, experts, y, chosen, width, num_experts, block, num_warps=4
-    )
-    return y
 
 
 def _options(tile: Tile) -> dict[str, Any]:
