@@ -41,12 +41,11 @@ TARGETS = ("cache/*.py", "engine/*.py", "execution/plan.py", "execution/rows.py"
 NOT_POLICY = ("engine/profiling.py",)  # runs on a GPU alone
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0
-FEW_SECONDS = 3.0
+FEW_SECONDS = 5.0  # of a file's cases, in one round
 
 
 class Case(NamedTuple):
     name: str
-    cpu_seconds: float
     seconds: float
 
 
@@ -114,7 +113,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def read_costs(folder: Path) -> dict[str, Case]:
     lines = [line for path in folder.glob("costs-*.jsonl") for line in path.open()]
-    return {name: Case(name, *costs) for name, *costs in map(json.loads, lines)}
+    return {name: Case(name, seconds) for name, _, seconds in map(json.loads, lines)}
 
 
 class Coverage:
@@ -211,13 +210,13 @@ def rounds_of(cases: list[Case]) -> list[list[Case]]:
     file, the rest. Most mutants die at once, and those that survive could be shown hours of them.
     """
     of_file: dict[str, list[Case]] = defaultdict(list)
-    for case in sorted(cases, key=lambda case: case.cpu_seconds):
+    for case in sorted(cases, key=lambda case: case.seconds):
         of_file[case.name.partition("::")[0]].append(case)
     rounds: list[list[Case]] = [[], [], []]
-    for some in sorted(of_file.values(), key=lambda some: sum(case.cpu_seconds for case in some)):
-        costs = list(itertools.accumulate(case.cpu_seconds for case in some))
+    for some in sorted(of_file.values(), key=lambda some: sum(case.seconds for case in some)):
+        costs = list(itertools.accumulate(case.seconds for case in some))
         for number, (case, cost) in enumerate(zip(some, costs, strict=True)):
-            few = number == 0 or cost < FEW_SECONDS
+            few = cost < (FEW_SECONDS if number else 2 * FEW_SECONDS)
             rounds[0 if costs[-1] < FEW_SECONDS else 1 if few else 2].append(case)
     return rounds
 
