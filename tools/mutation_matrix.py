@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import sqlite3
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mutation.mutants import Mutant, mutants_of
+from mutation.one import show
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_hybrid"
@@ -39,6 +41,9 @@ TARGETS = ("cache/*.py", "engine/*.py", "execution/plan.py", "execution/rows.py"
            "execution/batch.py", "execution/decode_inputs.py", "execution/figures.py",
            "execution/runs.py")  # fmt: skip
 NOT_POLICY = ("engine/profiling.py",)  # runs on a GPU alone
+# Mutants are forked from a process that has imported torch: that takes longer than to kill most.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["mutation.preloaded"])
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0
 FEW_SECONDS = 5.0  # of a file's cases, in one round
@@ -51,6 +56,7 @@ class Case(NamedTuple):
 
 def main() -> int:
     args = parse_arguments()
+    args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.command == "cover":
         return cover(args.folder, args.pytest)
@@ -84,16 +90,16 @@ def targets() -> list[Path]:
 
 def cover(folder: Path, arguments: list[str]) -> int:
     """Run the suite once, with `arguments` for pytest; its exit status."""
-    settings = folder.resolve() / "settings"
+    settings = folder / "settings"
     files = "\n    ".join(map(str, targets()))
     settings.write_text(
-        f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder.resolve()}/coverage\n"
+        f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder}/coverage\n"
         f"include =\n    {files}\n"
     )
     status = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "mutation.watching", *arguments],
         cwd=ROOT,
-        env=environment(COVERAGE_PROCESS_START=str(settings), MUTATION_COSTS=str(folder.resolve())),
+        env=environment(COVERAGE_PROCESS_START=str(settings), MUTATION_COSTS=str(folder)),
     ).returncode
     command = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
     subprocess.run(command, cwd=folder, env=environment(), check=True)
@@ -152,6 +158,9 @@ def _lines_of(bits: bytes) -> Iterable[int]:
 
 def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
     """Show every mutant of the sample to its cases; the results go to `results.jsonl`."""
+    os.environ.update(environment())  # which mutants inherit
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
     costs = read_costs(folder)
     coverage = Coverage(folder, costs)
     sample = draw(coverage, count, seed)
@@ -176,7 +185,7 @@ def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
             ("all", [case for case in cases if case.name not in in_ci]),
         ):
             for shown in rounds_of(some)[:rounds]:
-                if found["by"] is None and (killer := kill(mutant, shown, folder, tests=by)):
+                if found["by"] is None and (killer := kill(mutant, shown, tests=by)):
                     found |= {"killer": killer, "by": by}
         found |= {"rounds": rounds, "seconds": round(time.monotonic() - begun, 1)}
         with results.open("a") as file:
@@ -221,32 +230,23 @@ def rounds_of(cases: list[Case]) -> list[list[Case]]:
     return rounds
 
 
-def kill(mutant: Mutant, cases: list[Case], folder: Path, tests: str) -> str | None:
+def kill(mutant: Mutant, cases: list[Case], tests: str) -> str | None:
     """The first case that fails with TESTS=`tests`."""
     if not cases:
         return None
     seconds = {case.name: max(LEAST_SECONDS, SLOWER * case.seconds) for case in cases}
-    files = list(dict.fromkeys(name.partition("::")[0] for name in seconds))
-    task = folder / f"task-{mutant.file.replace('/', '-')}-{mutant.number}.json"
-    task.write_text(json.dumps({"files": files, "seconds": seconds}))
-    command = [sys.executable, "-m", "mutation.one", str(task)]
-    path = str(ROOT / mutant.file)
+    limit = SLOWER * sum(case.seconds for case in cases) + 2 * LEAST_SECONDS
+    receiver, sender = _forks.Pipe(duplex=False)
+    told = (f"{ROOT / mutant.file}:{mutant.number}", seconds, tests, sender)
+    process = _forks.Process(target=show, args=told)
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(MUTANT=f"{path}:{mutant.number}", TESTS=tests),
-            capture_output=True,
-            text=True,
-            timeout=SLOWER * sum(case.seconds for case in cases) + 2 * LEAST_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return "(too long)"
+        return receiver.recv() if receiver.poll(limit) else "(too long)"
+    except EOFError:
+        return "(the process ended)"
     finally:
-        task.unlink()
-    if done.returncode == 0:
-        return None
-    return done.stdout.strip().rpartition("\n")[2] or "(no case: it cannot be imported)"
+        process.kill()
 
 
 # -- what came of it

@@ -1,28 +1,35 @@
-"""Shows one mutant to its cases; prints the first that fails and exits with 1 then."""
+"""Shows one mutant to its cases."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import sys
-from pathlib import Path
+import os
+import traceback
+from multiprocessing.connection import Connection
 
 import pytest
 
+from mutation.sitecustomize import import_mutant
 from mutation.watching import Chosen
 
-
-def main() -> int:
-    task = json.loads(Path(sys.argv[1]).read_text())
-    chosen = Chosen(task["seconds"])
-    flags = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        status = pytest.main([*flags, *task["files"]], plugins=[chosen])
-    if status != 0:
-        print(chosen.killer or "(no case: it cannot be imported)")
-    return int(status != 0)
+FLAGS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def show(mutant: str, cases: dict[str, float], tests: str, answer: Connection) -> None:
+    """In a process of its own: sends the first case that fails with TESTS=`tests`, or None.
+
+    mutant: its file, a colon and its number. cases: what each may take, in seconds, in order.
+    """
+    with open(os.devnull, "w") as nothing:
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+    os.environ.update(MUTANT=mutant, TESTS=tests)  # for the processes that tests start
+    import_mutant(mutant)
+    chosen = Chosen(cases)
+    try:
+        files = dict.fromkeys(name.partition("::")[0] for name in cases)
+        status = pytest.main([*FLAGS, *files], plugins=[chosen])
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    answer.send(None if status == 0 else chosen.killer or "(no case: it cannot be imported)")
+    os._exit(0)

@@ -9,24 +9,24 @@ import sys
 from types import CodeType
 
 
-def _import_mutant(file: str, number: int) -> None:
-    """Whoever imports `file` gets the mutant with this number."""
+def import_mutant(mutant: str) -> None:
+    """Whoever imports the file gets the mutant; `mutant` is the file, a colon and a number."""
     from mutation.mutants import mutated
 
+    file, _, number = mutant.rpartition(":")
     original = importlib.machinery.SourceFileLoader.get_code
 
     def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
         if self.path != file:
             return original(self, fullname)
         source = self.get_data(file).decode()
-        return compile(mutated(source, number), file, "exec")
+        return compile(mutated(source, int(number)), file, "exec")
 
     setattr(importlib.machinery.SourceFileLoader, "get_code", get_code)  # noqa: B010
 
 
 if "MUTANT" in os.environ:
-    _file, _, _number = os.environ["MUTANT"].rpartition(":")
-    _import_mutant(_file, int(_number))
+    import_mutant(os.environ["MUTANT"])
 elif "COVERAGE_PROCESS_START" in os.environ and "coverage" not in sys.modules:
     import coverage
 
