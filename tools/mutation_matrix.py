@@ -46,7 +46,7 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["mutation.preloaded"])
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0
-FEW_SECONDS = 5.0  # of a file's cases, in one round
+FEW_SECONDS = 15.0  # of a file's cases, in one round
 
 
 class Case(NamedTuple):
