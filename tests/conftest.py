@@ -18,16 +18,15 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recurrence_contract")
 
-# Files that take about a minute or more begin first, the longest ones before the others, so that at
-# the end no process is left with one of them; those that compute beside those that wait.
+# The files that take longest begin first, so that at the end no process is left with one of them;
+# those that compute beside those that wait.
 LONG = """
-    engine/test_oracle_blocks parallel/test_faults engine/test_oracle_mamba2
-    parallel/test_launch_files engine/test_oracle_mamba1 parallel/test_lockstep
-    engine/test_oracle_gated_delta_net processes/test_end_to_end engine/test_state_machine
-    processes/test_processes kernels/test_mamba2_scan_triton replicas/test_replicas
-    parallel/test_pipeline engine/test_sharing_figures tools/test_tools
-    execution/test_graph_steps http/test_dashboard http/test_openapi
-    parallel/test_engine_on_two_ranks
+    replicas/test_replicas execution/test_graph_steps engine/test_oracle_blocks http/test_dashboard
+    engine/test_oracle_gated_delta_net parallel/test_launch_files engine/test_oracle_mamba1
+    processes/test_processes engine/test_oracle_mamba2 parallel/test_faults http/test_openapi
+    kernels/test_mamba2_scan_triton parallel/test_lockstep engine/test_sharing_figures
+    processes/test_end_to_end engine/test_drafts engine/test_head_drafts engine/test_state_machine
+    engine/test_fuzz parallel/test_pipeline http/test_drafts_over_http
 """.split()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill
 from tests.kernels.segments import Segment, poisoned, prefill_segments
+from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -44,8 +45,11 @@ def test_padding_tokens_give_zeros(padding: int) -> None:
     check_prefill(conv, [17, 3], padding=padding, channels=520)
 
 
+LENGTHS = ([1] * 60, [7, 1, 30, 22], [20, 40], [59, 1])
+
+
 @pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
-@pytest.mark.parametrize("lengths", [[1] * 60, [7, 1, 30, 22], [20, 40], [59, 1]])
+@pytest.mark.parametrize("lengths", usually([LENGTHS[1], LENGTHS[3]], LENGTHS))
 def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
     lengths: list[int], width: int, silu: bool
 ) -> None:

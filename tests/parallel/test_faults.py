@@ -56,7 +56,7 @@ def answer(client: Client) -> str:
     ("signum", "rank", "words"),
     [
         (signal.SIGKILL, 1, "is gone: its process has ended"),
-        (signal.SIGSTOP, 1, "has said nothing for"),
+        pytest.param(signal.SIGSTOP, 1, "has said nothing for", marks=thorough),
         (signal.SIGUSR1, 0, "has been in turn"),  # a loop inside a step
     ],
     ids=["dies", "stops", "hangs in a step"],
