@@ -15,6 +15,7 @@ docs/testing.md has the results and their date.
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import json
 import multiprocessing
@@ -144,9 +145,29 @@ class Coverage:
                 cases = [context] if context in costs else []
             for line in _lines_of(bits):
                 self._lines[name, line].update(cases)
+        self._in_functions = {
+            path.relative_to(ROOT).as_posix(): lines_in_functions(path) for path in targets()
+        }
+
+    def is_run(self, mutant: Mutant) -> bool:
+        """Whether its line is run by any case, or when its file is imported."""
+        return (mutant.file, mutant.line) in self._lines
 
     def cases(self, mutant: Mutant) -> set[str]:
-        return self._lines.get((mutant.file, mutant.line), set())
+        """Those that run its line; or, since an import belongs to no case, any of its file."""
+        inside = self._in_functions[mutant.file]
+        lines = (mutant.line,) if mutant.line in inside else sorted(inside)
+        return set().union(*(self._lines.get((mutant.file, line), ()) for line in lines))
+
+
+def lines_in_functions(path: Path) -> set[int]:
+    """The lines that do not run when the file is imported."""
+    return {
+        line
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+        for line in range(node.body[0].lineno, node.end_lineno + 1)
+    }
 
 
 def _lines_of(bits: bytes) -> Iterable[int]:
@@ -201,7 +222,7 @@ def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
 def draw(coverage: Coverage, count: int, seed: int) -> list[Mutant]:
     """A sample of the mutants on lines that some case runs; a larger one begins with a smaller."""
     every = [mutant for path in targets() for mutant in mutants_of(path, ROOT)]
-    covered = [mutant for mutant in every if coverage.cases(mutant)]
+    covered = [mutant for mutant in every if coverage.is_run(mutant)]
     print(f"{len(every)} mutants, {len(covered)} of them on lines that some case runs")
     random.Random(seed).shuffle(covered)
     return covered[:count]
