@@ -45,11 +45,11 @@ def test_padding_tokens_give_zeros(padding: int) -> None:
     check_prefill(conv, [17, 3], padding=padding, channels=520)
 
 
-LENGTHS = ([1] * 60, [7, 1, 30, 22], [20, 40], [59, 1])
+CUT = ([1] * 60, [7, 1, 30, 22], [20, 40], [59, 1])
 
 
 @pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
-@pytest.mark.parametrize("lengths", usually([LENGTHS[1], LENGTHS[3]], LENGTHS))
+@pytest.mark.parametrize("lengths", usually([CUT[1], CUT[3]], CUT))
 def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
     lengths: list[int], width: int, silu: bool
 ) -> None:
