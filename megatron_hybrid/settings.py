@@ -38,7 +38,18 @@ def option(
     nothing; `metavar`. `is_file`: a path, relative to the file of options that it stands in.
     `is_secret`: never shown; and of a tuple each value comes with a flag of its own.
     """
-    metadata = locals().copy()  # every argument under its name
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "least": least,
+        "least_means": least_means,
+        "most": most,
+        "group": group,
+        "shown": shown,
+        "metavar": metavar,
+        "is_file": is_file,
+        "is_secret": is_secret,
+    }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata, repr=not is_secret)

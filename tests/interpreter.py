@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 try:
     from triton.runtime import interpreter
 except ImportError:  # the tests that need it are skipped

@@ -221,9 +221,10 @@ class Tokenizer:
 
     def _can_be_encoded_apart(self, text: str, start: int) -> bool:
         """Whether the text from there on has the tokens that it has in the whole."""
+        if self.is_byte_level or start == len(text):
+            return True
         # Other tokenizers may put a space before text, but none before a special token.
-        at_special = any(text.startswith(token, start) for token in self._special_tokens)
-        return self.is_byte_level or start == len(text) or at_special
+        return any(text.startswith(token, start) for token in self._special_tokens)
 
     def _checked_chat(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from tests.kernels.activation_cases import check_activate, check_gate
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
 
 

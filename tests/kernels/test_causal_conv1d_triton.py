@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 
 # Blocks have 16 tokens: some inside a sequence, some with its start, some with many sequences.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,6 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs these kernels compiled", allow_module_level=True)
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from megatron_hybrid.kernels.experts import triton  # noqa: E402
 from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand, shared_out  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -19,7 +18,6 @@ from tests.kernels.segments import Segment, int64, prefill_segments
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 from megatron_hybrid.kernels.gated_delta_rule import triton as delta_rule  # noqa: E402
 
 # above the diagonals, where nothing is taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -18,7 +17,6 @@ from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 from megatron_hybrid.kernels.mamba2_scan import triton as scan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # log2(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 if torch.cuda.is_available():
     pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402

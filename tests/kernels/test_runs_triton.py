@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.kernels.runs_cases import Play
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 from megatron_hybrid.kernels.gated_delta_rule import triton as delta_rule  # noqa: E402
 from megatron_hybrid.kernels.mamba1_scan import triton as mamba1  # noqa: E402

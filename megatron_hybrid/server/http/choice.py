@@ -10,7 +10,7 @@ from megatron_hybrid.server.http.protocol.generation_request import GenerationRe
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader
 from megatron_hybrid.text.answer_places import GeneratedAnswer
-from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.answer_text import AnswerText, NewText
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
@@ -64,9 +64,7 @@ class Choice(AnswerText):
 
     def advance(self, event: RequestEvent) -> Delta:
         """Go on with the event. Not after the choice has ended."""
-        if self._request.prompt_only:
-            return self._advance_unseen(event)
-        new = self.take(event)
+        new = self._take_prompt(event) if self._request.prompt_only else self.take(event)
         reason = None if self.finish_reason is None else self.finish_reason.value
         with_ids = self._request.return_token_ids
         token_ids = new.token_ids if with_ids else []
@@ -77,14 +75,13 @@ class Choice(AnswerText):
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta
 
-    def _advance_unseen(self, event: RequestEvent) -> Delta:
-        """For a request that asks for nothing but its prompt."""
+    def _take_prompt(self, event: RequestEvent) -> NewText:
+        """`take` for a request that asks for nothing but its prompt."""
         self.count_prompt(event)
         if event.finish_reason is not None:
             aborted = event.finish_reason is FinishReason.ABORT
             self.finish_reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
-        reason = None if self.finish_reason is None else self.finish_reason.value
-        return Delta(self.index, "", finish_reason=reason)
+        return NewText("", [], 0, [])
 
     def _follow(self, token_ids: Sequence[int], delta: Delta) -> None:
         self._token_ids += token_ids

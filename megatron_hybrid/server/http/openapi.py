@@ -142,6 +142,7 @@ def install(app: Flask, serving: Serving) -> None:
         return json_response(describe(serving, rules))
 
 
+@cache
 def _reference(*kinds: Any) -> JsonSchema:
     """What refers to one of these types."""
     found, _ = _schemas(kinds)

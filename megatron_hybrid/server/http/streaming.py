@@ -132,10 +132,9 @@ def _by_choice(batch: list[Delta], waiting: dict[int, list[Delta]]) -> list[Delt
     """One delta for each choice that has something to show."""
     for delta in batch:
         waiting.setdefault(delta.index, []).append(delta)
-    shown = [delta for delta in map(_joined, waiting.values()) if _is_shown(delta)]
-    for delta in shown:
-        del waiting[delta.index]
-    return shown
+    # What has waited is not looked at again: there may be thousands of tokens.
+    shown = {delta.index for delta in batch if _is_shown(delta)}
+    return [_joined(waiting.pop(index)) for index in list(waiting) if index in shown]
 
 
 def _joined(pieces: list[Delta]) -> Delta:
