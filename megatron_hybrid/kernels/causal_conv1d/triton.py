@@ -4,6 +4,8 @@ protocols.py.
 Taps are added from the newest input to the oldest, in prefill and in decode, so an output has the
 same bits however its sequence was cut into segments.
 
+Windows, taps and the inputs of an output are tuples in Triton, the oldest first.
+
 All tensors may have any strides, but rows of x and out are contiguous. Loads are vectorised along
 channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `weight` as
 [W, channels] (both passed as transposed views).
@@ -128,39 +130,29 @@ def _outputs_kernel(
     """Outputs of BLOCK_T tokens; copies the windows that are read to old [S, W - 1, channels]."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
-    weights = weight + channel * weight_channel
-    tap0 = _tap(weights, WIDTH - 1, weight_tap, is_channel)
-    tap1 = _tap(weights, WIDTH - 2, weight_tap, is_channel)
-    tap2 = _tap(weights, WIDTH - 3, weight_tap, is_channel)
-    tap3 = _tap(weights, WIDTH - 4, weight_tap, is_channel)
-    offset = _bias(bias, channel, is_channel)
-
     first = tl.program_id(1) * BLOCK_T
     last = first + BLOCK_T - 1
     sequence = tl.load(sequence_of_token + first, mask=first < tokens, other=-1)
     start = tl.load(cu_seqlens + sequence, mask=sequence >= 0, other=0)
     is_inside = (sequence >= 0) & (first - start >= WIDTH - 1)
+    # Each way loads the taps for itself, in the layout that it computes in: to bring those of the
+    # one to the other would take shared memory and two barriers a tap.
     if is_inside & (tl.load(sequence_of_token + last, mask=last < tokens, other=-1) == sequence):
         # No token of the block needs the state. Each input is loaded once, and all before the first
         # store, behind which the compiler would not move them: so they are in flight together.
         inputs = x + first.to(tl.int64) * x_row + channel
-        rows = (tl.load(inputs - (WIDTH - 1) * x_row, mask=is_channel, other=0),)
-        for t in tl.static_range(2 - WIDTH, BLOCK_T):
-            next_row = tl.load(inputs + t * x_row, mask=is_channel, other=0)
-            rows = rows + (next_row,)  # type: ignore[assignment]
+        taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
+        offset = _bias(bias, channel, is_channel)
+        rows = ()
+        for t in tl.static_range(1 - WIDTH, BLOCK_T):
+            rows = rows + (tl.load(inputs + t * x_row, mask=is_channel, other=0),)
         outputs = out + first.to(tl.int64) * out_row + channel
         for t in tl.static_range(BLOCK_T):
-            newest = rows[t + WIDTH - 1].to(tl.float32)
-            back1 = rows[t + WIDTH - 2].to(tl.float32)
-            back2 = back1
-            back3 = back1
-            if WIDTH > 2:
-                back2 = rows[t + WIDTH - 3].to(tl.float32)
-            if WIDTH > 3:
-                back3 = rows[t].to(tl.float32)
-            y = _convolve(offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3, WIDTH, SILU)
+            y = _convolve(offset, rows[t : t + WIDTH], taps, WIDTH, SILU)
             tl.store(outputs + t * out_row, y, mask=is_channel)
     else:
+        taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
+        offset = _bias(bias, channel, is_channel)
         for t in range(0, BLOCK_T, 4):
             row = first + t + tl.arange(0, 4)
             is_token = row < tokens
@@ -172,24 +164,20 @@ def _outputs_kernel(
             inputs = x + row.to(tl.int64)[:, None] * x_row + channel[None, :]
             window = state + (slot * state_slot)[:, None] + (channel * state_channel)[None, :]
             mask = is_channel[None, :]
-            in0 = tl.load(inputs, mask=is_read[:, None] & mask, other=0).to(tl.float32)
-            in1 = _past_input(
-                inputs, window, age, slot, 1, x_row, state_column, is_read, mask, WIDTH
-            )
-            in2 = in1
-            in3 = in1
-            if WIDTH > 2:
-                in2 = _past_input(
-                    inputs, window, age, slot, 2, x_row, state_column, is_read, mask, WIDTH
+            taken = ()
+            for column in tl.static_range(WIDTH - 1):
+                back = WIDTH - 1 - column
+                is_new = age >= back
+                new = tl.load(
+                    inputs - back * x_row, mask=(is_read & is_new)[:, None] & mask, other=0
                 )
-            if WIDTH > 3:
-                in3 = _past_input(
-                    inputs, window, age, slot, 3, x_row, state_column, is_read, mask, WIDTH
-                )
-            outs = _convolve(
-                offset[None, :], in0, in1, in2, in3,
-                tap0[None, :], tap1[None, :], tap2[None, :], tap3[None, :], WIDTH, SILU,
-            )  # fmt: skip
+                is_kept = is_read & (age < back) & (slot > 0)
+                place = window + ((age + column) * state_column)[:, None]
+                kept = tl.load(place, mask=is_kept[:, None] & mask, other=0)
+                taken = taken + (tl.where(is_new[:, None], new, kept.to(new.dtype)),)
+            newest = tl.load(inputs, mask=is_read[:, None] & mask, other=0)
+            taken = taken + (newest,)
+            outs = _convolve(offset, taken, taps, WIDTH, SILU)
             tl.store(
                 out + row.to(tl.int64)[:, None] * out_row + channel[None, :],
                 tl.where(is_read[:, None], outs, 0),
@@ -261,35 +249,21 @@ def _decode_kernel(
         has_window = channel < tl.where(read > 0, channels, 0)
         window = state + read * state_slot + channel * state_channel
         # The whole window is read before any of it is written: both may be the same slot.
-        back1 = tl.load(window + (WIDTH - 2) * state_column, mask=has_window, other=0)
-        back2 = back1
-        back3 = back1
-        if WIDTH > 2:
-            back2 = tl.load(window + (WIDTH - 3) * state_column, mask=has_window, other=0)
-        if WIDTH > 3:
-            back3 = tl.load(window + (WIDTH - 4) * state_column, mask=has_window, other=0)
-        weights = weight + channel * weight_channel
+        before = _columns(window, state_column, has_window, WIDTH - 1)
+        inputs = ()
+        for column in tl.static_range(WIDTH - 1):
+            inputs = inputs + (before[column].to(newest.dtype),)
         y = _convolve(
             _bias(bias, channel, is_channel),
-            newest.to(tl.float32),
-            back1.to(newest.dtype).to(tl.float32),
-            back2.to(newest.dtype).to(tl.float32),
-            back3.to(newest.dtype).to(tl.float32),
-            _tap(weights, WIDTH - 1, weight_tap, is_channel),
-            _tap(weights, WIDTH - 2, weight_tap, is_channel),
-            _tap(weights, WIDTH - 3, weight_tap, is_channel),
-            _tap(weights, WIDTH - 4, weight_tap, is_channel),
+            inputs + (newest,),
+            _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH),
             WIDTH,
             SILU,
         )
         tl.store(out + row * out_row + channel, y, mask=is_channel)
         if write > 0:
             window = state + write * state_slot + channel * state_channel
-            tl.store(window + (WIDTH - 2) * state_column, newest, mask=is_channel)
-            if WIDTH > 2:
-                tl.store(window + (WIDTH - 3) * state_column, back1, mask=is_channel)
-            if WIDTH > 3:
-                tl.store(window + (WIDTH - 4) * state_column, back2, mask=is_channel)
+            _store_window(window, state_column, before[1:] + (newest,), is_channel, WIDTH)
     else:
         tl.store(out + row * out_row + channel, tl.zeros((BLOCK_C,), tl.float32), mask=is_channel)
 
@@ -320,11 +294,7 @@ def _runs_kernel(
     kept_position = tl.load(checkpoint_position + sequence)
     kept = tl.load(checkpoint_slot + sequence).to(tl.int64)
     first_place = tl.load(ring_row + sequence).to(tl.int64) * RING
-    weights = weight + channel * weight_channel
-    tap0 = _tap(weights, WIDTH - 1, weight_tap, is_channel)
-    tap1 = _tap(weights, WIDTH - 2, weight_tap, is_channel)
-    tap2 = _tap(weights, WIDTH - 3, weight_tap, is_channel)
-    tap3 = _tap(weights, WIDTH - 4, weight_tap, is_channel)
+    taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
     offset = _bias(bias, channel, is_channel)
 
     # The inputs before the next token, all at once: one after the other would wait for memory as
@@ -332,116 +302,86 @@ def _runs_kernel(
     windows = state + channel * state_channel
     window = windows + read * state_slot
     inputs = ring + first_place * channels + channel
-    back1 = _input_before(
-        start, 1, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
+    before = _inputs_before(
+        start, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
     )
-    back2 = back1
-    back3 = back1
-    if WIDTH > 2:
-        back2 = _input_before(
-            start, 2, first_unfolded, inputs, window, channel, channels, read, state_column,
-            RING, WIDTH,
-        )  # fmt: skip
-    if WIDTH > 3:
-        back3 = _input_before(
-            start, 3, first_unfolded, inputs, window, channel, channels, read, state_column,
-            RING, WIDTH,
-        )  # fmt: skip
     if (kept > 0) & (first_unfolded < kept_position) & (kept_position <= start):
-        for column in tl.static_range(WIDTH - 1):
-            value = _input_before(
-                kept_position, WIDTH - 1 - column, first_unfolded, inputs, window, channel,
-                channels, read, state_column, RING, WIDTH,
-            )  # fmt: skip
-            target = windows + kept * state_slot + column * state_column
-            tl.store(target, value, mask=is_channel)
+        values = _inputs_before(
+            kept_position, first_unfolded, inputs, window, channel, channels, read, state_column,
+            RING, WIDTH,
+        )  # fmt: skip
+        _store_window(windows + kept * state_slot, state_column, values, is_channel, WIDTH)
+    is_written = channel < tl.where(write > 0, channels, 0)
     if begin == end:
-        is_written = channel < tl.where(write > 0, channels, 0)
-        window = windows + write * state_slot
-        _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+        _store_window(windows + write * state_slot, state_column, before, is_written, WIDTH)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         newest = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
-        y = _convolve(
-            offset,
-            newest.to(tl.float32),
-            back1.to(tl.float32),
-            back2.to(tl.float32),
-            back3.to(tl.float32),
-            tap0,
-            tap1,
-            tap2,
-            tap3,
-            WIDTH,
-            SILU,
-        )
+        y = _convolve(offset, before + (newest,), taps, WIDTH, SILU)
         tl.store(out + row * out_row + channel, y, mask=is_channel)
-        back3 = back2
-        back2 = back1
-        back1 = newest
+        before = before[1:] + (newest,)
         if token == begin:
-            is_written = channel < tl.where(write > 0, channels, 0)
-            window = windows + write * state_slot
-            _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+            _store_window(windows + write * state_slot, state_column, before, is_written, WIDTH)
             is_there = (kept > 0) & (start + 1 == kept_position)
-            is_written = channel < tl.where(is_there, channels, 0)
-            window = windows + kept * state_slot
-            _store_window(window, state_column, back1, back2, back3, is_written, WIDTH)
+            is_kept = channel < tl.where(is_there, channels, 0)
+            _store_window(windows + kept * state_slot, state_column, before, is_kept, WIDTH)
         if (token > begin) | (write <= 0):
             place = first_place + (start + token - begin) % RING
             tl.store(ring + place * channels + channel, newest, mask=is_channel)
 
 
 @triton.jit
-def _input_before(
-    position, back, first_unfolded, inputs, window, channel, channels, read, state_column,
+def _inputs_before(
+    position, first_unfolded, inputs, window, channel, channels, read, state_column,
     RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The input of the token `back` positions before this one: from the ring, or, before the first
+    """The inputs of the WIDTH - 1 tokens before this position: from the ring, or, before the first
     unfolded one, from the window that the state has."""
-    token = position - back
-    is_unfolded = token >= first_unfolded
-    in_ring = channel < tl.where(is_unfolded, channels, 0)
-    in_window = channel < tl.where(is_unfolded | (read <= 0), 0, channels)
-    unfolded = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
-    column = WIDTH - 1 - back + position - first_unfolded
-    old = tl.load(window + column * state_column, mask=in_window, other=0)
-    return tl.where(is_unfolded, unfolded, old.to(unfolded.dtype))
+    found = ()
+    for column in tl.static_range(WIDTH - 1):
+        token = position - (WIDTH - 1) + column
+        is_unfolded = token >= first_unfolded
+        in_ring = channel < tl.where(is_unfolded, channels, 0)
+        in_window = channel < tl.where(is_unfolded | (read <= 0), 0, channels)
+        unfolded = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
+        place = window + (column + position - first_unfolded) * state_column
+        old = tl.load(place, mask=in_window, other=0)
+        found = found + (tl.where(is_unfolded, unfolded, old.to(unfolded.dtype)),)
+    return found
 
 
 @triton.jit
-def _store_window(window, state_column, back1, back2, back3, is_written, WIDTH: tl.constexpr):
-    tl.store(window + (WIDTH - 2) * state_column, back1, mask=is_written)
-    if WIDTH > 2:
-        tl.store(window + (WIDTH - 3) * state_column, back2, mask=is_written)
-    if WIDTH > 3:
-        tl.store(window + (WIDTH - 4) * state_column, back3, mask=is_written)
+def _columns(first, column_stride, mask, COUNT: tl.constexpr):
+    values = ()
+    for column in tl.static_range(COUNT):
+        values = values + (tl.load(first + column * column_stride, mask=mask, other=0),)
+    return values
 
 
 @triton.jit
-def _convolve(
-    offset, newest, back1, back2, back3, tap0, tap1, tap2, tap3,
-    WIDTH: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+def _taps(weights, weight_tap, mask, WIDTH: tl.constexpr):
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        values = tl.load(weights + tap * weight_tap, mask=mask, other=0)
+        taps = taps + (values.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _store_window(window, state_column, inputs, mask, WIDTH: tl.constexpr):
+    for column in tl.static_range(WIDTH - 1):
+        tl.store(window + column * state_column, inputs[column], mask=mask)
+
+
+@triton.jit
+def _convolve(offset, inputs, taps, WIDTH: tl.constexpr, SILU: tl.constexpr):
     """offset + taps * inputs, newest input first, and silu of it."""
-    y = offset + tap0 * newest
-    y += tap1 * back1
-    if WIDTH > 2:
-        y += tap2 * back2
-    if WIDTH > 3:
-        y += tap3 * back3
+    y = offset
+    for back in tl.static_range(1, WIDTH + 1):
+        y += taps[WIDTH - back] * inputs[WIDTH - back].to(tl.float32)
     if SILU:
         y = y / (1 + tl.exp(-y))
     return y
-
-
-@triton.jit
-def _tap(weights, tap: tl.constexpr, weight_tap, mask):
-    """A column of the weights; zeros where they have no such column."""
-    values = tl.zeros(mask.shape, tl.float32)
-    if tap >= 0:
-        values = tl.load(weights + tap * weight_tap, mask=mask, other=0).to(tl.float32)
-    return values
 
 
 @triton.jit
@@ -450,18 +390,3 @@ def _bias(bias, channel, mask):
     if bias is not None:
         values = tl.load(bias + channel, mask=mask, other=0).to(tl.float32)
     return values
-
-
-@triton.jit
-def _past_input(
-    inputs, window, age, slot, back: tl.constexpr, x_row, state_column, is_read, mask,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The inputs `back` tokens before tokens of age [rows]: from x, or from the state."""
-    new = tl.load(inputs - back * x_row, mask=(is_read & (age >= back))[:, None] & mask, other=0)
-    from_state = is_read & (age < back) & (slot > 0)
-    column = age - back + (WIDTH - 1)
-    old = tl.load(
-        window + (column * state_column)[:, None], mask=from_state[:, None] & mask, other=0
-    )
-    return tl.where((age >= back)[:, None], new, old.to(new.dtype)).to(tl.float32)
