@@ -172,7 +172,7 @@ def _prefill_kernel(
         for i in tl.static_range(PLACES):
             decay = tl.exp2(dts[i] * a)
             h = tl.fma(h, decay, inputs[i] * tl.trans(bs[i]))
-            ys = ys + (_sum(h, tl.trans(cs[i])),)  # type: ignore[assignment]
+            ys = ys + (_sum(h, tl.trans(cs[i])),)
         y = tl.fma(skip, x, tl.trans(_tile(ys))) * silu(z.to(tl.float32))
         place = tl.arange(0, PLACES)[:, None]
         valid = (group + place >= start) & (group + place < end)
@@ -231,8 +231,8 @@ def _columns(tile):
             for k in tl.static_range(len(parts)):
                 pair = tl.reshape(parts[k], [tile.shape[0], 2, parts[k].shape[1] // 2])
                 first, second = tl.split(tl.permute(pair, (0, 2, 1)))
-                halves = halves + (first, second)  # type: ignore[assignment]
-            parts = halves  # type: ignore[assignment]
+                halves = halves + (first, second)
+            parts = halves
     return parts
 
 
@@ -245,7 +245,7 @@ def _tile(parts):
             for k in tl.static_range(len(parts) // 2):
                 pair = tl.permute(tl.join(parts[2 * k], parts[2 * k + 1]), (0, 2, 1))
                 row = tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]])
-                joined = joined + (row,)  # type: ignore[assignment]
+                joined = joined + (row,)
             parts = joined
     return parts[0]
 
