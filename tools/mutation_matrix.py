@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=600, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
-    parser.add_argument("--rounds", type=int, default=2, help="3: survivors are shown every case")
+    parser.add_argument("--rounds", type=int, default=2, help="4: survivors are shown every case")
     args, rest = parser.parse_known_args()
     args.pytest = rest
     return args
@@ -187,6 +187,9 @@ def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
     sample = draw(coverage, count, seed)
     results = folder / "results.jsonl"
     in_ci = cases_of_ci()
+    survived = {
+        (r["file"], r["number"]): r["rounds"] for r in read_results(folder) if r["by"] is None
+    }
     # Done: killed by a case that CI still runs, or by none in as many rounds.
     done = {
         (r["file"], r["number"])
@@ -198,14 +201,14 @@ def run(folder: Path, count: int, seed: int, jobs: int, rounds: int) -> int:
     print(f"{len(sample)} mutants, {len(sample) - len(left)} of them done")
 
     def one(mutant: Mutant) -> None:
-        begun = time.monotonic()
+        begun, first = time.monotonic(), survived.get((mutant.file, mutant.number), 0)
         cases = [costs[name] for name in coverage.cases(mutant)]
         found = {**mutant._asdict(), "cases": len(cases), "killer": None, "by": None}
         for by, some in (
             ("ci", [case for case in cases if case.name in in_ci]),
             ("all", [case for case in cases if case.name not in in_ci]),
         ):
-            for shown in rounds_of(some)[:rounds]:
+            for shown in rounds_of(some, mutant.file.split("/")[1])[first:rounds]:
                 if found["by"] is None and (killer := kill(mutant, shown, tests=by)):
                     found |= {"killer": killer, "by": by}
         found |= {"rounds": rounds, "seconds": round(time.monotonic() - begun, 1)}
@@ -235,19 +238,21 @@ def cases_of_ci() -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
-def rounds_of(cases: list[Case]) -> list[list[Case]]:
-    """In which order a mutant is shown its cases: files that cost little, some cases of each other
-    file, the rest. Most mutants die at once, and those that survive could be shown hours of them.
+def rounds_of(cases: list[Case], room: str) -> list[list[Case]]:
+    """In which order a mutant of `room` is shown its cases: files that cost little, some cases of
+    the others in the room's own tests, some of each other file, the rest. Most mutants die at once,
+    and those that survive could be shown hours of them.
     """
     of_file: dict[str, list[Case]] = defaultdict(list)
     for case in sorted(cases, key=lambda case: case.seconds):
         of_file[case.name.partition("::")[0]].append(case)
-    rounds: list[list[Case]] = [[], [], []]
-    for some in sorted(of_file.values(), key=lambda some: sum(case.seconds for case in some)):
+    rounds: list[list[Case]] = [[], [], [], []]
+    for path, some in sorted(of_file.items(), key=lambda of: sum(case.seconds for case in of[1])):
         costs = list(itertools.accumulate(case.seconds for case in some))
+        few = 1 if path.startswith(f"tests/{room}/") else 2
         for number, (case, cost) in enumerate(zip(some, costs, strict=True)):
-            few = cost < (FEW_SECONDS if number else 2 * FEW_SECONDS)
-            rounds[0 if costs[-1] < FEW_SECONDS else 1 if few else 2].append(case)
+            is_few = cost < (FEW_SECONDS if number else 2 * FEW_SECONDS)
+            rounds[0 if costs[-1] < FEW_SECONDS else few if is_few else 3].append(case)
     return rounds
 
 
