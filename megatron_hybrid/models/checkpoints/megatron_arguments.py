@@ -17,6 +17,7 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.families.raw_config import Settings
 
 MODEL_TYPE = "megatron"  # of a model that no Hugging Face family of ours describes
 # What --use-rope-scaling does, besides its factor.
@@ -33,27 +34,15 @@ def has_zero_centered_norms(arguments: Mapping[str, Any] | None) -> bool | None:
     return None
 
 
-class MegatronArguments:
+class MegatronArguments(Settings):
     """Megatron's arguments by their names in Python, and what they say of the model."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """`where`: for messages."""
-        self.values = values
-        self.where = where
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is there and not None."""
-        return next((v for v in map(self.values.get, names) if v is not None), default)
-
-    def require(self, *names: str) -> Any:
-        """The same; raises ConfigurationError where there is none."""
-        value = self.get(*names)
-        if value is None:
-            raise ConfigurationError(
-                f"The arguments in {self.where} have no {names[0]!r}; put a config.json of Hugging "
-                "Face's beside the checkpoint, which describes the model instead of them."
-            )
-        return value
+    def missing(self, name: str) -> str:
+        """The sentence for an argument that is not there."""
+        return (
+            f"The arguments in {self.where} have no {name!r}; put a config.json of Hugging "
+            "Face's beside the checkpoint, which describes the model instead of them."
+        )
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """Raise ConfigurationError, which names the flag, for another value; None is fine."""
@@ -87,10 +76,10 @@ class MegatronArguments:
         return HybridModelConfig(
             model_type=MODEL_TYPE,
             pattern=pattern,
-            vocab_size=int(self.require("vocab_size", "padded_vocab_size")),
-            hidden_size=int(self.require("hidden_size")),
-            max_position_embeddings=int(self.require("max_position_embeddings", "seq_length")),
-            norm_eps=float(self.get("norm_epsilon", "layernorm_epsilon", default=1e-5)),
+            vocab_size=self.whole("vocab_size", "padded_vocab_size"),
+            hidden_size=self.whole("hidden_size"),
+            max_position_embeddings=self.whole("max_position_embeddings", "seq_length"),
+            norm_eps=self.number("norm_epsilon", "layernorm_epsilon", default=1e-5),
             dtype=self._dtype(),
             attention=self._attention(centered) if "*" in pattern else None,
             rope=self._rope() if "*" in pattern else None,
@@ -113,7 +102,7 @@ class MegatronArguments:
                     f"({self.where}) are not supported."
                 )
             return str(pattern)
-        layers = int(self.require("num_layers"))
+        layers = self.whole("num_layers")
         if self.get("is_hybrid_model") or "mamba" in str(self.get("spec", default="")):
             for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"):
                 self.refuse_unless(name, 0.0)
@@ -151,9 +140,9 @@ class MegatronArguments:
         return torch.float16 if self.get("fp16") else torch.float32
 
     def _attention(self, centered: bool) -> AttentionConfig:
-        heads = int(self.require("num_attention_heads"))
+        heads = self.whole("num_attention_heads")
         grouped = self.get("group_query_attention", default=True)
-        kv_heads = int(self.get("num_query_groups", default=heads)) if grouped else heads
+        kv_heads = self.whole("num_query_groups", default=heads) if grouped else heads
         dim = self._head_dim()
         bias = self._has_bias()
         return AttentionConfig(
@@ -161,30 +150,30 @@ class MegatronArguments:
             kv_heads,
             dim,
             scale=dim**-0.5,
-            qkv_bias=bias or bool(self.get("add_qkv_bias", default=False)),
+            qkv_bias=bias or self.flag("add_qkv_bias"),
             output_bias=bias,
-            qk_norm=bool(self.get("qk_layernorm", default=False)),
-            zero_centered_norm=centered and bool(self.get("qk_layernorm", default=False)),
-            output_gate=bool(self.get("attention_output_gate", default=False)),
+            qk_norm=self.flag("qk_layernorm"),
+            zero_centered_norm=centered and self.flag("qk_layernorm"),
+            output_gate=self.flag("attention_output_gate"),
         )
 
     def _head_dim(self) -> int:
         default = self.require("hidden_size") // self.require("num_attention_heads")
-        return int(self.get("kv_channels", default=default))
+        return self.whole("kv_channels", default=default)
 
     def _has_bias(self) -> bool:
         if self.get("disable_bias_linear") is not None:
             return not self.get("disable_bias_linear")
-        return bool(self.get("add_bias_linear", default=True))
+        return self.flag("add_bias_linear", default=True)
 
     def _rope(self) -> RopeConfig | None:
         if self.get("position_embedding_type", default="rope") == "none":
             return None
         dim = self._head_dim()
-        theta = float(self.get("rotary_base", default=10000))
-        rotated = int(dim * float(self.get("rotary_percent", default=1.0)))
+        theta = self.number("rotary_base", default=10000)
+        rotated = int(dim * self.number("rotary_percent", default=1.0))
         if self.get("use_rope_scaling", "rope_scaling", default=False):
-            factor = float(self.get("rope_scaling_factor", default=8.0))
+            factor = self.number("rope_scaling_factor", default=8.0)
             return RopeConfig(theta, rotated, "llama3", factor, **LLAMA3)  # type: ignore[arg-type]
         factor = self.get("rotary_seq_len_interpolation_factor")
         if factor is not None:
@@ -192,28 +181,28 @@ class MegatronArguments:
         return RopeConfig(theta, rotated)
 
     def _mamba(self) -> Mamba2Config:
-        dim = int(self.get("mamba_head_dim", default=64))
+        dim = self.whole("mamba_head_dim", default=64)
         heads = self.get("mamba_num_heads", default=2 * self.require("hidden_size") // dim)
         return Mamba2Config(
             num_heads=int(heads),
             head_dim=dim,
-            state_size=int(self.get("mamba_state_dim", default=128)),
-            num_groups=int(self.get("mamba_num_groups", default=8)),
+            state_size=self.whole("mamba_state_dim", default=128),
+            num_groups=self.whole("mamba_num_groups", default=8),
             conv_width=4,
             kernel_chunk=128,
         )
 
     def _gated_delta_net(self) -> GatedDeltaNetConfig:
         return GatedDeltaNetConfig(
-            key_heads=int(self.require("linear_num_key_heads")),
-            value_heads=int(self.require("linear_num_value_heads")),
-            key_dim=int(self.require("linear_key_head_dim")),
-            value_dim=int(self.require("linear_value_head_dim")),
-            conv_width=int(self.get("linear_conv_kernel_dim", default=4)),
+            key_heads=self.whole("linear_num_key_heads"),
+            value_heads=self.whole("linear_num_value_heads"),
+            key_dim=self.whole("linear_key_head_dim"),
+            value_dim=self.whole("linear_value_head_dim"),
+            conv_width=self.whole("linear_conv_kernel_dim", default=4),
         )
 
     def _mlp(self, size: str) -> MLPConfig:
-        gated = bool(self.get("swiglu", default=False))
+        gated = self.flag("swiglu")
         if not gated and not self.get("squared_relu", default=False):
             raise ConfigurationError(
                 f"The checkpoint's MLPs have neither --swiglu nor --squared-relu ({self.where}); "
@@ -237,11 +226,11 @@ class MegatronArguments:
             self.refuse_unless("moe_router_group_topk", False)
         chosen_groups = self.get("moe_router_group_topk")  # Megatron has no groups without it
         groups = self.get("moe_router_num_groups") if chosen_groups else None
-        top = int(self.get("moe_router_topk", default=2))
-        pre_softmax = bool(self.get("moe_router_pre_softmax", default=False))
+        top = self.whole("moe_router_topk", default=2)
+        pre_softmax = self.flag("moe_router_pre_softmax")
         latent = self.get("moe_latent_size")
         return MoEConfig(
-            num_experts=int(self.require("num_experts", "num_moe_experts")),
+            num_experts=self.whole("num_experts", "num_moe_experts"),
             experts_per_token=top,
             expert=expert,
             shared=self._mlp("moe_shared_expert_intermediate_size") if shared else None,
@@ -249,10 +238,8 @@ class MegatronArguments:
             num_groups=int(groups or 1),
             chosen_groups=int(chosen_groups or 1),
             normalize_weights=top > 1 if score == "sigmoid" else not pre_softmax,
-            router_bias=bool(self.get("moe_router_enable_expert_bias", default=False))
-            if score == "sigmoid"
-            else True,
-            shared_gate=bool(self.get("moe_shared_expert_gate", default=False)),
+            router_bias=self.flag("moe_router_enable_expert_bias") if score == "sigmoid" else True,
+            shared_gate=self.flag("moe_shared_expert_gate"),
             scaling_factor=float(self.get("moe_router_topk_scaling_factor") or 1.0),
             latent_size=None if latent is None else int(latent),
         )

@@ -28,13 +28,49 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-class RawConfig:
-    """The values of config.json, looked up by any of the names that they have had."""
+class Settings:
+    """A model's settings as somebody wrote them, looked up by any of the names that they have
+    had."""
 
-    def __init__(self, values: dict[str, Any], generation: dict[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """`where`: for messages."""
         self.values = values
-        self.generation = generation
         self.where = where
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is there and not null."""
+        return next((v for v in map(self.values.get, names) if v is not None), default)
+
+    def require(self, *names: str) -> Any:
+        """The same; raises ConfigurationError where there is none."""
+        value = self.get(*names)
+        if value is None:
+            raise ConfigurationError(self.missing(names[0]))
+        return value
+
+    def missing(self, name: str) -> str:
+        """The sentence for a value that is not there."""
+        return f"{self.where} has no {name!r}."
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """A whole number; without a default one that has to be there."""
+        return int(self.require(*names) if default is None else self.get(*names, default=default))
+
+    def number(self, *names: str, default: float) -> float:
+        """A number, the default where it is not there."""
+        return float(self.get(*names, default=default))
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """True or false, the default where it is not there."""
+        return bool(self.get(*names, default=default))
+
+
+class RawConfig(Settings):
+    """The values of config.json."""
+
+    def __init__(self, values: Mapping[str, Any], generation: dict[str, Any], where: str) -> None:
+        super().__init__(values, where)
+        self.generation = generation
 
     @classmethod
     def from_folder(cls, folder: Path) -> RawConfig:
@@ -62,32 +98,6 @@ class RawConfig:
     def model_type(self) -> str:
         """The family's name."""
         return str(self.values.get("model_type", "unknown"))
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is there and not null."""
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        return default
-
-    def require(self, *names: str) -> Any:
-        """The same; raises ConfigurationError where there is none."""
-        value = self.get(*names)
-        if value is None:
-            raise ConfigurationError(f"{self.where} has no {names[0]!r}.")
-        return value
-
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """A whole number; without a default one that has to be there."""
-        return int(self.require(*names) if default is None else self.get(*names, default=default))
-
-    def number(self, *names: str, default: float) -> float:
-        """A number, the default where it is not there."""
-        return float(self.get(*names, default=default))
-
-    def flag(self, *names: str, default: bool = False) -> bool:
-        """True or false, the default where it is not there."""
-        return bool(self.get(*names, default=default))
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """Raise unless the value is one of those; a value that is missing or null is fine."""
