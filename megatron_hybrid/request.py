@@ -248,6 +248,21 @@ def _pairs(biases: Any) -> Any:
 _SEQUENCES = {"stop": _texts, "stop_token_ids": _tuple, "logit_bias": _pairs}
 
 
+class PauseMode(enum.StrEnum):
+    """What becomes of requests that have begun when the engine is paused.
+
+    FINISH: they go on to their end. ABORT: they end at once. KEEP: they stop where they stand, and
+    go on when the engine does. Those that have not begun wait, in their order.
+    """
+
+    FINISH = "finish"
+    ABORT = "abort"
+    KEEP = "keep"
+
+
+PAUSE_MODES = tuple(mode.value for mode in PauseMode)
+
+
 class RequestStatus(enum.Enum):
     """Where a request is in the engine."""
 

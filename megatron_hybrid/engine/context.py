@@ -12,11 +12,11 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
-from megatron_hybrid.cache.lease import Pin, StepCheckpoint
+from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
-from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
+from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
 
 
@@ -108,10 +108,6 @@ class DynamicInferenceContext:
             return False
         return request.num_tokens - keys.known < self.geometry.block_size
 
-    def begin_step(self, step: int) -> None:
-        """Ages are counted in the engine's steps."""
-        self.cache.begin_step(step)
-
     def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> Running | None:
         """Give a waiting request its row and lease; None, without any effect, if it must wait.
 
@@ -141,7 +137,7 @@ class DynamicInferenceContext:
             return []
         rows = self.rows
         decoding = rows.decoding.nonzero()[0]
-        has_room = rows.next_position(decoding) < self._tokens_with_room(decoding)
+        has_room = rows.next_position(decoding) < self.tokens_with_room(decoding)
         found = map(self.running_in, decoding[~has_room].tolist())
         return sorted(found, key=lambda running: running.importance)
 
@@ -159,79 +155,17 @@ class DynamicInferenceContext:
         self.rows.add_block(running.row, block)
         return True
 
-    def room_for_drafts(
-        self, decode_rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """[decodes]: so many of the drafts that each row wants have a place for their KV, and so
-        has the token behind them. For drafts nothing is evicted, which would go on without."""
-        if not self.geometry.has_attention:
-            return wanted
-        behind = self.rows.next_position(decode_rows) + 2
-        lacking = behind + wanted - self._tokens_with_room(decode_rows)
-        blocks = np.where(wanted > 0, -(-lacking // self.geometry.block_size), 0)
-        for row in np.repeat(decode_rows, blocks.clip(min=0)).tolist():
-            if not self.cache.kv.num_free or not self.extend_block_table(self.running_in(row)):
-                break
-        room = self._tokens_with_room(decode_rows) - behind
-        return np.minimum(wanted, room.clip(min=0))
-
-    def _tokens_with_room(self, decode_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def tokens_with_room(self, decode_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[decodes]: what the blocks of these rows hold."""
         return self.rows.num_blocks[decode_rows] * self.geometry.block_size
-
-    def rows_on_the_grid_next(
-        self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1
-    ) -> list[tuple[Running, int]]:
-        """Decoding requests whose states may come to a grid position with accepted drafts and so
-        many tokens more, with that position."""
-        if not self.cache.enabled or not self.geometry.has_recurrent:
-            return []
-        grid = self.geometry.grid
-        next_on_grid = (self.rows.position[decode_rows] // grid + 1) * grid
-        reached = next_on_grid <= self.rows.next_position(decode_rows) + feeds
-        running = map(self.running_in, decode_rows[reached].tolist())
-        return list(zip(running, next_on_grid[reached].tolist(), strict=True))
-
-    def advance(self, decode_rows: npt.NDArray[np.int64], *, feeds: int = 1) -> int:
-        """The states of these rows have come to include their accepted drafts, and so many tokens
-        more; how many that is together. Makes the blocks that were completed visible."""
-        rows, size = self.rows, self.geometry.block_size
-        before, accepted = rows.position[decode_rows], rows.accepted[decode_rows]
-        after = before + accepted + feeds
-        rows.position[decode_rows] = after
-        rows.generated[decode_rows] += accepted
-        rows.accepted[decode_rows] = rows.unknown[decode_rows] = 0
-        if self.cache.enabled and self.geometry.has_attention:
-            for row in decode_rows[after // size > before // size].tolist():
-                self.publish_blocks(self.running_in(row), int(rows.position[row]))
-        return int((after - before).sum())
 
     def publish_blocks(self, running: Running, computed: int) -> None:
         """Make the request's full blocks below position `computed` visible."""
         if self.cache.publish_blocks(running.lease, computed):
             self.rows.set_blocks(running.row, running.lease.blocks)
 
-    def publish_decoded_state(
-        self, running: Running, checkpoint: StepCheckpoint, *, at_end: bool
-    ) -> None:
-        """Make a state that a decoding request has just left, or passed, visible."""
-        self.cache.publish_state(running.lease, checkpoint, at_end=at_end)
-        self._set_slots(running)
-
-    def states_were_read(self, decode_rows: npt.NDArray[np.int64]) -> None:
-        """The launched decodes read their states: from now on each reads its own slot."""
-        rows = self.rows
-        moved = decode_rows[rows.read_slot[decode_rows] != rows.write_slot[decode_rows]]
-        for row in moved.tolist():
-            lease = self.running_in(row).lease
-            self.cache.state_was_read(lease)
-            rows.read_slot[row] = lease.read_slot
-
-    def start_decoding(self, running: Running) -> None:
-        """The request's prompt is computed: from now on its row table entry drives it."""
-        self._set_slots(running)
-        self.rows.decoding[running.row] = True
-
-    def _set_slots(self, running: Running) -> None:
+    def set_slots(self, running: Running) -> None:
+        """The row of a request that decodes has the slots of its lease, which have changed."""
         self.rows.read_slot[running.row] = running.lease.read_slot
         self.rows.write_slot[running.row] = running.lease.write_slot
 
@@ -258,19 +192,6 @@ class DynamicInferenceContext:
     def running(self) -> Iterable[Running]:
         """All who have a row, in the order of these."""
         return (request.running for request in self.requests if request and request.running)
-
-    # ---------------------------------------------------------------- whole
-
-    def reset(self, preserve_prefix_cache: bool = False) -> None:
-        """Empty the prefix cache, unless it is to be kept. Running requests go on; after their
-        cache was emptied they publish nothing."""
-        if not preserve_prefix_cache:
-            self.cache.reset()
-
-    def begin_epoch(self) -> None:
-        """New weights: as `reset`, and nothing that is computed from now on shares a key with
-        what was."""
-        self.cache.set_epoch(self.cache.epoch + 1)
 
     def check_integrity(self, pins: Iterable[Pin] = (), reserved: Iterable[int] = ()) -> None:
         """Assert every invariant; call between steps. `pins`, `reserved`: those that the scheduler
@@ -301,25 +222,5 @@ class DynamicInferenceContext:
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         if params.adjusts_logits:
-            self._adjust_row(row, request)
-
-    def _adjust_row(self, row: int, request: TrackedRequest) -> None:
-        params, written, bias, stop_ids = request.params, None, None, None
-        if params.is_penalised:
-            written = Written(request.prompt, np.asarray(request.output, dtype=np.int32))
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
-            bias = LogitBias(np.asarray(ids, np.int64), np.asarray(values, np.float32))
-        if params.min_tokens:
-            stop_ids = np.asarray(request.stop_ids, dtype=np.int64)
-        self.rows.adjust(
-            row,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            written=written,
-            logit_bias=bias,
-            min_tokens=params.min_tokens,
-            stop_ids=stop_ids,
-            grammar=request.grammar,
-        )
+            texts = request.prompt, np.asarray(request.output, dtype=np.int32)
+            rows.adjust(row, params, *texts, stop_ids=request.stop_ids, grammar=request.grammar)

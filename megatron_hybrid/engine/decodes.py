@@ -42,7 +42,9 @@ class Decodes:
         return [checkpoint.slot for checkpoint in self._checkpoints.values() if checkpoint.slot]
 
     def begin(self, running: Running) -> None:
-        """A request decodes from now on."""
+        """A request's prompt is computed: from now on its row table entry drives it."""
+        self._context.set_slots(running)
+        self._rows.decoding[running.row] = True
         if self.speculation is not None:
             request = running.request
             text = request.tokens(0, request.num_tokens)
@@ -51,13 +53,21 @@ class Decodes:
     # ------------------------------------------------------------------- plan
 
     def reserve_checkpoints(self, decode_rows: Ints, *, feeds: int = 1) -> None:
-        """For the positions of the grid that these rows may come to with so many tokens more."""
-        for running, position in self._context.rows_on_the_grid_next(decode_rows, feeds=feeds):
-            if running.row in self._checkpoints:
+        """For the positions of the grid that the states of these rows may come to with accepted
+        drafts and so many tokens more."""
+        geometry, rows, cache = self._context.geometry, self._rows, self._cache
+        if not cache.enabled or not geometry.has_recurrent:
+            return
+        next_on_grid = (rows.position[decode_rows] // geometry.grid + 1) * geometry.grid
+        reached = next_on_grid <= rows.next_position(decode_rows) + feeds
+        positions = next_on_grid[reached].tolist()
+        for row, position in zip(decode_rows[reached].tolist(), positions, strict=True):
+            if row in self._checkpoints:
                 continue  # since a step that might have passed the position and did not
-            checkpoint = self._cache.reserve_decode_checkpoint(running.lease, position)
+            lease = self._context.running_in(row).lease
+            checkpoint = cache.reserve_decode_checkpoint(lease, position)
             if checkpoint is not None:
-                self._checkpoints[running.row] = checkpoint
+                self._checkpoints[row] = checkpoint
 
     def plan(self, plan: StepPlan) -> None:
         """Choose drafts for the decodes of a step whose prompts are known, and where states and
@@ -102,23 +112,56 @@ class Decodes:
 
     def _reserve_room(self, decodes: Ints, drafts: DraftPlan) -> None:
         """Blocks for as many drafts as there is room for, and the checkpoints' slots."""
-        drafts.num_drafts = self._context.room_for_drafts(decodes, drafts.num_drafts)
+        drafts.num_drafts = self._room_for_drafts(decodes, drafts.num_drafts)
         for row, checkpoint in self._checkpoints.items():
             index = np.searchsorted(decodes, row)
             drafts.checkpoint_position[index] = checkpoint.position
             drafts.checkpoint_slot[index] = checkpoint.slot
 
+    def _room_for_drafts(self, decodes: Ints, wanted: Ints) -> Ints:
+        """[decodes]: so many of the drafts that each row wants have a place for their KV, and so
+        has the token behind them. For drafts nothing is evicted, which would go on without."""
+        context, kv = self._context, self._cache.kv
+        if not context.geometry.has_attention:
+            return wanted
+        behind = self._rows.next_position(decodes) + 2
+        lacking = behind + wanted - context.tokens_with_room(decodes)
+        blocks = np.where(wanted > 0, -(-lacking // context.geometry.block_size), 0)
+        for row in np.repeat(decodes, blocks.clip(min=0)).tolist():
+            if not kv.num_free or not context.extend_block_table(context.running_in(row)):
+                break
+        room = context.tokens_with_room(decodes) - behind
+        return np.minimum(wanted, room.clip(min=0))
+
     # ----------------------------------------------------------------- commit
 
     def publish(self, plan: StepPlan) -> None:
         """The step was launched: states include what it feeds."""
-        context, decodes, writes = self._context, plan.decode_rows, plan.writes
-        context.states_were_read(decodes)
-        unfolded = self._rows.unfolded
-        unfolded[decodes] = 0 if writes is None else (unfolded[decodes] + 1) * ~writes
-        self._statistics.totals["decode_tokens"] += context.advance(decodes)
+        rows, decodes, writes = self._rows, plan.decode_rows, plan.writes
+        # from now on each reads its own slot
+        moved = decodes[rows.read_slot[decodes] != rows.write_slot[decodes]]
+        for row in moved.tolist():
+            lease = self._context.running_in(row).lease
+            self._cache.state_was_read(lease)
+            rows.read_slot[row] = lease.read_slot
+        rows.unfolded[decodes] = 0 if writes is None else (rows.unfolded[decodes] + 1) * ~writes
+        self._advance(decodes)
         if plan.drafts is not None:
-            self._rows.unknown[decodes] = plan.drafts.num_drafts
+            rows.unknown[decodes] = plan.drafts.num_drafts
+
+    def _advance(self, decodes: Ints, *, feeds: int = 1) -> None:
+        """The states of these rows have come to include their accepted drafts, and so many tokens
+        more. Makes the blocks that were completed visible."""
+        context, rows, size = self._context, self._rows, self._context.geometry.block_size
+        before, accepted = rows.position[decodes], rows.accepted[decodes]
+        after = before + accepted + feeds
+        rows.position[decodes] = after
+        rows.generated[decodes] += accepted
+        rows.accepted[decodes] = rows.unknown[decodes] = 0
+        if self._cache.enabled and context.geometry.has_attention:
+            for row in decodes[after // size > before // size].tolist():
+                context.publish_blocks(context.running_in(row), int(rows.position[row]))
+        self._statistics.totals["decode_tokens"] += int((after - before).sum())
 
     def publish_states(self, plan: StepPlan) -> None:
         """Make the checkpoints that the step has come to visible."""
@@ -131,7 +174,8 @@ class Decodes:
         if checkpoint is not None and checkpoint.position <= self._rows.position[row]:
             del self._checkpoints[row]
             running = self._context.running_in(row)
-            self._context.publish_decoded_state(running, checkpoint, at_end=at_end)
+            self._cache.publish_state(running.lease, checkpoint, at_end=at_end)
+            self._context.set_slots(running)
 
     def receive(self, plan: StepPlan, result: StepResult, written: Sequence[list[int]]) -> int:
         """Note which of a step's drafts were accepted, and the texts as they are now; written: the
@@ -168,7 +212,7 @@ class Decodes:
             return
         who = np.asarray([row])
         self.reserve_checkpoints(who, feeds=0)
-        self._statistics.totals["decode_tokens"] += context.advance(who, feeds=0)
+        self._advance(who, feeds=0)
         position = context.computed_tokens(running)
         passed, checkpoint = (0, 0), self._checkpoints.get(row)
         if checkpoint is not None and checkpoint.position <= position:

@@ -15,7 +15,6 @@ from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
-from megatron_hybrid.engine.pause import PAUSE_MODES, PauseMode
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
@@ -31,7 +30,9 @@ from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPla
 from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.request import (
     MAX_NAME_LENGTH,
+    PAUSE_MODES,
     FinishReason,
+    PauseMode,
     RequestEvent,
     SamplingParams,
     validate_arrival,
@@ -189,10 +190,8 @@ class DynamicInferenceEngine:
     def _fail_everything(self, error: BaseException) -> None:
         """A step was lost after what it computes was published, or before although it was
         launched: nothing that is cached or runs can be trusted any more."""
-        logger.error(
-            "A step was lost: everything that runs fails, and the prefix cache is emptied.",
-            exc_info=error,
-        )
+        words = "A step was lost: everything that runs fails, and the prefix cache is emptied."
+        logger.error(words, exc_info=error)
         self._in_flight = None
         self.reset()
         self.scheduler.fail(self.scheduler.started(), error)
@@ -342,7 +341,8 @@ class DynamicInferenceEngine:
     def reset(self, preserve_prefix_cache: bool = False) -> None:
         """Empty the prefix cache (unless preserved). Running requests go on; those that began
         before their cache was emptied publish nothing."""
-        self.context.reset(preserve_prefix_cache)
+        if not preserve_prefix_cache:
+            self.context.cache.reset()
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, as `reset`."""
@@ -380,9 +380,8 @@ class DynamicInferenceEngine:
         `resume`. Call `step` while there is work, then `is_quiet`. Paused already: the mode
         changes. Raises InvalidRequestError for another mode."""
         if mode not in PAUSE_MODES:
-            raise InvalidRequestError(
-                "mode", f"mode is {mode!r}; it can be {', '.join(PAUSE_MODES)}."
-            )
+            known = ", ".join(PAUSE_MODES)
+            raise InvalidRequestError("mode", f"mode is {mode!r}; it can be {known}.")
         self.scheduler.pause(PauseMode(mode))
 
     def resume(self) -> None:
@@ -405,7 +404,8 @@ class DynamicInferenceEngine:
             self.scheduler.settle(self._receive())
         except _ResultLostError as lost:
             self._fail_everything(lost.__cause__ or lost)
-        self.runner.catch_up(self.scheduler.decodes.write_states())
+        if catch_ups := self.scheduler.decodes.write_states():
+            self.runner.catch_up(catch_ups)
         try:
             self.runner.update_weights(source)
         except WeightsError:
@@ -413,12 +413,12 @@ class DynamicInferenceEngine:
         except BaseException as error:  # interrupted: nobody knows how far it came
             self._weights_lost = str(error) or type(error).__name__
             raise
-        self.context.begin_epoch()
+        self.context.cache.set_epoch(self.epoch + 1)
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
-        self.context.check_integrity(scheduler.pins, scheduler.decodes.reserved_slots)
+        self.context.check_integrity(scheduler.twins.pins, scheduler.decodes.reserved_slots)
 
     def _grammar_of(self, params: SamplingParams) -> AnswerMatcher | None:
         if params.grammar is None:

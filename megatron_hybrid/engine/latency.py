@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
-from megatron_hybrid.execution.plan import PrefillChunk, ResumedRow, StepPlan, StepResult
+from megatron_hybrid.execution.plan import StepPlan, StepResult
 
 Clock = Callable[[], float]  # seconds, with the zero of `time.monotonic`: front ends read it too
 
@@ -128,8 +128,7 @@ class Latencies:
         received: how many requests got some; fewer than were sampled if some ended before.
         """
         now = self.clock()
-        ends: list[PrefillChunk | ResumedRow] = [c for c in plan.prefills if c.samples]
-        for end in (*ends, *plan.resumed):
+        for end in plan.ended:
             if end.owner.is_open:
                 received -= 1
                 self._observe_prompt(end.row, end.owner, now)

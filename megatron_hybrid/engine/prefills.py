@@ -9,7 +9,7 @@ from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
-from megatron_hybrid.execution.plan import BlockCopy, PrefillChunk, ResumedRow, StepPlan, StepResult
+from megatron_hybrid.execution.plan import PrefillChunk, ResumedRow, StepPlan, StepResult
 
 
 class Prefills:
@@ -51,7 +51,7 @@ class Prefills:
         its row if all of its prompt was found; returns the chunk's length."""
         lease = running.lease
         if lease.copy is not None:
-            plan.copies.append(BlockCopy(*lease.copy))
+            plan.copies.append(lease.copy)
         if lease.skip == running.prefill_tokens:
             plan.resumed.append(ResumedRow(running.row, running.request, lease.read_slot))
             return 0
@@ -164,7 +164,7 @@ class Prefills:
             owner: TrackedRequest = chunk.owner
             if chunk.logprob_targets is not None and owner.is_open:
                 known = owner.prompt_logprobs or [None]
-                owner.prompt_logprobs = known + result.prompt_logprobs[chunk.row]
+                owner.prompt_logprobs = known + result.prompt_logprobs.get(chunk.row, [])
 
     def leave(self, running: Running) -> None:
         """A request stops, in its prompt or behind it: what was reserved for it is not needed."""

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
-from megatron_hybrid.execution.rows import RowTable, Written
+from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
+from megatron_hybrid.request import SamplingParams
 
 
 def measure_activations(
@@ -64,9 +65,9 @@ def largest_step(
     decodes = min(max_requests - prompts, max_tokens - prompts)
     rows = RowTable(prompts + decodes, -(-max_seq_length // block_size))
     rows.temperature[:], rows.top_k[:], rows.top_p[:], rows.min_p[:] = 1.0, 50, 0.9, 0.01
-    written = Written(np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32))
+    params = SamplingParams(presence_penalty=0.1, repetition_penalty=1.1)
     for row in range(prompts + decodes):  # what penalties are counted in is made when first needed
-        rows.adjust(row, presence_penalty=0.1, repetition_penalty=1.1, written=written)
+        rows.adjust(row, params, np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32))
     chunks: list[PrefillChunk] = []
     left, next_block = max_tokens - decodes, 1
     for row in range(decodes, decodes + prompts):

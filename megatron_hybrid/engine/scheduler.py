@@ -26,11 +26,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron_hybrid.cache import checkpoint_placement as placement
-from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.decodes import Decodes
-from megatron_hybrid.engine.pause import PauseMode
 from megatron_hybrid.engine.prefills import Prefills
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
@@ -38,7 +36,7 @@ from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
 from megatron_hybrid.execution.plan import StepPlan, StepResult
-from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
+from megatron_hybrid.request import FinishReason, PauseMode, RequestEvent, RequestStatus
 from megatron_hybrid.text.grammar import FIELD as GRAMMAR_FIELD
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
@@ -73,7 +71,7 @@ class Scheduler:
         self._running: dict[tuple[str, int], Running] = {}
         if twins is None:
             twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
-        self._twins = twins
+        self.twins = twins
         self.decodes = Decodes(context, statistics, speculation)
         self._prefills = Prefills(
             context,
@@ -84,7 +82,7 @@ class Scheduler:
         )
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
-        self._pause: PauseMode | None = None
+        self.pause_mode: PauseMode | None = None  # of the pause that holds
         # those that have not ended, by request_id and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
@@ -136,22 +134,17 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would compute anything or return any event, besides those of a step in
         flight."""
-        if self._pause is PauseMode.KEEP:
+        if self.pause_mode is PauseMode.KEEP:
             return bool(self._events)
-        waiting = len(self._waiting) if self._pause is None else len(self._waiting.preempted())
+        waiting = len(self._waiting) if self.pause_mode is None else len(self._waiting.preempted())
         return bool(waiting or self._running or self._events)
 
     # ------------------------------------------------------------------ pause
 
-    @property
-    def pause_mode(self) -> PauseMode | None:
-        """Of the pause that holds; None without one."""
-        return self._pause
-
     def pause(self, mode: PauseMode) -> None:
         """Admit nobody who has not begun; `mode` is for the others. Paused already: the new mode
         counts from now on."""
-        self._pause = mode
+        self.pause_mode = mode
         if mode is PauseMode.ABORT:
             running = [running.request for running in self._running.values()]
             for request in [*running, *self._waiting.preempted()]:
@@ -159,12 +152,7 @@ class Scheduler:
 
     def resume(self) -> None:
         """Admit everybody again."""
-        self._pause = None
-
-    @property
-    def pins(self) -> Iterable[Pin]:
-        """What is kept in the cache for requests that wait."""
-        return self._twins.pins
+        self.pause_mode = None
 
     def advance_to(self, step: int) -> None:
         """Let time pass: the coming step has this number. Ages are counted in steps."""
@@ -187,10 +175,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
         a pause that keeps everybody where they are it is empty."""
-        if self._pause is PauseMode.KEEP:
+        if self.pause_mode is PauseMode.KEEP:
             return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
-        context.begin_step(self._step)
+        context.cache.begin_step(self._step)
         self._extend_block_tables()
         decode_rows = context.rows.decoding.nonzero()[0]
         self.decodes.reserve_checkpoints(decode_rows)
@@ -199,11 +187,11 @@ class Scheduler:
         self._step += 1
         budget = context.max_tokens - len(decode_rows)
         self._look_ahead()
-        self._twins.begin_step(budget)
+        self.twins.begin_step(budget)
         budget = self._prefills.plan_started(plan, budget)
         if len(self._waiting) and budget > 0:
             self._admit_waiting(plan, budget)
-            if plan.is_empty and len(self._waiting) and self._twins.release_pins():
+            if plan.is_empty and len(self._waiting) and self.twins.release_pins():
                 self._admit_waiting(plan, budget)
         self.decodes.plan(plan)
         statistics.step = plan.step
@@ -217,7 +205,7 @@ class Scheduler:
             while running.request.running is running:  # it has not made room itself
                 if self._context.extend_block_table(running):
                     break
-                if not self._twins.release_pins():
+                if not self.twins.release_pins():
                     self._preempt(max(self._running.values(), key=lambda r: r.importance))
 
     def _preempt(self, running: Running) -> None:
@@ -251,7 +239,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit who can be: in the queue's order, past those that wait for a twin or whose prompts
         are being hashed."""
-        context, twins = self._context, self._twins
+        context, twins = self._context, self.twins
         unmatched = MATCHED_AT_ONCE
         # no more than there are rows: one that waits for a twin keeps its row against later ones
         for request in self._first(context.rows.num_free):
@@ -273,7 +261,7 @@ class Scheduler:
     def _first(self, count: int) -> list[TrackedRequest]:
         """Who is tried, in order: during a pause only those who go on."""
         waiting = self._waiting
-        return waiting.first(count) if self._pause is None else waiting.preempted()[:count]
+        return waiting.first(count) if self.pause_mode is None else waiting.preempted()[:count]
 
     def _admit(self, request: TrackedRequest, match: PrefixMatch, budget: int) -> Running | None:
         if not self._chunked_prefill and request.num_tokens - match.skip > budget:
@@ -303,7 +291,6 @@ class Scheduler:
         context, rows = self._context, self._context.rows
         self.decodes.publish(plan)
         for running in self._prefills.publish(plan):
-            context.start_decoding(running)
             self.decodes.begin(running)
         self.decodes.publish_states(plan)
         self._totals["steps"] += 1
@@ -338,7 +325,7 @@ class Scheduler:
         if spared := self.decodes.receive(plan, result, written):
             # Ages are those of a run without drafts, which would have taken so many steps more.
             self._step += spared
-            self._context.begin_step(self._step - 1)
+            self._context.cache.begin_step(self._step - 1)
         return received
 
     def settle(self, received: Received) -> None:
@@ -386,7 +373,7 @@ class Scheduler:
         """End a request, wherever it is, with this last event or one of its own."""
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
-            self._twins.was_tried(request)
+            self.twins.was_tried(request)
         elif request.running is not None:
             # a step that failed may have spoiled the state
             self._leave(request.running, keeps_end=reason is not FinishReason.ERROR)

@@ -123,16 +123,7 @@ class DraftedDecodes:
         last, own, on_cpu = self._last, step.decodes, step.kv_length.device.type == "cpu"
         assert isinstance(own, DraftFigures)
         draft = self._draft(step, host, plan, size)
-        targets = (
-            step.token_ids, step.positions, step.kv_slot, step.kv_length,
-            own.position_now, own.unfolded_now,
-        )  # fmt: skip
-
-        def put_in_place() -> None:
-            taken = take_up(step, own, last, self._block_size, draft)
-            for target, values in zip(targets, taken, strict=True):
-                target[: len(values)].copy_(values)
-
+        put_in_place = partial(take_up, step, own, last, self._block_size, draft)
         decode = DecodeRuns(
             step.cu_seqlens[: len(own.rows) + 1], own.position_now, own.unfolded_now,
             step.read_slot, step.write_slot, step.decode_rows,

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.device import upload
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.execution.transfer import upload
 from megatron_hybrid.kernels.protocols import Sampling
 
 _MOST = 32767  # of an int16
@@ -70,22 +70,12 @@ class LogitAdjustments:
         rows, device = self._rows, logits.device
         if self._written is None:
             self._written = _Written(len(rows.penalised), logits.shape[1], device)
-        starting = {chunk.row for chunk in plan.prefills if chunk.samples}
-        starting.update(resumed.row for resumed in plan.resumed)
-        for row in starting.intersection(rows.written):
+        for row in {one.row for one in plan.ended}.intersection(rows.written):
             self._written.start(row, *rows.written[row], rows.repetition_penalty[row] != 1)
         penalised_rows = who[penalised]
         at, row_ids = upload(np.stack([penalised, penalised_rows]), device)
-        penalties = upload(
-            np.stack(
-                [
-                    rows.repetition_penalty[penalised_rows],
-                    rows.frequency_penalty[penalised_rows],
-                    rows.presence_penalty[penalised_rows],
-                ]
-            ),
-            device,
-        )
+        columns = rows.repetition_penalty, rows.frequency_penalty, rows.presence_penalty
+        penalties = upload(np.stack([column[penalised_rows] for column in columns]), device)
         counts = self._written.counts.index_select(0, row_ids)
         in_prompt = self._written.in_prompt.index_select(0, row_ids)
         changed = self._kernels.penalise(logits.index_select(0, at), counts, in_prompt, *penalties)
@@ -95,8 +85,8 @@ class LogitAdjustments:
         biases = self._rows.logit_bias
         having = [(i, biases[row]) for i, row in enumerate(who.tolist()) if row in biases]
         if having:
-            places = _places(((i, bias.ids) for i, bias in having), logits.shape[1])
-            values = upload(np.concatenate([bias.values for _, bias in having]), logits.device)
+            places = _places(((i, ids) for i, (ids, _) in having), logits.shape[1])
+            values = upload(np.concatenate([values for _, (_, values) in having]), logits.device)
             flat, at = logits.view(-1), upload(places, logits.device)
             flat.index_copy_(0, at, flat.index_select(0, at) + values)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.cache.lease import TailCopy
 from megatron_hybrid.request import TokenLogprob
 
 # A Hugging Face folder, or tensors by their names in one.
@@ -39,14 +40,6 @@ class PrefillChunk(NamedTuple):
     def length(self) -> int:
         """Tokens that it computes."""
         return self.end - self.start
-
-
-class BlockCopy(NamedTuple):
-    """KV of the first tokens of a block, copied before the step writes any."""
-
-    source: int
-    destination: int
-    num_tokens: int
 
 
 class ResumedRow(NamedTuple):
@@ -119,7 +112,7 @@ class StepPlan:
     decode_owners: list[Any] = field(default_factory=list)  # of decode_rows; as in PrefillChunk
     prefills: list[PrefillChunk] = field(default_factory=list)
     resumed: list[ResumedRow] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[TailCopy] = field(default_factory=list)
     # [decodes] whose states are written; those of the others keep what they take in, for a later
     # step. None: all. With drafts all are written, too.
     writes: npt.NDArray[np.bool_] | None = None
@@ -142,19 +135,22 @@ class StepPlan:
         return sum(chunk.length for chunk in self.prefills)
 
     @property
+    def ended(self) -> list[PrefillChunk | ResumedRow]:
+        """Whose prompts are computed with this step."""
+        return [*(chunk for chunk in self.prefills if chunk.samples), *self.resumed]
+
+    @property
     def sampled_rows(self) -> npt.NDArray[np.int64]:
         """Rows that get tokens: decodes, prompts that end, resumed rows."""
-        ended = [chunk.row for chunk in self.prefills if chunk.samples]
-        ended += [resumed.row for resumed in self.resumed]
+        ended = self.ended
         if not ended:
             return self.decode_rows
-        return np.concatenate([self.decode_rows, np.asarray(ended, dtype=np.int64)])
+        return np.append(self.decode_rows, [one.row for one in ended])
 
     @property
     def sampled_owners(self) -> list[Any]:
         """Whose the `sampled_rows` are. A row may have another owner by the time of the result."""
-        ended = [chunk.owner for chunk in self.prefills if chunk.samples]
-        return self.decode_owners + ended + [resumed.owner for resumed in self.resumed]
+        return self.decode_owners + [one.owner for one in self.ended]
 
     @property
     def owners(self) -> list[Any]:
@@ -203,7 +199,7 @@ class StepResult(NamedTuple):
 
     tokens: npt.NDArray[np.int64]  # of StepPlan.sampled_rows, one after the other
     logprobs: dict[int, list[TokenLogprob]]  # by row, one for each token, for rows that want them
-    prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of logprob_targets
+    prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of its logprob_targets
     accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts; None: there were none
 
     def tokens_by_row(self) -> list[list[int]]:

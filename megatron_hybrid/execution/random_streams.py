@@ -6,12 +6,17 @@ goes on with its own stream.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+Int64s = TypeVar("Int64s", npt.NDArray[np.int64], Tensor)
+# as signed numbers
+_GOLDEN, _FIRST, _SECOND = (
+    value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def uniform(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -19,45 +24,29 @@ def uniform(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.N
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) applied to both in turn.
     """
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seed) + index.astype(np.uint64))
-    return (mixed >> np.uint64(11)) / float(2**53)
+    return _shifted(_mix(_mix(seed.view(np.int64)) + index), 11) / float(2**53)
 
 
 def uniform_on_device(seed: Tensor, index: Tensor) -> Tensor:
     """The same numbers where the device alone knows how far a request has come: seed [n] int64, the
     bits of the unsigned one, and index [n] int64 -> [n] float64."""
-    mixed = _mix_on_device(_mix_on_device(seed) + index)
-    return _shifted(mixed, 11).double() / 2**53
+    return _shifted(_mix(_mix(seed) + index), 11).double() / 2**53
 
 
 def stream_seed(seed: int, stream: int) -> int:
     """The seed of one of many streams that come from one seed."""
-    both = np.asarray([seed % 2**64, stream], dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        return int(_mix(_mix(both[:1]) + both[1:])[0])
+    both = np.asarray([seed % 2**64, stream], dtype=np.uint64).view(np.int64)
+    return int(_mix(_mix(both[:1]) + both[1:]).view(np.uint64)[0])
 
 
-def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        value = value + np.uint64(_GOLDEN)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
-    return value ^ (value >> np.uint64(31))
-
-
-def _mix_on_device(value: Tensor) -> Tensor:
-    """`_mix` in int64, whose sums and products have the same bits."""
-    value = value + _signed(_GOLDEN)
-    value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
-    value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
+def _mix(value: Int64s) -> Int64s:
+    """In int64, whose sums and products have the bits of the unsigned ones."""
+    value = value + _GOLDEN
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
     return value ^ _shifted(value, 31)
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
+def _shifted(value: Int64s, bits: int) -> Int64s:
     """To the right, with zeros from the left, which int64 does not do for negative numbers."""
-    return torch.bitwise_right_shift(value, bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -26,26 +26,16 @@ unfolded is 0.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.text.grammar import AnswerMatcher
 
-
-class Written(NamedTuple):
-    """What a request has of tokens when it gets its row."""
-
-    prompt: npt.NDArray[np.int32]
-    answer: npt.NDArray[np.int32]
-
-
-class LogitBias(NamedTuple):
-    """What is added to the logits of some tokens, each named once."""
-
-    ids: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
 
 
 class RowTable:
@@ -78,9 +68,9 @@ class RowTable:
         self.penalised = np.zeros(n, dtype=bool)
         self.adjusted = np.zeros(n, dtype=bool)  # in every step; for `min_tokens`, in the first
         # by row, for the few that have them
-        self.written: dict[int, Written] = {}  # of rows that are penalised
-        self.logit_bias: dict[int, LogitBias] = {}
-        self.stop_ids: dict[int, npt.NDArray[np.int64]] = {}  # of rows with `min_tokens`
+        self.written: dict[int, tuple[Tokens, Tokens]] = {}  # prompt and answer; where penalised
+        self.logit_bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}  # ids, what is added
+        self.stop_ids: dict[int, Ints] = {}  # of rows with `min_tokens`
         self.grammars: dict[int, AnswerMatcher] = {}
         # the lowest is taken first, as with live slots: a batch's rows and slots keep one order
         self._free = list(range(n))
@@ -112,7 +102,7 @@ class RowTable:
         self.block_table[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
 
-    def next_position(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def next_position(self, rows: Ints) -> Ints:
         """Of rows [n] that decode, their next tokens' positions [n]; where nobody knows yet which
         drafts are accepted, the last one possible."""
         return self.position[rows] + self.accepted[rows] + self.unknown[rows]
@@ -120,32 +110,30 @@ class RowTable:
     def adjust(
         self,
         row: int,
+        params: SamplingParams,
+        prompt: Tokens,
+        answer: Tokens,
         *,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
-        written: Written | None = None,
-        logit_bias: LogitBias | None = None,
-        min_tokens: int = 0,
-        stop_ids: npt.NDArray[np.int64] | None = None,
+        stop_ids: Sequence[int] = (),
         grammar: AnswerMatcher | None = None,
     ) -> None:
-        """Let a row that was taken choose from logits that are not the model's; `give_back` ends
-        it. `written`: None without penalties. See SamplingParams for the others."""
-        self.presence_penalty[row] = presence_penalty
-        self.frequency_penalty[row] = frequency_penalty
-        self.repetition_penalty[row] = repetition_penalty
-        self.penalised[row] = written is not None
-        if written is not None:
-            self.written[row] = written
-        if logit_bias is not None:
-            self.logit_bias[row] = logit_bias
-        if stop_ids is not None and len(stop_ids):
-            self.min_tokens[row] = min_tokens
-            self.stop_ids[row] = stop_ids
+        """Let a row that was taken, with this text, choose from logits that are not the model's;
+        `give_back` ends it."""
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.penalised[row] = params.is_penalised
+        if params.is_penalised:
+            self.written[row] = prompt, answer
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            self.logit_bias[row] = np.asarray(ids, np.int64), np.asarray(values, np.float32)
+        if params.min_tokens and stop_ids:
+            self.min_tokens[row] = params.min_tokens
+            self.stop_ids[row] = np.asarray(stop_ids, dtype=np.int64)
         if grammar is not None:
             self.grammars[row] = grammar
-        self.adjusted[row] = not (written is None and logit_bias is None and grammar is None)
+        self.adjusted[row] = bool(params.is_penalised or params.logit_bias or grammar is not None)
 
     def _forget_adjustments(self, row: int) -> None:
         self.adjusted[row] = self.penalised[row] = False

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
+from megatron_hybrid.execution.device import device_errors, upload
 from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.execution.plan import (
     CatchUp,
-    Launched,
     Runner,
     StepDemand,
     StepPlan,
@@ -27,24 +25,12 @@ from megatron_hybrid.execution.plan import (
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.execution.sampler import Sampler, Sampling
-from megatron_hybrid.execution.transfer import upload
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
-
-
-class LaunchedStep(Launched):
-    """A step on its way, or done."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-
-    def result(self) -> StepResult:
-        with _device_errors():
-            return self._sampling.result()
 
 
 class ModelRunner(Runner):
@@ -79,9 +65,8 @@ class ModelRunner(Runner):
         self._model = model
         self._caches = caches
         last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
-        head = None
-        if num_drafts and model.mtp is not None:
-            head = HeadDrafter(model, caches, block_size)
+        has_head = num_drafts > 0 and model.mtp is not None
+        head = HeadDrafter(model, caches, block_size) if has_head else None
         self._batch_builder = BatchBuilder(
             rows,
             block_size,
@@ -107,41 +92,45 @@ class ModelRunner(Runner):
         self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
         self._all_to_all_from = all_to_all_from
 
+    @device_errors()
+    @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[GraphSize], progress: bool = True) -> None:
         """Capture a CUDA graph of each of these sizes."""
-        with torch.inference_mode(), _device_errors():
-            self._graphs.capture(sizes, progress)
+        self._graphs.capture(sizes, progress)
 
+    @device_errors()
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> LaunchedStep:
-        with _device_errors():
-            if plan.catch_ups:
-                self._catch_up(plan.catch_ups)
-            inputs, logits = self._logits(plan, agreed)
-            runs = None if plan.drafts is None else inputs
-            return LaunchedStep(
-                self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
-            )
+    def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> Sampling:
+        if plan.catch_ups:
+            self.catch_up(plan.catch_ups)
+        inputs, logits = self._logits(plan, agreed)
+        runs = None if plan.drafts is None else inputs
+        return self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """`launch`, and wait for the result."""
         return self.launch(plan).result()
 
+    @device_errors()
     @torch.inference_mode()
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
-        with _device_errors():
-            self._compute_nothing(agreed or StepDemand(decodes=1))
+        self._compute_nothing(agreed or StepDemand(decodes=1))
 
+    @device_errors()
     @torch.inference_mode()
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
-        with _device_errors():
-            if catch_ups:
-                self._catch_up(catch_ups)
+        # only states change: what is done is that of the recurrent layers, for no token
+        device = self._last_token.device
+        dtype = np.int64 if device.type == "cpu" else np.int32
+        columns = upload(np.asarray(catch_ups, dtype=dtype).T, device)
+        row, position, unfolded, slot, *checkpoint = columns
+        cu_seqlens = position.new_zeros(len(catch_ups) + 1)
+        runs = DecodeRuns(cu_seqlens, position, unfolded, slot, slot, row, *checkpoint)
+        self._model.fold(runs, self._caches)
 
+    @device_errors()
     def update_weights(self, source: WeightsSource) -> None:
-        """Overwrite the model's weights where they are; see `models.weights.update_model`."""
-        with _device_errors():
-            update_model(self._model, source)
+        update_model(self._model, source)
 
     def _logits(self, plan: StepPlan, agreed: StepDemand | None) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:
@@ -177,26 +166,6 @@ class ModelRunner(Runner):
         if size is not None:
             logits = logits[:computed]  # what follows is padding
         return inputs, torch.cat((logits[:computed], resumed, logits[computed:]))
-
-    def _catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
-        """Only states change: what is done is that of the recurrent layers, for no token."""
-        columns = np.asarray(catch_ups, dtype=np.int64).T.copy()
-        device = self._last_token.device
-        dtype = np.int64 if device.type == "cpu" else np.int32
-        row, position, unfolded, slot, checkpoint_position, checkpoint_slot = upload(
-            columns.astype(dtype), device
-        )
-        runs = DecodeRuns(
-            cu_seqlens=position.new_zeros(len(catch_ups) + 1),
-            position=position,
-            unfolded=unfolded,
-            read_slot=slot,
-            write_slot=slot,
-            ring=row,
-            checkpoint_position=checkpoint_position,
-            checkpoint_slot=checkpoint_slot,
-        )
-        self._model.fold(runs, self._caches)
 
     def _together(self, inputs: StepInputs, agreed: StepDemand | None) -> StepInputs:
         """With what the lockstep group needs to know of a step without a graph."""
@@ -249,11 +218,3 @@ class ModelRunner(Runner):
             tokens = self._last_token.index_select(0, inputs.decode_rows)
             inputs.token_ids[: inputs.num_decodes].copy_(tokens)
         return self._stage.compute(inputs, plans)
-
-
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        raise DeviceLostError(f"The device failed: {error}") from error

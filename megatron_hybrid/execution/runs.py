@@ -3,6 +3,18 @@
 What is known on the host, which plans a step ahead, is how many tokens are certain of a row. How
 many drafts of the last step are accepted, what the next token is and which drafts are worth a try
 is worked out here, from what the last step has left; none of it waits for the device.
+
+A sequence decodes its next token t0 and the drafts d1, d2, ... behind it; after each a token is
+sampled: s0, s1, s2, ... A draft is accepted if all before it are and it is what was sampled in its
+place:
+
+    fed        t0  d1  d2  d3
+    sampled    s0  s1  s2  s3        d1 = s0, d2 = s1, d3 != s2: two accepted
+    emitted    s0  s1  s2            one more than accepted; s2 is the next token
+
+Since the noise of a place depends on the request and the place alone (random_streams), tokens are
+those of a run without drafts. A token that ends an answer is never a draft (who guesses sees to
+that): so it is always the last one emitted, as without drafts.
 """
 
 from __future__ import annotations
@@ -15,12 +27,13 @@ from torch import Tensor
 
 from megatron_hybrid.execution.figures import DraftFigures, StepFigures
 from megatron_hybrid.execution.plan import NO_DRAFT
-from megatron_hybrid.execution.verification import (
-    Emitted,
-    choose_drafts,
-    count_accepted,
-    emitted,
-)
+
+
+class Emitted(NamedTuple):
+    """What the last step added to each sequence's text."""
+
+    tokens: Tensor  # [sequences, most]; the first `number` of each
+    number: Tensor  # [sequences]
 
 
 class LastSteps:
@@ -57,17 +70,6 @@ class LastSteps:
         self.emitted.number.index_fill_(0, rows, 1)
 
 
-class Runs(NamedTuple):
-    """What the device works out of a step's runs."""
-
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    kv_slot: Tensor  # [T], as in PagedSequences
-    kv_length: Tensor  # [n], as there
-    position: Tensor  # [n], as in DecodeRuns
-    unfolded: Tensor  # [n], as there
-
-
 # Tokens that rows go on with [n], their positions [n] and what is unfolded [n] -> drafts [n, ...].
 Draft = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -78,9 +80,10 @@ def take_up(
     last: LastSteps,
     block_size: int,
     draft: Draft | None = None,
-) -> Runs:
-    """What is fed, and where it goes; tables: step.decodes. The tables of blocks have room for the
-    longest that a sequence may be. `draft` makes the drafts; None: they are those of the windows.
+) -> None:
+    """Fill in what is fed, and where it goes; tables: step.decodes. The tables of blocks have room
+    for the longest that a sequence may be. `draft` makes the drafts; None: they are those of the
+    windows.
 
     In place of a guess that was shown to be wrong the next token stands once more: as a draft it is
     as good as any, and it does not end an answer.
@@ -103,19 +106,54 @@ def take_up(
     positions = torch.where(is_token, position[sequence] + offset, 0)
     first = step.kv_indptr[sequence].long()
     block = step.kv_indices[first + positions // block_size].long()
-    return Runs(
-        token_ids=torch.where(is_token, tokens[sequence, offset], 0),
-        positions=positions,
-        kv_slot=torch.where(is_token, block * block_size + positions % block_size, 0),
-        kv_length=(position + step.cu_seqlens[: len(position) + 1].diff()).clamp(min=1),
-        position=position,
-        unfolded=unfolded,
-    )
+    kv_slot = torch.where(is_token, block * block_size + positions % block_size, 0)
+    kv_length = (position + step.cu_seqlens[: len(position) + 1].diff()).clamp(min=1)
+    for target, values in (
+        (step.token_ids, torch.where(is_token, tokens[sequence, offset], 0)),
+        (step.positions, positions),
+        (step.kv_slot, kv_slot),
+        (step.kv_length, kv_length),
+        (tables.position_now, position),
+        (tables.unfolded_now, unfolded),
+    ):
+        target[: len(values)].copy_(values)
 
 
 def verify(sampled: Tensor, fed: Tensor, cu_seqlens: Tensor, longest: int) -> Emitted:
-    """What each sequence adds to its text. sampled, fed [T]: after each token, and the tokens;
-    cu_seqlens [n + 1]; longest: the most drafts of a sequence."""
+    """What each sequence adds to its text, with its accepted drafts.
+
+    sampled, fed [tokens] int64: after each token, and the tokens; cu_seqlens [sequences + 1];
+    longest: the most drafts of a sequence.
+    """
     cu_seqlens = cu_seqlens.long()
-    accepted = count_accepted(sampled, fed, cu_seqlens, longest)
-    return emitted(sampled, cu_seqlens, accepted, longest)
+    first, end, last = cu_seqlens[:-1, None], cu_seqlens[1:, None], max(len(fed) - 1, 0)
+    places = first + torch.arange(longest + 1, device=fed.device)
+    tokens = sampled[places.clamp(max=last)]
+    drafts = places[:, 1:]
+    agrees = (drafts < end) & (tokens[:, :-1] == fed[drafts.clamp(max=last)])
+    return Emitted(tokens, agrees.long().cumprod(1).sum(1) + 1)
+
+
+def choose_drafts(
+    windows: Tensor, window_start: Tensor, before: Emitted, position: Tensor, longest: int
+) -> Tensor:
+    """[sequences, longest] int64: drafts for the places behind each sequence's next token, NO_DRAFT
+    where there is none.
+
+    The host guesses without knowing what the step in flight gives: windows [sequences, W] are
+    guesses from the position window_start [sequences] on, filled up with NO_DRAFT. `position`
+    [sequences] is the next token's, the last of those that `before` has emitted. A guess that the
+    step in flight has shown to be wrong makes what follows worthless.
+    """
+    width = windows.shape[1]
+    steps = torch.arange(longest, device=windows.device)
+    places = (position - window_start + 1)[:, None] + steps
+    known = (places >= 0) & (places < width)
+    drafts = torch.where(known, windows.gather(1, places.clamp(0, width - 1)), NO_DRAFT)
+
+    back = torch.arange(before.tokens.shape[1], device=windows.device)
+    # where in the window the emitted tokens stand
+    places = (position - before.number + 1 - window_start)[:, None] + back
+    guessed = (back < before.number[:, None]) & (places >= 0) & (places < width)
+    wrong = guessed & (windows.gather(1, places.clamp(0, width - 1)) != before.tokens)
+    return drafts.masked_fill(wrong.any(1, keepdim=True), NO_DRAFT)

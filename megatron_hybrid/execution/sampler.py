@@ -8,24 +8,27 @@ the result is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.device import device_errors, download, upload
 from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
-from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps, verify
-from megatron_hybrid.execution.transfer import download, upload
 from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
+
+Ints = npt.NDArray[np.int64]
 
 
 class Sampler:
@@ -91,29 +94,26 @@ class Sampler:
         own = prompt = None
         if len(wanted):
             at = upload(wanted, logits.device)
-            own = self._logprobs(logits[at], tokens[at], table.logprobs[rows[wanted]])
+            own = self._logprobs(logits[at], tokens[at], table.logprobs[rows[wanted]], rows[wanted])
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
-            tops = np.repeat([c.num_top_logprobs for c, _ in asking], [len(t) for _, t in asking])
-            prompt = self._logprobs(logits[count:], upload(targets, logits.device), tops)
-        return Sampling(
-            tokens=download(tokens),
-            per_row=per_row,
-            accepted=None if accepted is None else download(accepted),
-            own=own,
-            own_rows=rows[wanted],
-            own_places=wanted,
-            prompt=prompt,
-            prompt_rows=[(c.row, len(targets)) for c, targets in asking],
-            done=_done(logits.device),
-        )
+            lengths = [len(targets) for _, targets in asking]
+            asked = np.asarray([(c.num_top_logprobs, c.row) for c, _ in asking])
+            tops, whose = np.repeat(asked, lengths, axis=0).T
+            prompt = self._logprobs(logits[count:], upload(targets, logits.device), tops, whose)
+        tokens, accepted = download(tokens), None if accepted is None else download(accepted)
+        done = None
+        if logits.is_cuda:
+            done = torch.cuda.Event()
+            done.record()  # behind all that goes to the host
+        return Sampling(tokens, per_row, accepted, own, wanted, prompt, done)
 
     def _verify(
         self,
         tokens: Tensor,
         sampled_rows: Tensor,
-        drafts: npt.NDArray[np.int64],
+        drafts: Ints,
         inputs: StepInputs,
     ) -> tuple[Tensor, Tensor]:
         """tokens: of decodes with so many drafts [decodes], then of rows that get one each. Each
@@ -136,9 +136,9 @@ class Sampler:
             return values  # a stage that goes on with a prompt need not wait for the later ones
         return self._ranks.broadcast(values, self._decider)
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor, counts: npt.NDArray[np.int64]) -> _Logprobs:
-        """Of `tokens` [rows] under logits [rows, vocabulary], which the last stage of a pipeline
-        hands to the others."""
+    def _logprobs(self, logits: Tensor, tokens: Tensor, counts: Ints, rows: Ints) -> _Logprobs:
+        """Of `tokens` [n] under logits [n, vocabulary], which the last stage of a pipeline hands to
+        the others; counts, rows [n]: see _Logprobs."""
         # no row: a prompt's one token, alone in its chunk
         vocabulary = logits.shape[1] if self._has_logits else self._vocab_size
         most = min(int(counts.max(initial=0)), vocabulary)
@@ -149,14 +149,14 @@ class Sampler:
             figures = torch.empty(shape, dtype=torch.int32, device=logits.device)
         if self._parallel.pipeline.size > 1:
             figures = self._spread(figures)
-        return _Logprobs(download(tokens), download(figures), counts)
+        return _Logprobs(download(tokens), download(figures), counts, rows)
 
     def _choose(
         self,
         logits: Tensor,
         plan: StepPlan,
-        rows: npt.NDArray[np.int64],
-        adjusted: npt.NDArray[np.int64],
+        rows: Ints,
+        adjusted: Ints,
         inputs: StepInputs | None,
     ) -> Tensor:
         """A token [n] for each row of logits [n, vocabulary]; rows [n]: of the table;
@@ -177,8 +177,8 @@ class Sampler:
         logits: Tensor,
         tokens: Tensor,
         plan: StepPlan,
-        rows: npt.NDArray[np.int64],
-        adjusted: npt.NDArray[np.int64],
+        rows: Ints,
+        adjusted: Ints,
     ) -> None:
         """Replace the tokens of the rows whose logits are adjusted: of a copy, since reported
         log-probabilities are the model's. Such rows have no drafts."""
@@ -193,8 +193,8 @@ class Sampler:
 
     def _points(
         self,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        rows: Ints,
+        places: Ints,
         plan: StepPlan,
         inputs: StepInputs,
     ) -> Tensor:
@@ -213,8 +213,8 @@ class Sampler:
         self,
         logits: Tensor,
         tokens: Tensor,
-        sampled: npt.NDArray[np.int64],
-        drawn: npt.NDArray[np.int64],
+        sampled: Ints,
+        drawn: Ints,
         point: Tensor | None = None,
     ) -> None:
         """Replace the tokens of the rows that are not greedy. `point` [drawn]: where the host does
@@ -234,21 +234,19 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class Sampling:
+class Sampling(Launched):
     """The tokens of a step on their way to the host."""
 
     tokens: Tensor  # one or several of each sampled row
-    per_row: npt.NDArray[np.int64]  # how many
+    per_row: Ints  # how many
     accepted: Tensor | None  # [decodes] drafts; None: nothing has drafts
     own: _Logprobs | None
-    own_rows: npt.NDArray[np.int64]
-    own_places: npt.NDArray[np.int64]  # among the tokens
+    own_places: Ints  # among the tokens
     prompt: _Logprobs | None
-    prompt_rows: list[tuple[int, int]]  # (row, positions)
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # None: on a CPU
 
+    @device_errors()
     def result(self) -> StepResult:
-        """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
         tokens, accepted = self.tokens.numpy(), None
@@ -260,40 +258,34 @@ class Sampling:
             first = np.cumsum(self.per_row) - self.per_row
             place = np.arange(len(tokens)) - np.repeat(first, self.per_row)
             is_new = place < np.repeat(emitted, self.per_row)
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        if self.own is not None:
-            rows, emitted = self.own_rows.tolist(), is_new[self.own_places].tolist()
-            for row, entry, counts in zip(rows, self.own.entries(), emitted, strict=True):
-                if counts:
-                    logprobs.setdefault(row, []).append(entry)
-        prompt_logprobs = {}
-        if self.prompt is not None:
-            entries = self.prompt.entries()
-            for row, count in self.prompt_rows:
-                prompt_logprobs[row], entries = entries[:count], entries[count:]
-        return StepResult(tokens[is_new], logprobs, prompt_logprobs, accepted)
+        own = {} if self.own is None else self.own.by_row(is_new[self.own_places])
+        prompt = {} if self.prompt is None else self.prompt.by_row()
+        return StepResult(tokens[is_new], own, prompt, accepted)
 
 
 @dataclass(slots=True)
 class _Logprobs:
     """Log-probabilities of the model's own distribution, before temperature and filters."""
 
-    tokens: Tensor  # [rows]
-    figures: Tensor  # [rows, 1 + 2 * most]: see _log_probabilities
-    counts: npt.NDArray[np.int64]  # [rows]: how many of the likeliest each row wants
+    tokens: Tensor  # [n]
+    figures: Tensor  # [n, 1 + 2 * most]: see _log_probabilities
+    counts: Ints  # [n]: how many of the likeliest are wanted
+    rows: Ints  # [n]: of the table
 
-    def entries(self) -> list[TokenLogprob]:
-        """After the step is done."""
+    def by_row(self, wanted: npt.NDArray[np.bool_] | None = None) -> dict[int, list[TokenLogprob]]:
+        """After the step is done; of those of the n that are `wanted` [n], in their order."""
         most = self.figures.shape[1] // 2
         values, ids = self.figures.split([1 + most, most], dim=1)
-        rows = zip(
-            self.tokens.tolist(), values.view(torch.float32).tolist(), ids.tolist(),
-            self.counts.tolist(), strict=True,
+        every = zip(
+            self.rows.tolist(), self.tokens.tolist(), values.view(torch.float32).tolist(),
+            ids.tolist(), self.counts.tolist(), strict=True,
         )  # fmt: skip
-        return [
-            TokenLogprob(token, own, tuple(zip(ids[:count], top[:count], strict=True)))
-            for token, (own, *top), ids, count in rows
-        ]
+        found: dict[int, list[TokenLogprob]] = {}
+        chosen = every if wanted is None else compress(every, wanted)
+        for row, token, (own, *top), likeliest, count in chosen:
+            tops = tuple(zip(likeliest[:count], top[:count], strict=True))
+            found.setdefault(row, []).append(TokenLogprob(token, own, tops))
+        return found
 
 
 def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
@@ -303,12 +295,3 @@ def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     own = logprobs.gather(1, tokens[:, None])
     values, ids = logprobs.topk(most, dim=-1)
     return torch.cat((torch.cat((own, values), dim=1).view(torch.int32), ids.int()), dim=1)
-
-
-def _done(device: torch.device) -> torch.cuda.Event | None:
-    """An event at this point of the device's work."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -140,7 +140,7 @@ class Crowd:
                 assert computed + event.cached_tokens == len(self.prompts[key])
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == use.state_used == 0
-        assert not list(self.engine.scheduler.pins)
+        assert not list(self.engine.scheduler.twins.pins)
         # everything can be allocated again
         cache = self.engine.context.cache
         assert len(cache.store.allocate_blocks(use.kv_blocks)) == use.kv_blocks

@@ -78,12 +78,12 @@ def test_what_is_held_is_given_up_when_nobody_could_run_otherwise():
     engine.add_request("first", T[:9], greedy(1))
     engine.add_request("twin", T[:9], greedy(3))
     engine.step()
-    assert len(list(engine.scheduler.pins)) == 1
+    assert len(list(engine.scheduler.twins.pins)) == 1
     engine.add_request("large", U[:30], greedy(2), priority=-5)
     events = run(engine)
     assert answer(events["large"]) == expected_answer(U[:30], 2)
     assert answer(events["twin"]) == expected_answer(T[:9], 3)
-    assert not list(engine.scheduler.pins)
+    assert not list(engine.scheduler.twins.pins)
 
 
 def test_answers_of_one_request_draw_from_streams_of_their_own():

@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megatron_hybrid.engine.pause import PAUSE_MODES
-from megatron_hybrid.request import FinishReason, SamplingParams
+from megatron_hybrid.request import PAUSE_MODES, FinishReason, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
 
 BASES = [random_tokens(seed, 120) for seed in range(3)]
@@ -233,7 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert key in self.aborted
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == 0 and use.state_used == 0, "something leaked"
-        assert not list(self.engine.scheduler.pins), "something is kept for nobody"
+        assert not list(self.engine.scheduler.twins.pins), "something is kept for nobody"
         stats = self.engine.stats()
         if not any(r in (FinishReason.ABORT, FinishReason.ERROR) for r in self.reasons.values()):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]

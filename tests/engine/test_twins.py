@@ -141,7 +141,7 @@ def test_a_waiting_twin_that_is_aborted_leaves_nothing_behind():
     engine.step()
     engine.abort("twin")
     finish(engine, first=T[:50])
-    assert not list(engine.scheduler.pins)
+    assert not list(engine.scheduler.twins.pins)
     assert engine.context.cache.occupancy().kv_used == 0
 
 

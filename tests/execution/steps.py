@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hybrid.cache.lease import TailCopy
 from megatron_hybrid.engine.sizing import ring_length
 from megatron_hybrid.execution.plan import (
     MOST_STOP_IDS,
     NO_DRAFT,
-    BlockCopy,
     CatchUp,
     DraftPlan,
     PrefillChunk,
@@ -108,7 +108,7 @@ class Steps:
             decode_rows=np.asarray(decodes, dtype=np.int64),
             prefills=list(prefills),
             resumed=[ResumedRow(row, None, slot) for row, slot in resumed],
-            copies=[BlockCopy(*copy) for copy in copies],
+            copies=[TailCopy(*copy) for copy in copies],
             catch_ups=list(catch_ups),
         )
         rows, sampled, who = self.rows, plan.sampled_rows, plan.decode_rows

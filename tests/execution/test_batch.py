@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_hybrid.cache.lease import TailCopy
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import GraphSize
-from megatron_hybrid.execution.plan import BlockCopy, ResumedRow, StepPlan
+from megatron_hybrid.execution.plan import ResumedRow, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.layers.inputs import StepInputs
 from tests.execution.steps import chunk
@@ -85,7 +86,7 @@ def test_cache_moves_name_places_rows_and_slots():
         chunk(4, 0, 3, logits_slot=7, logprob_targets=np.asarray([1, 2])),
     ]
     plan.resumed = [ResumedRow(5, None, 9), ResumedRow(6, None, 9)]
-    plan.copies = [BlockCopy(3, 5, 2), BlockCopy(3, 6, 3), BlockCopy(2, 1, 1)]
+    plan.copies = [TailCopy(3, 5, 2), TailCopy(3, 6, 3), TailCopy(2, 1, 1)]
     inputs = BatchBuilder(rows, 4, torch.device("cpu"), 64).build(plan)
     moves = inputs.moves
     assert moves is not None
@@ -195,7 +196,7 @@ def test_what_a_graph_reads_stays_where_it_is():
     builder = BatchBuilder(mixed_table(), 4, torch.device("cpu"), 64)
     dummy = tensors_of(builder.build_dummy(SIZE))
     plan = mixed_plan()
-    plan.copies = [BlockCopy(3, 5, 3), BlockCopy(3, 6, 3)]
+    plan.copies = [TailCopy(3, 5, 3), TailCopy(3, 6, 3)]
     plan.resumed = [ResumedRow(4, None, 9), ResumedRow(5, None, 9)]
     few = StepPlan(0, np.asarray([], dtype=np.int64), prefills=[chunk(1, 0, 1)])
     for step in (plan, mixed_plan(), few):
@@ -213,7 +214,7 @@ def test_what_a_graph_reads_stays_where_it_is():
 def test_the_moves_of_a_padded_step_are_those_of_the_step():
     builder = BatchBuilder(mixed_table(), 4, torch.device("cpu"), 64)
     plan = mixed_plan()
-    plan.copies = [BlockCopy(3, 5, 2), BlockCopy(3, 6, 3), BlockCopy(2, 1, 1)]
+    plan.copies = [TailCopy(3, 5, 2), TailCopy(3, 6, 3), TailCopy(2, 1, 1)]
     plan.resumed = [ResumedRow(4, None, 9), ResumedRow(5, None, 9)]
     inputs = builder.build(plan, SIZE)
     moves = inputs.moves

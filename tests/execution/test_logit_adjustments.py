@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from megatron_hybrid.execution.plan import ResumedRow, StepPlan, StepResult
-from megatron_hybrid.execution.rows import LogitBias, RowTable, Written
+from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference
 from megatron_hybrid.parallel import initialize
+from megatron_hybrid.request import SamplingParams
 from tests.execution.steps import chunk
 
 VOCAB = 40
 
 
-def written(prompt: list[int], answer: list[int] | None = None) -> Written:
-    return Written(np.asarray(prompt, np.int32), np.asarray(answer or [], np.int32))
+def adjust(
+    table: RowTable,
+    row: int,
+    text: tuple[list[int], list[int]] = ([], []),
+    stop_ids: tuple[int, ...] = (),
+    grammar: Any = None,
+    **params: Any,
+) -> None:
+    """text: prompt and answer."""
+    prompt, answer = (np.asarray(part, np.int32) for part in text)
+    table.adjust(row, SamplingParams(**params), prompt, answer, stop_ids=stop_ids, grammar=grammar)
 
 
-def bias(**values: float) -> LogitBias:
+def bias(**values: float) -> tuple[tuple[int, float], ...]:
     """`t3=1.5`: token 3."""
-    ids = [int(name[1:]) for name in values]
-    return LogitBias(np.asarray(ids, np.int64), np.asarray(list(values.values()), np.float32))
+    return tuple((int(name[1:]), value) for name, value in values.items())
 
 
 class Rows:
@@ -111,9 +122,8 @@ def test_a_row_without_penalties_keeps_every_bit():
 def test_an_answer_is_penalised_by_what_it_has_written_so_far(penalties):
     rows = Rows(1)
     repetition, frequency, presence = penalties
-    rows.table.adjust(
-        0, repetition_penalty=repetition, frequency_penalty=frequency,
-        presence_penalty=presence, written=written([3, 4, 4]),
+    adjust(rows.table, 0, repetition_penalty=repetition, frequency_penalty=frequency,
+        presence_penalty=presence, text=([3, 4, 4], []),
     )  # fmt: skip
     (answer,) = rows.answers([0], 12)
     for i, token in enumerate(answer):
@@ -127,12 +137,11 @@ def test_a_row_gets_the_same_tokens_whoever_is_beside_it():
     def fill(rows: Rows) -> None:
         rows.table.temperature[3:] = 0.8
         for row, (repetition, frequency, presence) in zip((0, 2, 4, 6, 7), PENALTIES, strict=True):
-            rows.table.adjust(
-                row, repetition_penalty=repetition, frequency_penalty=frequency,
-                presence_penalty=presence, written=written([row, row + 1]),
-                logit_bias=bias(t9=2.5) if row > 2 else None,
+            adjust(rows.table, row, repetition_penalty=repetition, frequency_penalty=frequency,
+                presence_penalty=presence, text=([row, row + 1], []),
+                logit_bias=bias(t9=2.5) if row > 2 else (),
             )  # fmt: skip
-        rows.table.adjust(5, logit_bias=bias(t1=4.0))
+        adjust(rows.table, 5, logit_bias=bias(t1=4.0))
 
     together = Rows(9)
     fill(together)
@@ -151,13 +160,13 @@ def test_a_row_gets_the_same_tokens_whoever_is_beside_it():
 
 def test_an_answer_that_goes_on_after_preemption_counts_what_it_had_written():
     rows = Rows(1)
-    rows.table.adjust(0, frequency_penalty=0.6, presence_penalty=0.2, written=written([1]))
+    adjust(rows.table, 0, frequency_penalty=0.6, presence_penalty=0.2, text=([1], []))
     (whole,) = rows.answers([0], 20)
     for done in range(1, 20):
         again = Rows(2)
         again.logits[1] = rows.logits[0]
-        again.table.adjust(
-            1, frequency_penalty=0.6, presence_penalty=0.2, written=written([1], whole[:done])
+        adjust(
+            again.table, 1, frequency_penalty=0.6, presence_penalty=0.2, text=([1], whole[:done])
         )
         rest = [int(again.step([], ended=[1]).tokens[0])]
         rest += [int(again.step([1]).tokens[0]) for _ in range(19 - done)]
@@ -167,16 +176,14 @@ def test_an_answer_that_goes_on_after_preemption_counts_what_it_had_written():
 def test_a_row_that_changes_hands_starts_from_nothing():
     rows = Rows(1)
     rows.table.take()
-    rows.table.adjust(0, repetition_penalty=1.5, presence_penalty=2.0, written=written([1, 2, 3]))
+    adjust(rows.table, 0, repetition_penalty=1.5, presence_penalty=2.0, text=([1, 2, 3], []))
     (first,) = rows.answers([0], 6)
     for again in ("ended", "resumed"):
         rows.table.give_back(0)
         assert not rows.sampler._adjustments.among(np.asarray([0])).size
         rows.table.take()
         rows.table.generated[0] = 0
-        rows.table.adjust(
-            0, repetition_penalty=1.5, presence_penalty=2.0, written=written([1, 2, 3])
-        )
+        adjust(rows.table, 0, repetition_penalty=1.5, presence_penalty=2.0, text=([1, 2, 3], []))
         steps = [rows.step([], **{again: [0]})] + [rows.step([0]) for _ in range(5)]
         assert [int(step.tokens[0]) for step in steps] == first
 
@@ -185,11 +192,11 @@ def test_what_an_earlier_owners_prompt_held_is_forgotten():
     rows, fresh = Rows(1), Rows(1)
     for prompt in ([int(rows.logits.argmax())], [1, 2]):
         rows.table.take()
-        rows.table.adjust(0, repetition_penalty=4.0, written=written(prompt))
+        adjust(rows.table, 0, repetition_penalty=4.0, text=(prompt, []))
         rows.table.generated[0] = 0
         (answer,) = rows.answers([0], 6)
         rows.table.give_back(0)
-    fresh.table.adjust(0, repetition_penalty=4.0, written=written([1, 2]))
+    adjust(fresh.table, 0, repetition_penalty=4.0, text=([1, 2], []))
     assert fresh.answers([0], 6) == [answer]
 
 
@@ -203,14 +210,14 @@ class OnlyStops:
 
 def test_a_grammar_decides_about_stops_before_min_tokens():
     rows = Rows(1)
-    rows.table.adjust(0, min_tokens=3, stop_ids=np.asarray([5]), grammar=OnlyStops())  # type: ignore[arg-type]
+    adjust(rows.table, 0, min_tokens=3, stop_ids=(5,), grammar=OnlyStops())
     rows.logits[0, 5] = -50.0
     assert rows.step([], ended=[0]).tokens.tolist() == [5]
 
 
 def test_counts_end_at_the_largest_that_they_can_hold():
     rows = Rows(1)
-    rows.table.adjust(0, frequency_penalty=1e-4, written=written([], [7] * 40_000))
+    adjust(rows.table, 0, frequency_penalty=1e-4, text=([], [7] * 40_000))
     rows.logits[:] = 0.0
     rows.logits[0, 7] = 100.0
     for _ in range(2):
@@ -224,9 +231,9 @@ def test_a_bias_of_100_forces_a_token_and_one_of_minus_100_bans_it():
     best = rows.logits.argmax(-1).tolist()
     for row, temperature in ((0, 0.0), (1, 1.0)):
         rows.table.temperature[row] = temperature
-        rows.table.adjust(row, logit_bias=bias(t17=100.0, t3=-1.0))
+        adjust(rows.table, row, logit_bias=bias(t17=100.0, t3=-1.0))
     for row in (2, 3):
-        rows.table.adjust(row, logit_bias=bias(**{f"t{best[row]}": -100.0}))
+        adjust(rows.table, row, logit_bias=bias(**{f"t{best[row]}": -100.0}))
     answers = rows.answers([0, 1, 2, 3], 5)
     assert answers[:2] == [[17] * 5] * 2
     for row in (2, 3):
@@ -239,7 +246,7 @@ def test_drawn_tokens_follow_the_biased_distribution():
     table = rows.table = RowTable(count, 1)
     table.seed[:], table.temperature[:] = np.arange(count), 1.0
     for row in range(count):
-        table.adjust(row, logit_bias=bias(t1=1.0, t2=-1.0))
+        adjust(table, row, logit_bias=bias(t1=1.0, t2=-1.0))
     sampler = Sampler(table, reference, initialize())
     logits = torch.tensor([0.0, 0.0, 0.0, 1.0])
     who = torch.arange(count)
@@ -257,8 +264,8 @@ def test_no_stop_comes_before_min_tokens(temperature):
     rows = Rows(2)
     rows.table.temperature[:] = temperature
     rows.logits[:, [5, 6]] += 50.0
-    rows.table.adjust(0, min_tokens=4, stop_ids=np.asarray([5, 6]))
-    rows.table.adjust(1, min_tokens=4, stop_ids=np.asarray([5]))
+    adjust(rows.table, 0, min_tokens=4, stop_ids=(5, 6))
+    adjust(rows.table, 1, min_tokens=4, stop_ids=(5,))
     first, second = rows.answers([0, 1], 6)
     assert not {5, 6} & set(first[:4]) and {5, 6} >= set(first[4:])
     assert second[:4] == [6] * 4
@@ -267,7 +274,7 @@ def test_no_stop_comes_before_min_tokens(temperature):
 
 def test_a_biased_stop_is_banned_all_the_same():
     rows = Rows(1)
-    rows.table.adjust(0, logit_bias=bias(t5=100.0), min_tokens=2, stop_ids=np.asarray([5]))
+    adjust(rows.table, 0, logit_bias=bias(t5=100.0), min_tokens=2, stop_ids=(5,))
     (answer,) = rows.answers([0], 3)
     assert 5 not in answer[:2] and answer[2] == 5
 
@@ -275,9 +282,8 @@ def test_a_biased_stop_is_banned_all_the_same():
 def test_reported_logprobs_are_the_models_own():
     rows = Rows(1)
     rows.table.logprobs[0] = VOCAB
-    rows.table.adjust(
-        0, repetition_penalty=2.0, presence_penalty=2.0, written=written([1, 2]),
-        logit_bias=bias(t17=100.0), min_tokens=1, stop_ids=np.asarray([3]),
+    adjust(rows.table, 0, repetition_penalty=2.0, presence_penalty=2.0, text=([1, 2], []),
+        logit_bias=bias(t17=100.0), min_tokens=1, stop_ids=(3,),
     )  # fmt: skip
     before = rows.logits.clone()
     (entry,) = rows.step([], ended=[0]).logprobs[0]
@@ -290,6 +296,6 @@ def test_reported_logprobs_are_the_models_own():
 
 def test_nothing_is_kept_for_rows_that_want_no_penalties():
     rows = Rows(2)
-    rows.table.adjust(0, logit_bias=bias(t1=1.0))
+    adjust(rows.table, 0, logit_bias=bias(t1=1.0))
     rows.answers([0, 1], 2)
     assert rows.sampler._adjustments._written is None

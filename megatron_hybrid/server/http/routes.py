@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import Forbidden, RequestEntityTooLarge
 
-from megatron_hybrid.engine.pause import PauseMode
+from megatron_hybrid.request import PauseMode
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
 from megatron_hybrid.server.http.connection import client_gone

@@ -9,8 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from megatron_hybrid import request as limits
-from megatron_hybrid.engine.pause import PauseMode
-from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.request import PauseMode, SamplingParams
 from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.tools import (

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
-from megatron_hybrid.execution.verification import (
-    NO_DRAFT,
-    Emitted,
-    choose_drafts,
-    count_accepted,
-    emitted,
-)
+from megatron_hybrid.execution.runs import NO_DRAFT, Emitted, choose_drafts, verify
 
 LONGEST = 5
 
@@ -49,9 +43,8 @@ def test_drafts_hold_while_they_are_what_was_sampled(seed: int) -> None:
         expected.append(held)
         texts.append(sampled[begin : begin + held + 1])
     cu_seqlens = torch.tensor(bounds)
-    held = count_accepted(torch.tensor(sampled), torch.tensor(fed), cu_seqlens, LONGEST)
-    assert held.tolist() == expected
-    found = emitted(torch.tensor(sampled), cu_seqlens, held, LONGEST)
+    found = verify(torch.tensor(sampled), torch.tensor(fed), cu_seqlens, LONGEST)
+    assert (found.number - 1).tolist() == expected
     tokens = [row[:n] for row, n in zip(found.tokens.tolist(), found.number.tolist(), strict=True)]
     assert tokens == texts
 

@@ -1,11 +1,16 @@
-"""Small arrays between host and device, without waiting for the device."""
+"""The way between host and device, without waiting for the device; and what says that it failed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron_hybrid.errors import DeviceLostError
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
@@ -22,3 +27,12 @@ def download(values: Tensor) -> Tensor:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Around, or decorating, what may find that the device failed: raises DeviceLostError."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(f"The device failed: {error}") from error
