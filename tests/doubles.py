@@ -4,11 +4,9 @@ it stands for."""
 from __future__ import annotations
 
 from bench import driver
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.engine.drafter import Drafter
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import Launched, Runner
-from tests.cache.stores import Removals
 from tests.engine.symbolic import GoodGuesses, SymbolicLaunch, SymbolicRunner
 from tests.engine.unchecked import UncheckedRunner
 from tests.knowing_drafter import Knowing
@@ -22,10 +20,6 @@ def runners(symbolic: SymbolicRunner, unchecked: UncheckedRunner) -> list[Runner
 
 def launched(symbolic: SymbolicLaunch) -> Launched:
     return symbolic
-
-
-def listener(removals: Removals) -> CacheListener:
-    return removals
 
 
 def drafters(symbolic: GoodGuesses, knowing: Knowing) -> list[Drafter]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys, root_key
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import (
     NO_HINTS,
     CheckpointHints,
@@ -31,7 +32,6 @@ from megatron_hybrid.cache.checkpoint_placement import (
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
@@ -69,10 +69,11 @@ class HybridCache:
         self.epoch = 0  # changes with the weights; part of every key
         self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
 
-    def listen(self, listener: CacheListener) -> None:
-        """Tell `listener` of what can be found from now on. Before anything is."""
+    def take_down_changes(self) -> CacheChanges:
+        """What can be found from now on, as it changes. Before anything is."""
         assert not self.kv.num_mapped and not self.states.num_cached, "something is cached already"
-        self.store.listener = listener
+        changes = self.store.changes = CacheChanges(self.geometry, self.epoch)
+        return changes
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
@@ -328,8 +329,8 @@ class HybridCache:
         """Empty the cache. Running requests keep what they hold and publish nothing any more."""
         self._version += 1
         self.store.clear()
-        if self.store.listener is not None:
-            self.store.listener.cleared(self.epoch)
+        if self.store.changes is not None:
+            self.store.changes.cleared(self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""

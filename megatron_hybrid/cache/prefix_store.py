@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES, CacheChanges
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, DroppedBlock, KVBlockAllocator
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.state_pool import StatePool
-from megatron_hybrid.cache.tail_index import Tail
+from megatron_hybrid.cache.tail_index import Tail, is_usable
 from megatron_hybrid.errors import KVBlocksExhausted
 
 STATES_GIVEN_UP_AT_ONCE = 8
@@ -65,7 +65,7 @@ class PrefixStore:
         self._keeps_idle = keeps_idle
         self._is_hybrid = geometry.has_recurrent
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
-        self.listener: CacheListener | None = None
+        self.changes: CacheChanges | None = None  # told of, where somebody wants to know
 
     # ---------------------------------------------------------------- matching
 
@@ -92,37 +92,23 @@ class PrefixStore:
         if not may_skip:
             del blocks[(length - 1) // size :]
             return PrefixMatch(blocks, len(blocks) * size, 0, may_skip=False)
-        skip, state, tail_block = self._deepest(keys, length, full)
+        skip, state, tail_block = 0, None, DUMMY_BLOCK
+        tails = self.kv.tails
+        needs_state = self.geometry.has_recurrent
+        for end, key in tails.fills.ends(keys.root, keys.blocks[:full], size, keys.at, length):
+            tail = tails.get(key)
+            if tail is None and end % size:
+                continue
+            found = self.states.get(key)
+            if is_usable(found, end, length, needs_state=needs_state):
+                skip, state = end, found
+                tail_block = DUMMY_BLOCK if tail is None else tail.block
+                break
         if skip < length:
             del blocks[(length - 1) // size :]
         if skip // size < len(blocks):
             tail_block = DUMMY_BLOCK  # a shared block holds it anyway
         return PrefixMatch(blocks, max(len(blocks) * size, skip), skip, state, tail_block)
-
-    def _deepest(
-        self, keys: SequenceKeys, length: int, full: int
-    ) -> tuple[int, CachedState | None, int]:
-        """(position, state, block of the tail) of the deepest usable prefix of the first `full`
-        blocks and what follows them."""
-        size, tails, states = self.geometry.block_size, self.kv.tails, self.states
-        needs_state = self.geometry.has_recurrent
-        for count in range(full, -1, -1):
-            parent = keys.of_block(count)
-            boundary = count * size
-            for fill in tails.fills(parent):
-                if boundary + fill > length:
-                    continue
-                key = keys.at(boundary + fill)
-                tail = tails.get(key)
-                if tail is not None:
-                    state = states.get(key)
-                    if _is_usable(state, boundary + fill, length, needs_state):
-                        return boundary + fill, state, tail.block
-            if count:
-                state = states.get(parent)
-                if _is_usable(state, boundary, length, needs_state):
-                    return boundary, state, DUMMY_BLOCK
-        return 0, None, DUMMY_BLOCK
 
     # ----------------------------------------------------------------- mapping
 
@@ -131,8 +117,8 @@ class PrefixStore:
         already, that block takes the place of the one in `blocks`; returns whether any did."""
         changed = False
         parent = blocks[first - 1] if first else DUMMY_BLOCK
-        if self.listener is not None:
-            self._tell_of_blocks(self.listener, keys, first, end)
+        if self.changes is not None:
+            self._tell_of_blocks(self.changes, keys, first, end)
         for index in range(first, end):
             mapped = self.kv.map(blocks[index], keys.blocks[index], parent)
             if mapped != blocks[index]:
@@ -153,8 +139,8 @@ class PrefixStore:
             self.kv.map_tail(blocks[count], key, tail, parent)
         else:
             self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
-        if self.listener is not None and not self.geometry.has_recurrent:
-            self.listener.state_stored(keys, position, False)
+        if self.changes is not None and not self.geometry.has_recurrent:
+            self.changes.state_stored(keys, position, False)
 
     def map_state(
         self, keys: SequenceKeys, blocks: Sequence[int], slot: int, state: CachedState
@@ -166,8 +152,8 @@ class PrefixStore:
         known = self.states.get(state.key)
         had_logits = known is not None and known.has_logits
         cached = self.states.cache(slot, state)
-        if self.listener is not None and (known is None or cached.has_logits != had_logits):
-            self.listener.state_stored(keys, state.position, cached.has_logits)
+        if self.changes is not None and (known is None or cached.has_logits != had_logits):
+            self.changes.state_stored(keys, state.position, cached.has_logits)
         if cached is state and self.geometry.has_recurrent:
             self.kv.cover(self.block_of(state.key))
         return cached
@@ -292,53 +278,43 @@ class PrefixStore:
                 return
 
     def _state_is_gone(self, state: CachedState) -> None:
-        if self.listener is not None:
-            if not self.geometry.has_recurrent and state.key in self.kv.tails:
-                self.listener.logits_removed(state.key)
-            else:
-                self.listener.state_removed(state.key)
+        stays = not self.geometry.has_recurrent and state.key in self.kv.tails
+        self._tell_of_removal(state.key, LOGITS if stays else STATES)
         if self.geometry.has_recurrent:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
 
     def _forget_block(self, dropped: DroppedBlock) -> None:
         """The states that need the KV of an evicted block go with it."""
-        listener = self.listener
         for tail in dropped.tails:
             if self.states.drop(tail) is not None:
                 self._remember_evicted(tail)
-            if listener is not None:
-                listener.state_removed(tail)
-        if dropped.key is None:
-            return
-        if self.states.drop(dropped.key) is not None:
-            self._remember_evicted(dropped.key)
-            if listener is not None:
-                listener.state_removed(dropped.key)
-        if listener is not None:
-            listener.block_removed(dropped.key)
+            self._tell_of_removal(tail, STATES)
+        if dropped.key is not None:
+            if self.states.drop(dropped.key) is not None:
+                self._remember_evicted(dropped.key)
+                self._tell_of_removal(dropped.key, STATES)
+            self._tell_of_removal(dropped.key, BLOCKS)
+
+    def _tell_of_removal(self, key: BlockKey, kind: int) -> None:
+        if self.changes is not None:
+            self.changes.removed(key, kind)
 
     def _tell_of_blocks(
-        self, listener: CacheListener, keys: SequenceKeys, first: int, end: int
+        self, changes: CacheChanges, keys: SequenceKeys, first: int, end: int
     ) -> None:
         """Before the blocks [first, end) are mapped: of those that are not yet."""
         mapped, start = self.kv.kv_hash_to_block_id, first
         for index in range(first, end):
             if keys.blocks[index] in mapped:
                 if start < index:
-                    listener.blocks_stored(keys, start, index)
+                    changes.blocks_stored(keys, start, index)
                 start = index + 1
         if start < end:
-            listener.blocks_stored(keys, start, end)
+            changes.blocks_stored(keys, start, end)
 
     def _remember_evicted(self, key: BlockKey) -> None:
         self._evicted[key] = None
         self._evicted.move_to_end(key)
         if len(self._evicted) > EVICTED_KEYS_REMEMBERED:
             self._evicted.popitem(last=False)
-
-
-def _is_usable(state: CachedState | None, position: int, length: int, needs_state: bool) -> bool:
-    if position == length:
-        return state is not None and state.has_logits
-    return state is not None or not needs_state

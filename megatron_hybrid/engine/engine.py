@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
@@ -353,13 +353,13 @@ class DynamicInferenceEngine:
         """The sizes of blocks, states and their pools."""
         return self.context.geometry
 
-    def listen_to_cache(self, listener: CacheListener) -> None:
-        """Tell `listener` what the prefix cache holds. Before the first request.
+    def cache_changes(self) -> CacheChanges:
+        """What changes in the prefix cache from now on. Before the first request, and once.
 
-        What it is told during a `step` may be reused by any request that comes after that call:
-        its computation has been launched before theirs can be. If it fails, the cache is cleared.
+        What is stored during a `step` may be reused by any request that comes after that call: its
+        computation has been launched before theirs can be. If it fails, the cache is cleared.
         """
-        self.context.cache.listen(listener)
+        return self.context.cache.take_down_changes()
 
     # ------------------------------------------------------ pause and weights
 

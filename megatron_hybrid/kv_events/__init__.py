@@ -3,17 +3,16 @@
 No torch in here, and no server: a router needs no more than this package and `cache/block_hash.py`.
 
     engine process                              a router (ours: the coordinator)
-    cache --changes--> KVEventRecorder          KVEventSubscriber --events--> CacheContents
-                            | take(), each step       ^       ^                  skippable()
+    cache --> CacheChanges                      KVEventSubscriber --events--> CacheContents
+                   | take(), each step                ^       ^                  skippable()
                        KVEventPublisher ===PUB====SUB=+       |
                             (a thread)  ===ROUTER=====DEALER==+  replay, or a snapshot
 
 The engine's side:
 
-    recorder = KVEventRecorder(geometry)
-    engine.listen_to_cache(recorder)             # before the first request
+    changes = engine.cache_changes()             # before the first request
     publisher = KVEventPublisher(["ipc://.../kv-events-0"], ["ipc://.../kv-replay-0"])
-    publisher.publish(recorder.take())           # after each step; never waits
+    publisher.publish(changes.take())            # after each step; never waits
 
 A router's side, one for each replica:
 
@@ -44,7 +43,6 @@ from megatron_hybrid.kv_events.messages import (
     wire_hash,
 )
 from megatron_hybrid.kv_events.publisher import KVEventPublisher
-from megatron_hybrid.kv_events.recorder import KVEventRecorder
 from megatron_hybrid.kv_events.subscriber import KVEventSubscriber
 
 __all__ = [
@@ -54,7 +52,6 @@ __all__ = [
     "CacheContents",
     "EventBatch",
     "KVEventPublisher",
-    "KVEventRecorder",
     "KVEventSubscriber",
     "KVEventsConfig",
     "decode_batch",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES
+from megatron_hybrid.cache.tail_index import Fills, is_usable
 from megatron_hybrid.kv_events.messages import (
-    BLOCKS,
-    KINDS,
-    LOGITS,
-    MEDIUM,
-    STATES,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
+    stored_event,
     wire_hash,
 )
 
@@ -48,7 +47,7 @@ class CacheContents:
         self.blocks: dict[int, Stored] = {}  # by hash; parents come before their children
         self.states: dict[int, Stored] = {}  # positions to go on from, besides every block's end
         self._keeps_tokens = keeps_tokens
-        self._fills: dict[int | None, dict[int, int]] = {}  # parent -> {tokens behind it: states}
+        self._fills: Fills[int | None] = Fills()  # of states inside blocks
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take over what has changed."""
@@ -73,17 +72,15 @@ class CacheContents:
             keys.extend_to(length)
             hashes = [wire_hash(key) for key in keys.blocks[: length // self.block_size]]
         full = shared_blocks(hashes, self.blocks) if self.has_attention else len(hashes)
-        for count in range(full, -1, -1):
-            parent = hashes[count - 1] if count else None
-            boundary = count * self.block_size
-            for fill in sorted(self._fills.get(parent, ()), reverse=True):
-                position = boundary + fill
-                if position <= length:
-                    state = self.states.get(wire_hash(keys.at(position)))
-                    if state is not None and self._is_usable(state, position, length):
-                        return position
-            if parent is not None and self._is_usable(self.states.get(parent), boundary, length):
-                return boundary
+        ends = self._fills.ends(
+            None, hashes[:full], self.block_size, lambda end: wire_hash(keys.at(end)), length
+        )
+        for end, name in ends:
+            state = None if name is None else self.states.get(name)
+            if state is None and end % self.block_size:
+                continue
+            if is_usable(state, end, length, needs_state=self.has_recurrent):
+                return end
         return 0
 
     def snapshot(self) -> Iterator[list[Event]]:
@@ -100,14 +97,9 @@ class CacheContents:
             run.append((name, block))
         if run:
             yield [self._event(run, BLOCKS)]
-        portion: list[Event] = []
-        for item in self.states.items():
-            portion.append(self._event([item], STATES))
-            if len(portion) == BLOCKS_AN_EVENT:
-                yield portion
-                portion = []
-        if portion:
-            yield portion
+        states = iter(self.states.items())
+        while some := list(islice(states, BLOCKS_AN_EVENT)):
+            yield [self._event([item], STATES) for item in some]
 
     def _store(self, event: BlockStored) -> None:
         group = self._group(event.group_idx)
@@ -116,8 +108,7 @@ class CacheContents:
             if self._keeps_tokens:
                 tokens = array("i", event.token_ids[index * size : (index + 1) * size])
             if group is self.states and name not in group and size < self.block_size:
-                fills = self._fills.setdefault(parent, {})
-                fills[size] = fills.get(size, 0) + 1
+                self._fills.add(parent, size)
             group[name] = Stored(
                 parent, size, tokens, event.lora_name, event.cache_salt, event.has_logits
             )
@@ -130,14 +121,8 @@ class CacheContents:
             return
         group = self._group(group_idx)
         stored = group.pop(name, None)
-        if stored is None or group is self.blocks or stored.size == self.block_size:
-            return
-        fills = self._fills[stored.parent]
-        fills[stored.size] -= 1
-        if not fills[stored.size]:
-            del fills[stored.size]
-            if not fills:
-                del self._fills[stored.parent]
+        if stored is not None and group is self.states and stored.size < self.block_size:
+            self._fills.remove(stored.parent, stored.size)
 
     def _clear(self, event: AllBlocksCleared) -> None:
         self.blocks.clear()
@@ -149,11 +134,6 @@ class CacheContents:
     def _group(self, group_idx: int | None) -> dict[int, Stored]:
         return self.states if group_idx == STATES else self.blocks
 
-    def _is_usable(self, state: Stored | None, position: int, length: int) -> bool:
-        if position == length:
-            return state is not None and state.has_logits
-        return state is not None or not self.has_recurrent
-
     def _event(self, run: list[tuple[int, Stored]], group: int) -> BlockStored:
         first = run[0][1]
         tokens: list[int] = []
@@ -161,52 +141,13 @@ class CacheContents:
             assert block.tokens is not None, "a snapshot needs keeps_tokens=True"
             tokens += block.tokens
         return stored_event(
-            [name for name, _ in run],
-            first.parent,
-            tokens,
-            first.size,
-            group,
-            *first[3:],
+            [name for name, _ in run], first.parent, tokens, first.size, group, *first[3:]
         )
 
 
 def shared_blocks(hashes: Sequence[int], having: Container[int]) -> int:
     """How many of these, from the first one on, are there."""
     return next((i for i, name in enumerate(hashes) if name not in having), len(hashes))
-
-
-def stored_event(
-    hashes: list[int],
-    parent: int | None,
-    tokens: list[int],
-    block_size: int,
-    group: int,
-    adapter: str | None,
-    cache_salt: str | None,
-    has_logits: bool,
-) -> BlockStored:
-    """The event of consecutive blocks, or of one state, with everything that follows from these."""
-    extra_keys: list[list[str] | None] | None = None
-    if adapter or cache_salt:
-        named = [adapter] if adapter else []
-        extra_keys = [list(named) or None for _ in hashes]
-        begins = parent is None
-        if begins and cache_salt:
-            extra_keys[0] = [*named, cache_salt]
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=block_size,
-        lora_id=None,
-        medium=MEDIUM,
-        lora_name=adapter or None,
-        extra_keys=extra_keys,
-        group_idx=group,
-        kv_cache_spec_kind=KINDS[group],
-        cache_salt=cache_salt or None,
-        has_logits=has_logits,
-    )
 
 
 def _follows(name: int, block: Stored, next_block: Stored) -> bool:

@@ -5,7 +5,7 @@ an EventBatch: an array [seconds, events, replica] whose events are maps with th
 (vLLM's events were arrays too before its pull request 42892 of June 2026; Dynamo and llm-d read
 both.)
 
-Groups are told apart by `group_idx`, as vLLM does for hybrid models:
+Groups (the kinds of `cache.changes`) are told apart by `group_idx`, as vLLM does for hybrid models:
 
 - BLOCKS: KV blocks of attention layers, `kv_cache_spec_kind` "full_attention".
 - STATES: recurrent states and exact ends, "mamba" in any model: positions at which a sequence can
@@ -16,13 +16,14 @@ Groups are told apart by `group_idx`, as vLLM does for hybrid models:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 import msgspec
 
 from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.changes import BLOCKS, STATES, Change, Cleared, Removed, Stored
 
-BLOCKS = 0
-STATES = 1
-LOGITS = 2
 KINDS = {BLOCKS: "full_attention", STATES: "mamba"}
 MEDIUM = "GPU"  # where a replica computes, whatever the device is; other values mean slower memory
 
@@ -107,3 +108,57 @@ def wire_hash(key: BlockKey) -> int:
     and then a request is placed badly.
     """
     return int.from_bytes(key[-8:], "big")
+
+
+def events_of(changes: Iterable[Change]) -> list[Event]:
+    """Changes of a cache as they go out: what goes one after another goes in one event."""
+    events: list[Event] = []
+    for kind, alike in groupby(changes, lambda one: one.kind if isinstance(one, Removed) else None):
+        if kind is None:
+            events += [_event_of(one) for one in alike if not isinstance(one, Removed)]
+        else:
+            hashes = [wire_hash(one.key) for one in alike if isinstance(one, Removed)]
+            events.append(BlockRemoved(hashes, MEDIUM, kind))
+    return events
+
+
+def _event_of(change: Stored | Cleared) -> Event:
+    if isinstance(change, Cleared):
+        cut = change.geometry
+        return AllBlocksCleared(change.epoch, cut.block_size, cut.has_attention, cut.has_recurrent)
+    hashes = [wire_hash(key) for key in change.keys]
+    parent = None if change.parent is None else wire_hash(change.parent)
+    return stored_event(hashes, parent, change.tokens.tolist(), *change[3:])
+
+
+def stored_event(
+    hashes: list[int],
+    parent: int | None,
+    tokens: list[int],
+    block_size: int,
+    group: int,
+    adapter: str | None,
+    cache_salt: str | None,
+    has_logits: bool,
+) -> BlockStored:
+    """The event of consecutive blocks, or of one state, with everything that follows from these."""
+    extra_keys: list[list[str] | None] | None = None
+    if adapter or cache_salt:
+        named = [adapter] if adapter else []
+        extra_keys = [list(named) or None for _ in hashes]
+        if parent is None and cache_salt:
+            extra_keys[0] = [*named, cache_salt]
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=parent,
+        token_ids=tokens,
+        block_size=block_size,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=adapter or None,
+        extra_keys=extra_keys,
+        group_idx=group,
+        kv_cache_spec_kind=KINDS[group],
+        cache_salt=cache_salt or None,
+        has_logits=has_logits,
+    )

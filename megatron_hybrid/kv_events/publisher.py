@@ -12,10 +12,10 @@ from queue import SimpleQueue
 
 import zmq
 
+from megatron_hybrid.cache.changes import Change
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kv_events.contents import CacheContents
-from megatron_hybrid.kv_events.messages import Event, EventBatch, encode_batch
-from megatron_hybrid.kv_events.recorder import Changes
+from megatron_hybrid.kv_events.messages import Event, EventBatch, encode_batch, events_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class KVEventPublisher:
         self._woken = context.socket(zmq.PAIR)
         self._woken.bind(f"inproc://kv-events-{id(self)}")
         self._bell.connect(f"inproc://kv-events-{id(self)}")
-        self._queue: SimpleQueue[Changes | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[Change] | None] = SimpleQueue()
         self._topic = topic.encode()
         self._replica = replica
         self._heartbeat_seconds = heartbeat_seconds
@@ -77,9 +77,9 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def publish(self, changes: Changes | None) -> None:
-        """Send one step's changes soon; None for none. Never waits. From one thread only."""
-        if changes is not None:
+    def publish(self, changes: list[Change]) -> None:
+        """Send one step's changes soon. Never waits. From one thread only."""
+        if changes:
             self._queue.put(changes)
             self._ring()
 
@@ -119,7 +119,7 @@ class KVEventPublisher:
             changes = self._queue.get()
             if changes is None:
                 return True
-            self._send(changes.events())
+            self._send(events_of(changes))
         return False
 
     def _send(self, events: list[Event]) -> None:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.changes import LOGITS, CacheChanges
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.prefix_store import PrefixStore
 
 
-class Removals:
-    """A listener that notes the keys of what goes, in order."""
+class Removals(CacheChanges):
+    """Notes the keys of what goes, in order."""
 
-    def __init__(self, keys: list[BlockKey]) -> None:
+    def __init__(self, geometry: CacheGeometry, keys: list[BlockKey]) -> None:
+        super().__init__(geometry)
         self.keys = keys
 
-    def block_removed(self, key: BlockKey) -> None:
-        self.keys.append(key)
-
-    state_removed = block_removed
-
-    def blocks_stored(self, keys: SequenceKeys, first: int, end: int) -> None:
-        pass
-
-    def state_stored(self, keys: SequenceKeys, position: int, has_logits: bool) -> None:
-        pass
-
-    def logits_removed(self, key: BlockKey) -> None:
-        pass
-
-    def cleared(self, epoch: int) -> None:
-        pass
+    def removed(self, key: BlockKey, kind: int) -> None:
+        if kind != LOGITS:
+            self.keys.append(key)
 
 
 def make_store(
@@ -52,5 +41,5 @@ def make_store(
         bytes_per_state=int(num_slots > 0 or is_hybrid),
     )
     store = PrefixStore(geometry, EvictionQueue(LeastRecentlyUsed()), keeps_idle=keeps_idle)
-    store.listener = None if evicted is None else Removals(evicted)
+    store.changes = None if evicted is None else Removals(geometry, evicted)
     return store

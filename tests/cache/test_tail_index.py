@@ -30,8 +30,9 @@ def test_any_order_of_calls_agrees_with_a_plain_list():
         assert len(index) == len(truth) and dict(index.items()) == truth
         for parent in map(lambda p: bytes([p]), range(5)):
             fills = {tail.fill for tail in truth.values() if tail.parent == parent}
-            assert index.fills(parent) == sorted(fills, reverse=True)
+            ends = index.fills.ends(parent, [], 9, lambda fill: bytes([fill]), length=9)
+            assert list(ends) == [(fill, bytes([fill])) for fill in sorted(fills, reverse=True)]
     assert all(key in index and index.get(key) == tail for key, tail in truth.items())
     for key in list(truth):
         index.remove(key)
-    assert not index._fills, "parents without tails are kept"
+    assert not index.fills, "parents without tails are kept"

@@ -181,8 +181,9 @@ def check_that_no_block_is_an_orphan(engine: DynamicInferenceEngine, tokens: lis
         keys.extend_to(len(array))
         mapped = [key in cache.kv.kv_hash_to_block_id for key in keys.blocks]
         assert mapped == sorted(mapped, reverse=True)
+        fills = cache.kv.tails.fills
         for count in range(len(keys.blocks) + 1):
-            if cache.kv.tails.fills(keys.of_block(count)) and engine.context.geometry.has_attention:
+            if keys.of_block(count) in fills and engine.context.geometry.has_attention:
                 assert all(mapped[:count]), "a tail without the blocks before it"
 
 

@@ -7,19 +7,19 @@ from hashlib import blake2b
 import numpy as np
 
 from megatron_hybrid.cache.block_hash import DIGEST_SIZE, BlockKey, SequenceKeys, root_key
+from megatron_hybrid.cache.changes import BLOCKS
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.kv_events import (
     BlockRemoved,
     BlockStored,
     CacheContents,
     EventBatch,
-    KVEventRecorder,
     decode_batch,
     encode_batch,
     wire_hash,
 )
 from megatron_hybrid.kv_events.contents import Stored
-from megatron_hybrid.kv_events.messages import BLOCKS, Event
+from megatron_hybrid.kv_events.messages import Event, events_of
 
 
 class Observer:
@@ -28,16 +28,14 @@ class Observer:
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
         self.cache = engine.context.cache
-        self.recorder = KVEventRecorder(self.cache.geometry, self.cache.epoch)
         self.contents = CacheContents(keeps_tokens=True)
         self.events: list[Event] = []
-        engine.listen_to_cache(self.recorder)
+        self.changes = engine.cache_changes()
 
     def look(self) -> None:
         """Apply what has changed, and compare everything."""
-        changes = self.recorder.take()
-        if changes is not None:
-            batch = decode_batch(encode_batch(EventBatch(0.0, changes.events(), 0)))
+        if changes := self.changes.take():
+            batch = decode_batch(encode_batch(EventBatch(0.0, events_of(changes), 0)))
             self.events += batch.events
             for event in batch.events:
                 self.check_that_it_says_something_new(event)

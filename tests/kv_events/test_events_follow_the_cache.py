@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from megatron_hybrid.cache.block_hash import SequenceKeys, root_key
-from megatron_hybrid.kv_events.messages import LOGITS, STATES, BlockRemoved, BlockStored
+from megatron_hybrid.cache.changes import LOGITS, STATES
+from megatron_hybrid.kv_events.messages import BlockRemoved, BlockStored
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import make_engine, random_tokens
 from tests.engine.test_fuzz import SCOPES, Crowd

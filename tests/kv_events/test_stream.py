@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from megatron_hybrid.cache.block_hash import SequenceKeys, root_key
+from megatron_hybrid.cache.changes import BLOCKS, STATES, CacheChanges
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kv_events import (
     CacheContents,
     KVEventPublisher,
-    KVEventRecorder,
     KVEventSubscriber,
     decode_batch,
     wire_hash,
@@ -40,32 +40,32 @@ class Engine:
 
     def __init__(self, folder: Path, **options) -> None:  # type: ignore[no-untyped-def]
         self.endpoints = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
-        self.recorder = KVEventRecorder(GEOMETRY)
+        self.changes = CacheChanges(GEOMETRY)
         self.publisher = KVEventPublisher(
             self.endpoints[:1], self.endpoints[1:], **{"heartbeat_seconds": 0.1} | options
         )
         self.step()
 
     def step(self) -> None:
-        self.publisher.publish(self.recorder.take())
+        self.publisher.publish(self.changes.take())
 
     def store(self, number: int, count: int = 2) -> list[int]:
         """Blocks of a sequence that begins like no other, in a step of their own."""
         tokens = np.full(count * B, number, dtype=np.int32)
         keys = SequenceKeys(root_key(0), B, lambda start, end: tokens[start:end])
         keys.extend_to(len(tokens))
-        self.recorder.blocks_stored(keys, 0, count)
-        self.recorder.state_stored(keys, len(tokens) - 1, False)
+        self.changes.blocks_stored(keys, 0, count)
+        self.changes.state_stored(keys, len(tokens) - 1, False)
         self.step()
         return [wire_hash(key) for key in keys.blocks]
 
     def remove(self, number: int, count: int = 2) -> None:
         tokens = np.full(count * B, number, dtype=np.int32)
         keys = SequenceKeys(root_key(0), B, lambda start, end: tokens[start:end])
-        self.recorder.state_removed(keys.at(len(tokens) - 1))
+        self.changes.removed(keys.at(len(tokens) - 1), STATES)
         keys.extend_to(len(tokens))
         for key in reversed(keys.blocks):
-            self.recorder.block_removed(key)
+            self.changes.removed(key, BLOCKS)
         self.step()
 
 
@@ -100,7 +100,7 @@ def test_a_subscriber_follows_what_is_stored_and_removed(
     assert subscriber.contents.block_size == B and subscriber.contents.has_recurrent
     engine.remove(1)
     follow(subscriber, set(two))
-    engine.recorder.cleared(1)
+    engine.changes.cleared(1)
     engine.step()
     follow(subscriber, set())
     assert subscriber.contents.epoch == 1 and not subscriber.contents.states

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from megatron_hybrid.cache.block_hash import SequenceKeys, root_key
+from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES, CacheChanges
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kv_events import (
     EventBatch,
-    KVEventRecorder,
     KVEventsConfig,
     encode_batch,
     wire_hash,
 )
+from megatron_hybrid.kv_events.messages import events_of
 from megatron_hybrid.server import cli
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.loop.engine_loop import EngineLoop
@@ -79,26 +80,24 @@ def keys_of(salt: str = "", adapter: str = "") -> SequenceKeys:
     return keys
 
 
-def sent(recorder: KVEventRecorder) -> bytes:
-    changes = recorder.take()
-    assert changes is not None
-    return encode_batch(EventBatch(12.5, changes.events(), 3))
+def sent(changes: CacheChanges) -> bytes:
+    return encode_batch(EventBatch(12.5, events_of(changes.take()), 3))
 
 
-def theirs(recorder: KVEventRecorder) -> list[Any]:
-    batch = msgspec.msgpack.decode(sent(recorder), type=TheirKVEventBatch)
+def theirs(changes: CacheChanges) -> list[Any]:
+    batch = msgspec.msgpack.decode(sent(changes), type=TheirKVEventBatch)
     assert batch.ts == 12.5 and batch.data_parallel_rank == 3
     return batch.events
 
 
 def test_blocks_and_states_of_a_hybrid_model_as_vllm_decodes_them():
-    recorder, keys = KVEventRecorder(HYBRID), keys_of()
-    recorder.blocks_stored(keys, 0, 3)
-    recorder.state_stored(keys, 12, False)  # at a block's end
-    recorder.state_stored(keys, 14, True)  # two tokens into the next one
+    changes, keys = CacheChanges(HYBRID), keys_of()
+    changes.blocks_stored(keys, 0, 3)
+    changes.state_stored(keys, 12, False)  # at a block's end
+    changes.state_stored(keys, 14, True)  # two tokens into the next one
     a, b, c = (wire_hash(key) for key in keys.blocks)
     end = wire_hash(keys.at(14))
-    assert theirs(recorder) == [
+    assert theirs(changes) == [
         AllBlocksCleared(),
         BlockStored(
             [a, b, c], None, list(range(10, 22)), 4, None, "GPU", None,
@@ -114,42 +113,42 @@ def test_blocks_and_states_of_a_hybrid_model_as_vllm_decodes_them():
 
 
 def test_what_goes_first_is_removed_first_and_neighbours_share_an_event():
-    recorder, keys = KVEventRecorder(HYBRID), keys_of()
-    recorder.take()
-    recorder.state_removed(keys.at(14))
+    changes, keys = CacheChanges(HYBRID), keys_of()
+    changes.take()
+    changes.removed(keys.at(14), STATES)
     for key in reversed(keys.blocks):
-        recorder.block_removed(key)
-    recorder.blocks_stored(keys, 0, 1)
-    recorder.block_removed(keys.blocks[0])
+        changes.removed(key, BLOCKS)
+    changes.blocks_stored(keys, 0, 1)
+    changes.removed(keys.blocks[0], BLOCKS)
     a, b, c = (wire_hash(key) for key in keys.blocks)
-    events = theirs(recorder)
+    events = theirs(changes)
     assert events[0] == BlockRemoved([wire_hash(keys.at(14))], "GPU", 1)
     assert events[1] == BlockRemoved([c, b, a], "GPU", 0)
     assert events[2].block_hashes == [a] and events[3] == BlockRemoved([a], "GPU", 0)
 
 
 def test_a_run_that_goes_on_names_its_parent():
-    recorder, keys = KVEventRecorder(HYBRID), keys_of()
-    recorder.take()
-    recorder.blocks_stored(keys, 1, 3)
+    changes, keys = CacheChanges(HYBRID), keys_of()
+    changes.take()
+    changes.blocks_stored(keys, 1, 3)
     a, b, c = (wire_hash(key) for key in keys.blocks)
-    (event,) = theirs(recorder)
+    (event,) = theirs(changes)
     assert (event.parent_block_hash, event.block_hashes) == (a, [b, c])
     assert event.token_ids == list(range(14, 22))
 
 
 def test_salt_and_adapter_come_as_vllm_has_them():
     """The salt in the first block's extra keys, the adapter in all of them and by name."""
-    recorder, keys = KVEventRecorder(HYBRID), keys_of("tenant", "tuned")
-    recorder.take()
-    recorder.blocks_stored(keys, 0, 2)
-    recorder.blocks_stored(keys, 2, 3)
-    first, second = theirs(recorder)
+    changes, keys = CacheChanges(HYBRID), keys_of("tenant", "tuned")
+    changes.take()
+    changes.blocks_stored(keys, 0, 2)
+    changes.blocks_stored(keys, 2, 3)
+    first, second = theirs(changes)
     assert first.extra_keys == [("tuned", "tenant"), ("tuned",)]
     assert second.extra_keys == [("tuned",)]
     assert first.lora_name == second.lora_name == "tuned" and first.lora_id is None
-    recorder.blocks_stored(keys_of("tenant"), 0, 2)
-    (event,) = theirs(recorder)
+    changes.blocks_stored(keys_of("tenant"), 0, 2)
+    (event,) = theirs(changes)
     assert event.extra_keys == [("tenant",), None] and event.lora_name is None
 
 
@@ -161,11 +160,11 @@ def test_the_same_tokens_under_another_salt_have_other_hashes():
 
 def test_the_bytes_are_an_array_of_maps():
     """Routers decode the outer array and the inner maps by themselves."""
-    recorder, keys = KVEventRecorder(HYBRID, epoch=2), keys_of("tenant")
-    recorder.blocks_stored(keys, 0, 1)
-    recorder.state_stored(keys, 4, True)
-    recorder.logits_removed(keys.at(4))
-    ts, events, rank = msgspec.msgpack.decode(sent(recorder))
+    changes, keys = CacheChanges(HYBRID, epoch=2), keys_of("tenant")
+    changes.blocks_stored(keys, 0, 1)
+    changes.state_stored(keys, 4, True)
+    changes.removed(keys.at(4), LOGITS)
+    ts, events, rank = msgspec.msgpack.decode(sent(changes))
     name = wire_hash(keys.blocks[0])
     required = {
         "type": "BlockStored", "block_hashes": [name], "parent_block_hash": None,
@@ -183,17 +182,17 @@ def test_the_bytes_are_an_array_of_maps():
 
 def test_an_exact_end_without_recurrent_layers_is_no_attention_block():
     """Routers leave the kind alone, and a group that they have not seen may be one of theirs."""
-    recorder = KVEventRecorder(ATTENTION)
-    recorder.take()
-    recorder.state_stored(keys_of(), 14, False)
-    (event,) = theirs(recorder)
+    changes = CacheChanges(ATTENTION)
+    changes.take()
+    changes.state_stored(keys_of(), 14, False)
+    (event,) = theirs(changes)
     assert (event.group_idx, event.kv_cache_spec_kind, event.block_size) == (1, "mamba", 2)
 
 
 def test_nothing_changed_is_nothing_to_send():
-    recorder = KVEventRecorder(HYBRID)
-    assert recorder.take() is not None
-    assert recorder.take() is None
+    changes = CacheChanges(HYBRID)
+    assert changes.take()
+    assert changes.take() == []
 
 
 def test_the_configuration_has_vllms_names():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_hybrid.kv_events import KVEventPublisher, KVEventRecorder, KVEventsConfig
+from megatron_hybrid.kv_events import KVEventPublisher, KVEventsConfig
 from megatron_hybrid.server.link.run_folder import RunFolder
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
@@ -46,10 +46,9 @@ def publishing(
         hwm=config.hwm,
         replica=replica,
     )
-    recorder = KVEventRecorder(engine.cache_geometry, engine.epoch)
-    engine.listen_to_cache(recorder)
-    publisher.publish(recorder.take())
+    changes = engine.cache_changes()
+    publisher.publish(changes.take())
     try:
-        yield lambda: publisher.publish(recorder.take())
+        yield lambda: publisher.publish(changes.take())
     finally:
         publisher.close()

@@ -13,8 +13,9 @@ import pytest
 import zmq
 from flask.testing import FlaskClient
 
-from megatron_hybrid.kv_events import AllBlocksCleared, KVEventPublisher
-from megatron_hybrid.kv_events.messages import Event
+from megatron_hybrid.cache.changes import CacheChanges
+from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.kv_events import KVEventPublisher
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
@@ -32,10 +33,11 @@ from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR, Coor
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.replicas.test_placer import BLOCK, HYBRID, hybrid_prefix
+from tests.server.replicas.test_placer import BLOCK, HYBRID, prompt
 from tests.server.running import wait_until
 
 SHARED = list(range(10 * BLOCK))
+GEOMETRY = CacheGeometry(BLOCK, BLOCK, 100, 4, 4, bytes_per_block=1, bytes_per_state=1)
 
 
 class Replica:
@@ -52,16 +54,17 @@ class Replica:
         self.publisher = KVEventPublisher(
             [folder.kv_events_endpoint(number)], [folder.kv_replay_endpoint(number)]
         )
-        self.publish([AllBlocksCleared(0, BLOCK, has_recurrent=True)])
+        self._changes = CacheChanges(GEOMETRY)
+        self.publisher.publish(self._changes.take())
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
         self._thread.start()
 
-    def publish(self, events: list[Event]) -> None:
-        class Changes:
-            def events(self) -> list[Event]:
-                return events
-
-        self.publisher.publish(Changes())  # type: ignore[arg-type]
+    def has(self, tokens: list[int]) -> None:
+        """It has cached a prefix of whole blocks, with a state at its end."""
+        keys, _ = prompt(tokens).of(0)
+        self._changes.blocks_stored(keys, 0, len(tokens) // BLOCK)
+        self._changes.state_stored(keys, len(tokens), False)
+        self.publisher.publish(self._changes.take())
 
     def close(self) -> None:
         self.loop.request_stop()
@@ -129,7 +132,7 @@ def wanted(name: str, tokens: list[int]) -> wire.Wanted:
 
 
 def test_a_coordinator_that_comes_late_knows_what_is_cached(server: Server) -> None:
-    server.replicas[1].publish(hybrid_prefix(SHARED))
+    server.replicas[1].has(SHARED)
     for _ in range(2):
         replicas = server.start_coordinator().placer.replicas
         wait_until(lambda found=replicas: len(found[1].contents.blocks) == 10)
@@ -236,7 +239,7 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
 
 def test_a_replica_that_ends_has_nothing_any_more(server: Server) -> None:
     coordinator = server.start_coordinator()
-    server.replicas[1].publish(hybrid_prefix(SHARED))
+    server.replicas[1].has(SHARED)
     wait_until(lambda: len(coordinator.placer.replicas[1].contents.blocks) == 10)
     server.worker.place(wanted("a", [*SHARED, 1]))
     server.replicas[1].loop.request_stop()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megatron_hybrid.cache.block_hash import SequenceKeys, root_key
+from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES
 from megatron_hybrid.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, wire_hash
-from megatron_hybrid.kv_events.messages import BLOCKS, LOGITS, STATES
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.replica import PromptKeys, Replica

@@ -13,7 +13,7 @@ from bench.replicas import Workload, kill_midway
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.kv_events import KVEventRecorder
+from megatron_hybrid.kv_events.messages import events_of
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
@@ -59,9 +59,7 @@ class Run:
         geometry = self.engines[0].cache_geometry
         sizes = CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix)
         self.placer = Placer(self.policy, sizes)
-        self.recorders = [KVEventRecorder(engine.cache_geometry) for engine in self.engines]
-        for engine, recorder in zip(self.engines, self.recorders, strict=True):
-            engine.listen_to_cache(recorder)
+        self.changes = [engine.cache_changes() for engine in self.engines]
 
     def chats(self) -> Iterator[Chat]:
         systems = [self.draw(SYSTEM_TOKENS) for _ in range(4)]
@@ -111,8 +109,7 @@ class Run:
                     chat.turns += 1
                     self.placer.end(chat.name, ANSWER_TOKENS)
                     done.append(chat)
-            if (changes := self.recorders[replica].take()) is not None:
-                self.placer.replicas[replica].contents.apply(changes.events())
+            self.placer.replicas[replica].contents.apply(events_of(self.changes[replica].take()))
         return done
 
 
