@@ -4,8 +4,8 @@ it stands for."""
 from __future__ import annotations
 
 from bench import driver
-from megatron_hybrid.engine.drafter import Drafter
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.speculation import Drafter
 from megatron_hybrid.execution.plan import Launched, Runner
 from tests.engine.symbolic import GoodGuesses, SymbolicLaunch, SymbolicRunner
 from tests.engine.unchecked import UncheckedRunner

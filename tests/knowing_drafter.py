@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hybrid import LLM
-from megatron_hybrid.engine.drafter import NO_GUESS
+from megatron_hybrid.execution.plan import NO_DRAFT
 
 
 class Knowing:
@@ -27,7 +27,7 @@ class Knowing:
             self._texts[row] += part.tolist()
 
     def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
-        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        found = np.full((len(rows), width), NO_DRAFT, dtype=np.int64)
         for guesses, row in zip(found, rows.tolist(), strict=True):
             text = self._texts[row]
             whole = next((known for known in self._known if known[: len(text)] == text), [])

@@ -35,8 +35,8 @@ from megatron_hybrid.arguments import (
 )
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import build_engine, load_weights
-from megatron_hybrid.engine.drafter import Ints, Tokens
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.speculation import Ints, Tokens
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.hybrid_model import HybridModel
 

@@ -72,19 +72,21 @@ def build_engine(
     """
     plan = _Plan.of(config, model)
     device, parallel, model_config = plan.device, plan.parallel, plan.model_config
+    replicas = parallel.experts.replicas
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     if model is None:
         planned = _geometry(plan, plan.shapes, loaded=False)
-        if refuse_useless_budget and given is not None and _is_useless_budget(config, planned):
-            raise ConfigurationError(_useless_budget(given, planned))
+        useless = _useless_budget(config, planned)
+        if refuse_useless_budget and given is not None and useless:
+            raise ConfigurationError(useless)
         model = _load(plan)
     else:
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
     geometry = _geometry(plan, model, loaded=True)
-    if _is_useless_budget(config, geometry):
-        logger.warning("%s", _useless_budget(given, geometry))
+    if useless := _useless_budget(config, geometry):
+        logger.warning("%s", useless)
     context = DynamicInferenceContext(
         geometry,
         max_tokens=config.inference_dynamic_batching_max_tokens,
@@ -148,7 +150,7 @@ def build_engine(
         grammars=FolderGrammars(
             plan.folder.tokenizer, model_config.vocab_size, model_config.eos_token_ids
         ),
-        lockstep=_lockstep(parallel),
+        lockstep=Lockstep(replicas) if replicas.size > 1 else None,
         is_alone=parallel.lockstep.size == 1,
         speculation=_speculation(plan, context),
     )
@@ -158,13 +160,13 @@ def _speculation(plan: _Plan, context: DynamicInferenceContext) -> Speculation |
     config = plan.config
     if not config.num_speculative_tokens:
         return None
-    if plan.mtp:
-        return Speculation(context.rows, None, config.num_speculative_tokens)
-    lookup = PromptLookup(
-        context.geometry.max_requests,
-        context.max_seq_length,
-        shares=config.prompt_lookup_shares_texts,
-    )
+    lookup = None
+    if not plan.mtp:
+        lookup = PromptLookup(
+            context.geometry.max_requests,
+            context.max_seq_length,
+            shares=config.prompt_lookup_shares_texts,
+        )
     return Speculation(context.rows, lookup, config.num_speculative_tokens)
 
 
@@ -184,11 +186,6 @@ def _all_to_all_from(
     owners = parallel.experts.owners.size
     share = (1 - (1 - 1 / owners) ** model.moe.experts_per_token) / parallel.tensor.size
     return LONG_STEP if share <= 0.5 else None
-
-
-def _lockstep(parallel: ParallelContext) -> Lockstep | None:
-    replicas = parallel.experts.replicas
-    return Lockstep(replicas) if replicas.size > 1 else None
 
 
 def load_weights(config: EngineConfig) -> HybridModel:
@@ -335,18 +332,15 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:
     """`loaded`: the weights are there, so that what a step takes can be measured."""
-    config, weights = plan.config, 0 if loaded else _bytes_of(model)
-    gpu_bytes = cpu_bytes = None
-    if plan.device.type == "cpu":
-        cpu_bytes = _cpu_cache_bytes(weights)
-    if plan.device.type == "cuda":
+    config, on_gpu = plan.config, plan.device.type == "cuda"
+    weights = 0 if loaded else _bytes_of(model)
+    if on_gpu:
         torch.cuda.empty_cache()
         max_tokens = config.inference_dynamic_batching_max_tokens
-        given = config.inference_dynamic_batching_max_requests
+        given, activations = config.inference_dynamic_batching_max_requests, 0
         max_requests = min(MAX_REQUESTS, max_tokens) if given is None else given
-
-        def measure() -> int:
-            return measure_activations(
+        if loaded:
+            activations = measure_activations(
                 model,
                 plan.parallel,
                 plan.device,
@@ -355,26 +349,26 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
                 max_tokens=max_tokens,
                 max_seq_length=plan.max_seq_length,
             )
-
-        gpu_bytes = gpu_cache_bytes(
+        limit = gpu_cache_bytes(
             plan.device,
             weights=weights,
-            measure_activations=measure if loaded else lambda: 0,
+            activations=activations,
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
             vocab_size=plan.model_config.vocab_size if model.is_last_stage else 0,
         )
+    else:
+        limit = _cpu_cache_bytes(weights)
+    own = list(model.kv_specs.values()), list(model.state_specs.values())
     return derive_geometry(
         config,
         model.stages.kv_specs.values(),
         model.stages.state_specs.values(),
         model.config.vocab_size,
-        plan.parallel.lockstep.minimum,
-        gpu_bytes,
-        StageLayers(
-            list(model.kv_specs.values()), list(model.state_specs.values()), model.is_last_stage
-        ),
-        plan.ring_length,
-        cpu_bytes,
+        limit,
+        on_gpu=on_gpu,
+        minimum=plan.parallel.lockstep.minimum,
+        stage=StageLayers(*own, has_logits=model.is_last_stage),
+        ring_length=plan.ring_length,
     )
 
 
@@ -396,14 +390,12 @@ def _bytes_of(model: HybridModel) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
-def _is_useless_budget(config: EngineConfig, geometry: CacheGeometry) -> bool:
-    """Whether states are to be cached, but the budget for them holds none."""
+def _useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:
+    """What to say where states are to be cached, but the budget for them holds none; else empty."""
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     wanted = config.inference_dynamic_batching_prefix_caching and (given is None or given > 0)
-    return wanted and geometry.has_recurrent and geometry.num_cached_slots == 0
-
-
-def _useless_budget(given: float | None, geometry: CacheGeometry) -> str:
+    if not wanted or not geometry.has_recurrent or geometry.num_cached_slots:
+        return ""
     budget = "chosen by the engine" if given is None else f"{given:g}"
     return (
         f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "

@@ -43,11 +43,6 @@ class Histogram:
         self._bounds = np.asarray(self.bounds)
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)  # the last: beyond all bounds
 
-    @property
-    def count(self) -> int:
-        """How many there were."""
-        return int(self._counts.sum())
-
     def observe(self, value: float) -> None:
         """One observation."""
         self._counts[bisect_left(self.bounds, value)] += 1

@@ -37,9 +37,6 @@ class PrefixTree:
         self._root = _Node(None, (), 0, 0)
         self._node_of: dict[TrackedRequest, _Node] = {}
 
-    def __contains__(self, request: object) -> bool:
-        return request in self._node_of
-
     def __len__(self) -> int:
         return len(self._node_of)
 

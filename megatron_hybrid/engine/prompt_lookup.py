@@ -18,7 +18,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.engine.drafter import NO_GUESS, Drafter, Ints, Tokens
+from megatron_hybrid.engine.speculation import Drafter, Ints, Tokens
+from megatron_hybrid.execution.plan import NO_DRAFT
 
 # How many of the last tokens have to have stood together before, the most telling first.
 SIZES = (4, 2)
@@ -87,7 +88,7 @@ class PromptLookup(Drafter):
         ends = whose * self._width + self._lengths[whose]
         has_guess = (source >= 0)[:, None] & (places < ends[:, None])
         guesses = self._texts[np.where(has_guess, places, 0)]
-        return np.where(has_guess, guesses, NO_GUESS).astype(np.int64)
+        return np.where(has_guess, guesses, NO_DRAFT).astype(np.int64)
 
     def _may_read(
         self, rows: Ints, found: Ints, size: int, only_own: bool

@@ -37,15 +37,15 @@ def gpu_cache_bytes(
     device: torch.device,
     *,
     weights: int = 0,
-    measure_activations: Callable[[], int] = lambda: 0,
+    activations: int = 0,
     graph_sizes: Sequence[int] = (),
     vocab_size: int = 0,
 ) -> int:
     """Bytes that the caches can take of what is free on a GPU.
 
-    weights: bytes still to be loaded. measure_activations: bytes that a step takes besides weights
-    and caches; called once. graph_sizes: rows of logits of each CUDA graph that is to be
-    captured. Raises ConfigurationError when the weights alone do not fit.
+    weights: bytes still to be loaded. activations: bytes that a step takes besides weights and
+    caches. graph_sizes: rows of logits of each CUDA graph that is to be captured. Raises
+    ConfigurationError when the weights alone do not fit.
     """
     free, total = torch.cuda.mem_get_info(device)
     if weights > free:
@@ -54,8 +54,6 @@ def gpu_cache_bytes(
             f"{device}, {free / GIB:.2f} GB are free. Use a larger GPU, or split the model over "
             "several with --tensor-model-parallel-size or --pipeline-model-parallel-size."
         )
-    activations = measure_activations()
-    free = torch.cuda.mem_get_info(device)[0]  # measuring loads libraries, which stay
     # All graphs leave their logits in one place, but first compute them in another.
     logits = 2 * max(graph_sizes, default=0) * vocab_size * LOGITS_ITEM_BYTES
     graphs = len(graph_sizes) * GRAPH_BYTES + logits
@@ -71,17 +69,14 @@ def cpu_cache_bytes(*, weights: int = 0, processes: int = 1) -> int:
     """
     available = available_memory() // processes
     if weights > available:
+        each = f" to each of {processes} processes" if processes > 1 else ""
         raise ConfigurationError(
             f"The model's weights take {weights / GIB:.2f} GB; {available / GIB:.2f} GB of memory "
-            f"are available{_to_each(processes)}. Free some, use a machine or a container with "
+            f"are available{each}. Free some, use a machine or a container with "
             "more, a smaller --dtype, or split the model over several machines with "
             "--tensor-model-parallel-size or --pipeline-model-parallel-size."
         )
     return available - weights
-
-
-def _to_each(processes: int) -> str:
-    return f" to each of {processes} processes" if processes > 1 else ""
 
 
 def derive_geometry(
@@ -89,20 +84,20 @@ def derive_geometry(
     kv_specs: Iterable[KVSpec],
     state_specs: Iterable[StateSpec],
     vocab_size: int,
+    limit: int,
+    *,
+    on_gpu: bool = True,
     minimum: Callable[[int], int] = lambda value: value,
-    gpu_bytes: int | None = None,
     stage: StageLayers | None = None,
     ring_length: int = 0,
-    cpu_bytes: int | None = None,
 ) -> CacheGeometry:
     """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
     or too large.
 
     The specs are of the whole model, and so are the bytes of what is returned: ranks that decide
-    alike must be told the same. `stage`: what of it this rank keeps and has to pay for; None: all.
-    `minimum` returns the smallest of all ranks' values: they must have equal pools to decide alike.
-    `gpu_bytes`: what caches can take on this rank's GPU; None on a CPU, where `cpu_bytes` says how
-    much. `ring_length`: of a running request's rings.
+    alike must be told the same. `limit`: bytes that caches can take on this rank. `stage`: what of
+    the model it keeps and has to pay for; None: all. `minimum` returns the smallest of all ranks'
+    values: they must have equal pools to decide alike. `ring_length`: of a request's rings.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
     stage = stage or StageLayers(kv_specs, state_specs, has_logits=True)
@@ -117,9 +112,6 @@ def derive_geometry(
     own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
     pays_for_states = keeps_states and own_slot > 0
-    limit = cpu_bytes if gpu_bytes is None else gpu_bytes
-    assert limit is not None
-    on_gpu = gpu_bytes is not None
     buffer, states = _budgets(config, pays_for_states, minimum(limit), on_gpu=on_gpu)
     max_requests = minimum(_max_requests(config, buffer, own_live if state_specs else 0))
     cached = 0

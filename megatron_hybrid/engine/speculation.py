@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.engine.drafter import Drafter
 from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT, DraftPlan
 from megatron_hybrid.execution.rows import RowTable
 
 logger = logging.getLogger(__name__)
 
+Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 
 LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without an accepted draft
+
+
+class Drafter(Protocol):
+    """What guesses the next tokens of running requests on the host, for the model to verify. (A
+    model's own head does so on the device: execution/head_drafts.py.) Keeps the texts of the
+    requests, each by a row of its own."""
+
+    def begin(self, row: int, text: Tokens, cache_salt: str) -> None:
+        """The row has a new request, with this text [tokens]. Requests with different salts must
+        learn nothing of one another, and be it by how fast they are answered."""
+
+    def extend(self, rows: Ints, tokens: Tokens, counts: Ints) -> None:
+        """rows [n], each once, go on with counts [n] tokens each; tokens [sum(counts)]."""
+
+    def guess(self, rows: Ints, width: int) -> Ints:
+        """[n, width]: what follows in each of these rows [n]; where there is no guess, and behind
+        that, NO_DRAFT."""
 
 
 class Speculation:
@@ -43,9 +61,7 @@ class Speculation:
         self._failures = np.zeros(count, dtype=np.int64)  # steps without an accepted one, on end
         self._is_proven = np.zeros(count, dtype=bool)  # some of its last drafts were accepted
 
-    def begin(
-        self, row: int, text: npt.NDArray[np.int32], stop_ids: Sequence[int], cache_salt: str
-    ) -> None:
+    def begin(self, row: int, text: Tokens, stop_ids: Sequence[int], cache_salt: str) -> None:
         """A request with this text, prompt and answer so far, has the row from now on."""
         self._can_draft[row] = len(stop_ids) <= MOST_STOP_IDS
         if not self._can_draft[row]:

@@ -40,10 +40,10 @@ TOTALS = (
 class Statistics:
     """Cumulative figures of the scheduler, and the last step's share of them.
 
-    latencies: told of admissions, preemptions and ends, too; None where there is no clock.
+    latencies: told of admissions, preemptions and ends, too.
     """
 
-    def __init__(self, cache: HybridCache, latencies: Latencies | None = None) -> None:
+    def __init__(self, cache: HybridCache, latencies: Latencies) -> None:
         self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.requests_finished: Counter[str] = Counter()  # by finish reason
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
@@ -63,8 +63,7 @@ class Statistics:
         """A request was admitted, for the first time or once more."""
         request, lease, totals = running.request, running.lease, self.totals
         own = request.counters
-        if self._latencies is not None:
-            self._latencies.was_admitted(request)
+        self._latencies.was_admitted(request)
         if not own["prompt_tokens"]:
             own["prompt_tokens"] = request.prompt_tokens
             own["matched_tokens"] = match.matched_tokens
@@ -88,14 +87,12 @@ class Statistics:
     def count_preemption(self, running: Running) -> None:
         """A running request is about to give back its row and what it holds."""
         self._count(running.request, "preemptions", 1)
-        if self._latencies is not None:
-            self._latencies.will_be_preempted(running)
+        self._latencies.will_be_preempted(running)
 
     def count_end(self, request: TrackedRequest, reason: FinishReason) -> None:
         """A request ended, running or not."""
         self.requests_finished[reason.value] += 1
-        if self._latencies is not None:
-            self._latencies.has_finished(request)
+        self._latencies.has_finished(request)
 
     def count_computed(self, request: TrackedRequest, start: int, end: int) -> None:
         """Tokens [start, end) of a request that is prefilled were computed."""

@@ -16,11 +16,10 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.drafter import NO_GUESS
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
-from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepPlan, StepResult
+from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
 VOCAB = 97
@@ -79,7 +78,7 @@ class GoodGuesses:
             self.texts[row] += part.tolist()
 
     def guess(self, rows: np.ndarray, width: int) -> np.ndarray:
-        found = np.full((len(rows), width), NO_GUESS, dtype=np.int64)
+        found = np.full((len(rows), width), NO_DRAFT, dtype=np.int64)
         for guesses, row in zip(found, rows.tolist(), strict=True):
             count = width - self._random.choice([0, 0, 1, width])
             answer = np.asarray(expected_answer(self.texts[row], count), dtype=np.int64)
@@ -192,7 +191,7 @@ class SymbolicRunner:
         window = dict(enumerate(runs.windows[index].tolist(), start))
         if all(window.get(p, text[p]) == text[p] for p in range(start, len(text))):
             wanted = range(len(text), len(text) + int(runs.num_drafts[index]))
-            drafts = [window.get(p, NO_GUESS) for p in wanted]
+            drafts = [window.get(p, NO_DRAFT) for p in wanted]
         fed = text + [max(draft, 0) for draft in drafts]
         hashes, end = prefix_hashes(fed), len(text)
         self._attend(row, hashes, end - 1)

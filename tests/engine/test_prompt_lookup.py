@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from megatron_hybrid.engine.drafter import NO_GUESS
 from megatron_hybrid.engine.prompt_lookup import SIZES, PromptLookup
+from megatron_hybrid.execution.plan import NO_DRAFT
 
 WORDS = st.lists(st.integers(0, 3), max_size=40)
 # rows and what each of them goes on with
@@ -26,7 +26,7 @@ def last_place(tokens: list[int], size: int) -> int | None:
 def by_hand(tokens: list[int], count: int) -> list[int]:
     source = next((e for size in SIZES if (e := last_place(tokens, size)) is not None), None)
     if source is None:
-        return [NO_GUESS] * count
+        return [NO_DRAFT] * count
     longer = list(tokens)
     for place in range(source, source + count):  # what it has guessed itself counts, too
         longer.append(longer[place])
@@ -83,7 +83,7 @@ def test_neither_runs_with_the_same_hash_nor_former_texts_are_mistaken(
             if text[e - size : e] == text[-size:]
         ]
         possible = [(text[e:] * (count + 1))[:count] for e in sources]
-        assert found in [[NO_GUESS] * count, *possible]
+        assert found in [[NO_DRAFT] * count, *possible]
 
 
 TEXTS = st.lists(
@@ -102,21 +102,21 @@ def test_texts_of_the_same_salt_are_shared_and_no_others(
         lookup.begin(row, np.asarray(text, dtype=np.int32), salt)
         texts[row] = salt, text
         (found,) = lookup.guess(np.asarray([row]), count).tolist()
-        if (own := by_hand(text, count))[0] != NO_GUESS:
+        if (own := by_hand(text, count))[0] != NO_DRAFT:
             assert found == own
             continue
         others = [other for whose, other in texts.values() if whose == salt and other is not text]
         tail = text[-4:]
         possible = [
-            (other[e:] + [NO_GUESS] * count)[:count]
+            (other[e:] + [NO_DRAFT] * count)[:count]
             for other in others
             for e in range(4, len(other))
             if len(text) >= 4 and other[e - 4 : e] == tail
         ]
         # a place may have been forgotten for another text's
-        assert found in [[NO_GUESS] * count, *possible]
+        assert found in [[NO_DRAFT] * count, *possible]
         if len(begun) == len(texts) and possible and all(salt == s for s, _ in texts.values()):
-            assert found != [NO_GUESS] * count
+            assert found != [NO_DRAFT] * count
 
 
 def test_a_text_that_repeats_is_guessed_to_repeat_on():
@@ -128,5 +128,5 @@ def test_a_text_that_repeats_is_guessed_to_repeat_on():
 
     assert guess([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
     assert guess([5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
-    assert guess([5, 6, 7, 8], 3) == [NO_GUESS] * 3
-    assert guess([], 3) == [NO_GUESS] * 3
+    assert guess([5, 6, 7, 8], 3) == [NO_DRAFT] * 3
+    assert guess([], 3) == [NO_DRAFT] * 3

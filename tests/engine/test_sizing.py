@@ -36,7 +36,7 @@ VOCABULARY = 131072
 def geometry(gigabytes: float, **options):
     """Of Nemotron-H-8B's layers, with so much left on the GPU."""
     return derive_geometry(
-        EngineConfig(**options), [KV] * 4, [STATE] * 24, VOCABULARY, gpu_bytes=int(gigabytes * GIB)
+        EngineConfig(**options), [KV] * 4, [STATE] * 24, VOCABULARY, int(gigabytes * GIB)
     )
 
 
@@ -86,25 +86,25 @@ def test_nothing_left_is_refused():
 def test_the_least_of_all_ranks_decides():
     config = EngineConfig()
     found = derive_geometry(
-        config, [KV], [STATE], 1000, minimum=lambda value: min(value, 30 * GIB), gpu_bytes=60 * GIB
+        config, [KV], [STATE], 1000, 60 * GIB, minimum=lambda value: min(value, 30 * GIB)
     )
     assert used(found) <= 30
 
 
 def test_weights_activations_graphs_and_workspaces_are_taken_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB, 140 * GIB))
-    left = gpu_cache_bytes(GPU, weights=10 * GIB, measure_activations=lambda: 4 * GIB)
+    left = gpu_cache_bytes(GPU, weights=10 * GIB, activations=4 * GIB)
     assert left == int(85 * GIB * GPU_SHARE)  # 1 GB for workspaces
     fewer = gpu_cache_bytes(GPU, graph_sizes=(1, 256), vocab_size=VOCABULARY)
     assert fewer < int(99 * GIB * GPU_SHARE) - 257 * 4 * VOCABULARY * GPU_SHARE
-    assert gpu_cache_bytes(GPU, measure_activations=lambda: 200 * GIB) == 0
+    assert gpu_cache_bytes(GPU, activations=200 * GIB) == 0
     with pytest.raises(ConfigurationError, match="take 101.00 GB; of the 140.00 GB of cuda:0, 100"):
         gpu_cache_bytes(GPU, weights=101 * GIB)
 
 
 def on_a_cpu(gigabytes: float, **options):
     return derive_geometry(
-        EngineConfig(**options), [KV], [STATE], 1000, cpu_bytes=int(gigabytes * GIB)
+        EngineConfig(**options), [KV], [STATE], 1000, int(gigabytes * GIB), on_gpu=False
     )
 
 

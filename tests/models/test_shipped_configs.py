@@ -87,7 +87,7 @@ def test_a_files_budgets_fit_its_gpus(path: Path, parallel: ParallelContext) -> 
         model.kv_specs.values(),
         model.state_specs.values(),
         model.config.vocab_size,
-        gpu_bytes=int(0.95 * (139 * GIB - weights - 4 * GIB)),  # 4 GB for activations and graphs
+        int(0.95 * (139 * GIB - weights - 4 * GIB)),  # 4 GB for activations and graphs
     )
     assert not geometry.has_recurrent or geometry.num_cached_slots >= 2
     if geometry.bytes_per_block:

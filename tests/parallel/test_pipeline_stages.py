@@ -301,10 +301,10 @@ def together(
                 whole_kv,
                 whole_states,
                 VOCABULARY,
-                minimum,
-                memory[rank],
-                stages[rank],
-                cpu_bytes=64 * GIB,
+                memory[rank] or 64 * GIB,
+                on_gpu=memory[rank] is not None,
+                minimum=minimum,
+                stage=stages[rank],
             )
         except ConfigurationError as error:
             found[rank] = error

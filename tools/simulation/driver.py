@@ -19,6 +19,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Lease, StepCheckpoint
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.latency import Latencies
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
@@ -101,7 +102,7 @@ class Simulation:
         self.context = DynamicInferenceContext(
             cache.geometry, max_tokens=MAX_TOKENS, max_seq_length=MAX_CONTEXT, cache=cache
         )
-        self.statistics = Statistics(cache)
+        self.statistics = Statistics(cache, Latencies(cache.geometry.max_requests))
         self.scheduler = Scheduler(
             self.context, self.statistics, twins=None if twins else _NoTwins(cache)
         )
