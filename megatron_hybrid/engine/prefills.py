@@ -21,13 +21,8 @@ class Prefills:
         statistics: Statistics,
         waiting: WaitingQueue,
         twins: Twins,
-        *,
-        break_at_checkpoints: bool,
     ) -> None:
-        """`break_at_checkpoints`: chunks end where a state is kept, for kernels that store none
-        inside a chunk."""
         self.started: list[Running] = []  # in order of admission
-        self.break_at_checkpoints = break_at_checkpoints
         self._context = context
         self._cache = context.cache
         self._statistics = statistics
@@ -107,7 +102,8 @@ class Prefills:
             running, geometry.block_size, max(1, above // geometry.block_size)
         )
         forks = self._cache.placement.for_waiters(shared, reached, start, running.prefill_tokens)
-        lease.forks = [c for c in forks if not self._twins.expects(lease.keys, c.position)]
+        promises = self._twins.promises
+        lease.forks = [c for c in forks if not promises.has(lease.keys, c.position)]
 
     def _chunk_end(self, running: Running, start: int, budget: int) -> int:
         lease, cache, length = running.lease, self._cache, running.prefill_tokens
@@ -116,7 +112,7 @@ class Prefills:
             for position, _ in lease.planned(start):
                 if position > end:
                     break
-                forced = self.break_at_checkpoints or cache.placement.needs_break(position)
+                forced = self._twins.break_at_checkpoints or cache.placement.needs_break(position)
                 if forced and not cache.is_cached(lease, position):
                     return position
         if end < length:

@@ -73,13 +73,7 @@ class Scheduler:
             twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
         self.twins = twins
         self.decodes = Decodes(context, statistics, speculation)
-        self._prefills = Prefills(
-            context,
-            statistics,
-            self._waiting,
-            twins,
-            break_at_checkpoints=break_at_checkpoints,
-        )
+        self._prefills = Prefills(context, statistics, self._waiting, twins)
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds

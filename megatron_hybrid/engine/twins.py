@@ -99,9 +99,11 @@ class Twins:
     """Who waits for whom, and what is kept for them until they were tried."""
 
     def __init__(self, cache: HybridCache, *, break_at_checkpoints: bool = False) -> None:
+        """`break_at_checkpoints`: chunks end where a state is kept, for kernels that store none
+        inside a chunk."""
         self._cache = cache
-        self._break_at_checkpoints = break_at_checkpoints
-        self._promises = Promises(cache.geometry.block_size)  # of this step
+        self.break_at_checkpoints = break_at_checkpoints
+        self.promises = Promises(cache.geometry.block_size)  # of this step
         self._budget = 1  # tokens that a step like this one computes of prompts
         self._unspared = 0  # tokens that this step computes because somebody does not wait
         self._step_tokens = min(STEP_TOKENS, STEP_BLOCKS * cache.geometry.block_size)
@@ -115,13 +117,13 @@ class Twins:
 
     def begin_step(self, budget: int) -> None:
         """A step is planned, which may compute so many tokens of prompts."""
-        self._promises = Promises(self._cache.geometry.block_size)
+        self.promises = Promises(self._cache.geometry.block_size)
         self._budget, self._unspared = max(1, budget), 0
 
     def promise(self, lease: Lease, end: int, reserved: Sequence[StepCheckpoint]) -> None:
         """A prefill runs, in this step up to `end`: note what it will leave. `reserved`: in this
         step."""
-        promises, cache = self._promises, self._cache
+        promises, cache = self.promises, self._cache
         if not cache.publishes(lease):
             return
         for checkpoint in reserved:
@@ -134,12 +136,8 @@ class Twins:
             needed = steps + _steps(position - end, self._budget)
             logits = kind == placement.PROMPT_END
             promises.add(lease.keys, position, has_logits=logits, steps=needed)
-            if self._break_at_checkpoints or cache.placement.needs_break(position):
+            if self.break_at_checkpoints or cache.placement.needs_break(position):
                 end, steps = position, needed
-
-    def expects(self, keys: SequenceKeys, position: int) -> bool:
-        """Whether a prefill of this step will leave that prefix of a sequence."""
-        return self._promises.has(keys, position)
 
     def must_wait(self, request: TrackedRequest, skip: int, budget: int) -> bool:
         """Whether a waiting request, which could skip `skip` tokens now, had better wait, if the
@@ -147,7 +145,7 @@ class Twins:
         if not request.may_skip or request.deferrals >= MOST_DEFERRALS:
             return False
         spares = 0
-        for promise in self._promises.to(request, skip):
+        for promise in self.promises.to(request, skip):
             is_awaited = promise.key == request.awaits  # worth it from when it began to wait
             if is_awaited or self._is_worth_it(request, skip, budget, promise):
                 self._defer(request, skip, promise)

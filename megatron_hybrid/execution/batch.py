@@ -253,24 +253,19 @@ def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) ->
 def _segments(chunks: list[PrefillChunk], starts: Ints, room: GraphSize) -> SegmentFigures[Ints]:
     """Filled up with empty prompts behind the last one. `starts`: the first token of each chunk
     among those of all, and the end of the last one."""
-    checkpoints = _checkpoints(chunks)
+    entries = [(i, p, slot) for i, chunk in enumerate(chunks) for p, slot in chunk.checkpoints]
+    sequence, position, slot = np.asarray(entries, dtype=np.int64).reshape(-1, 3).T
     cu_checkpoints = np.cumsum([0, *(len(chunk.checkpoints) for chunk in chunks)])
     return SegmentFigures(
         cu_seqlens=filled(starts, room.prompts + 1, int(starts[-1])),
         start_position=filled([chunk.start for chunk in chunks], room.prompts),
         read_slot=filled([chunk.read_slot for chunk in chunks], room.prompts),
         write_slot=filled([chunk.write_slot for chunk in chunks], room.prompts),
-        cu_checkpoints=filled(cu_checkpoints, room.prompts + 1, len(checkpoints)),
-        checkpoint_sequence=filled(checkpoints[:, 0], room.checkpoints),
-        checkpoint_position=filled(checkpoints[:, 1], room.checkpoints),
-        checkpoint_slot=filled(checkpoints[:, 2], room.checkpoints),
+        cu_checkpoints=filled(cu_checkpoints, room.prompts + 1, len(entries)),
+        checkpoint_sequence=filled(sequence, room.checkpoints),
+        checkpoint_position=filled(position, room.checkpoints),
+        checkpoint_slot=filled(slot, room.checkpoints),
         sequence_of_token=filled(
             np.repeat(np.arange(len(chunks)), np.diff(starts)), room.prefill_tokens, -1
         ),
     )
-
-
-def _checkpoints(chunks: list[PrefillChunk]) -> Ints:
-    """[checkpoints, 3]: sequence, position, slot."""
-    entries = [(i, p, slot) for i, chunk in enumerate(chunks) for p, slot in chunk.checkpoints]
-    return np.asarray(entries, dtype=np.int64).reshape(-1, 3)

@@ -90,8 +90,7 @@ def test_who_would_not_be_computed_sooner_waits_for_few_tokens_too():
 def test_who_has_begun_to_wait_goes_on_until_it_gets_what_it_waits_for():
     """The state at 128 comes a step before that at 200, and from there on 72 are not worth one."""
     engine = make_engine(block_size=64, kernel_chunk=128)
-    engine.scheduler._prefills.break_at_checkpoints = True
-    engine.scheduler._twins._break_at_checkpoints = True
+    engine.scheduler.twins.break_at_checkpoints = True
     engine.add_request("first", T[:264], ONE)
     engine.add_request("second", T[:264] + OWN[:20], ONE)
     engine.step()
