@@ -48,6 +48,7 @@ _forks.set_forkserver_preload(["mutation.preloaded"])
 SLOWER = 10.0  # a case that takes so many times as long as it did has noticed
 LEAST_SECONDS = 30.0
 FEW_SECONDS = 15.0  # of a file's cases, in one round
+OWN_SECONDS = 60.0  # of the cases of a room's own files, in the second round
 
 
 class Case(NamedTuple):
@@ -240,16 +241,18 @@ def cases_of_ci() -> set[str]:
 
 def rounds_of(cases: list[Case], room: str) -> list[list[Case]]:
     """In which order a mutant of `room` is shown its cases: files that cost little, some cases of
-    the others in the room's own tests, some of each other file, the rest. Most mutants die at once,
-    and those that survive could be shown hours of them.
+    some others in the room's own tests, some of each other file, the rest. Most mutants die at
+    once, and those that survive could be shown hours of them.
     """
     of_file: dict[str, list[Case]] = defaultdict(list)
     for case in sorted(cases, key=lambda case: case.seconds):
         of_file[case.name.partition("::")[0]].append(case)
     rounds: list[list[Case]] = [[], [], [], []]
+    own = 0.0
     for path, some in sorted(of_file.items(), key=lambda of: sum(case.seconds for case in of[1])):
         costs = list(itertools.accumulate(case.seconds for case in some))
-        few = 1 if path.startswith(f"tests/{room}/") else 2
+        few = 1 if path.startswith(f"tests/{room}/") and own < OWN_SECONDS else 2
+        own += min(costs[-1], FEW_SECONDS) if few == 1 and costs[-1] >= FEW_SECONDS else 0.0
         for number, (case, cost) in enumerate(zip(some, costs, strict=True)):
             is_few = cost < (FEW_SECONDS if number else 2 * FEW_SECONDS)
             rounds[0 if costs[-1] < FEW_SECONDS else few if is_few else 3].append(case)
