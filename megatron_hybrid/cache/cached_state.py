@@ -27,6 +27,7 @@ class CachedState:
     last_use: int = 0
     alive: bool = False  # in the pool
     runners: int = 0  # running requests that went on from here and left nothing further on
+    users: int = 0  # running requests that read or left it; only under ref_zero
     used_at: int = 0  # step of the last use
     turn: int = 0  # how often its conversation has gone on from a cached answer
     pause: int = 0  # steps before it last did

@@ -47,7 +47,7 @@ class LeastRecentlyUsed(ScoringRule):
         state.hits += 1
 
 
-class ReplayCost:
+class ReplayCost(ReuseEstimator):
     """The state goes first that is expected to save the fewest tokens for the time that it stays.
 
     That is the tokens to replay from the nearest surviving ancestor, times the hit density of
@@ -56,17 +56,11 @@ class ReplayCost:
     them: it goes before the rest. Where several prompts part, or two have read it, they do.
     """
 
-    def __init__(self, reuse: ReuseEstimator | None = None) -> None:
-        self._reuse = ReuseEstimator() if reuse is None else reuse
-        self.was_left = self._reuse.was_left
-        self.was_read = self._reuse.was_read
-        self.was_lost = self._reuse.was_lost
-
     def score(self, state: CachedState, now: int) -> Score:
         """The reads to expect in a step that it stays, times the tokens that each spares."""
         is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
         covered = state.children + state.runners == 1 and not is_fork
-        worth = max(1, state.replay_tokens) * self._reuse.density(state, now)
+        worth = max(1, state.replay_tokens) * self.density(state, now)
         return 0 if covered else 1, worth
 
 

@@ -67,7 +67,6 @@ class HybridCache:
         self.checkpoints_skipped = 0
         self._version = 0
         self.epoch = 0  # changes with the weights; part of every key
-        self._users: Counter[BlockKey] = Counter()  # of states; only under ref_zero
 
     def take_down_changes(self) -> CacheChanges:
         """What can be found from now on, as it changes. Before anything is."""
@@ -77,8 +76,7 @@ class HybridCache:
 
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
-        self.kv.begin_step(step)
-        self.states.begin_step(step)
+        self.kv.step = self.states.queue.now = step
 
     # -------------------------------------------------------------- admission
 
@@ -315,13 +313,11 @@ class HybridCache:
         self._leave(lease)
         self.store.release_blocks(lease.blocks)
         lease.blocks = []
-        for key in lease.used_keys:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                if (state := self.states.get(key)) is not None:
-                    self.store.forget(state)
-        lease.used_keys = []
+        for state in lease.used:
+            state.users -= 1
+            if not state.users and state.alive:
+                self.store.forget(state)
+        lease.used = []
 
     # ------------------------------------------------------------------ whole
 
@@ -409,7 +405,7 @@ class HybridCache:
         lease.turn, lease.fork = state.turn, state.fork
         if state.kind == placement.ANSWER_END:
             lease.turn += 1
-            lease.pause = self.states.now - state.used_at
+            lease.pause = self.states.queue.now - state.used_at
         self._follow(lease, state)
         state.runners += 1
         self.states.rescore(state)
@@ -429,5 +425,5 @@ class HybridCache:
 
     def _count_user(self, lease: Lease, state: CachedState) -> None:
         if not self._keeps_idle:
-            self._users[state.key] += 1
-            lease.used_keys.append(state.key)
+            state.users += 1
+            lease.used.append(state)

@@ -58,7 +58,7 @@ class KVBlockAllocator:
         self._tails_of: dict[int, list[BlockKey]] = {}
         self._parent = [0] * (num_blocks + 1)  # of mapped blocks
         self._cover = [0] * (num_blocks + 1)  # states at the block, and covered children
-        self._step = 0
+        self.step = 0  # the engine's; what is released was used until then
         # mapped blocks without references, the next one to be evicted first, each with the step
         # of its last use
         self._cached: OrderedDict[int, int] = OrderedDict()
@@ -84,7 +84,7 @@ class KVBlockAllocator:
     @property
     def num_available(self) -> int:
         """Blocks that are free or can be evicted."""
-        return len(self._free) + len(self._cached) + len(self._uncovered)
+        return self.num_free + self.num_cached
 
     @property
     def num_mapped(self) -> int:
@@ -107,10 +107,6 @@ class KVBlockAllocator:
         return np.array(steps, dtype=np.int64)
 
     # ------------------------------------------------------------------ verbs
-
-    def begin_step(self, step: int) -> None:
-        """What is released from now on was used until this step."""
-        self._step = step
 
     def allocate(self, count: int) -> list[int]:
         """`count` private blocks with one reference each, which have to be free."""
@@ -144,9 +140,9 @@ class KVBlockAllocator:
                 if keys[block] is None and block not in self._tails_of:
                     self._free.append(block)
                 elif self._needs_cover and self._cover[block] == 0:
-                    self._uncovered[block] = self._step
+                    self._uncovered[block] = self.step
                 else:
-                    self._cached[block] = self._step
+                    self._cached[block] = self.step
 
     def map(self, block: int, key: BlockKey, parent: int = DUMMY_BLOCK) -> int:
         """Map `key` to `block`, whose KV is complete, and return the block that holds the key.
@@ -301,7 +297,7 @@ class KVBlockAllocator:
     def _check_tails(self) -> None:
         of_blocks = {(key, tail.block) for key, tail in self.tails.items() if tail.block}
         assert of_blocks == {(key, b) for b, keys in self._tails_of.items() for key in keys}
-        for _, tail in self.tails.items():
+        for tail in self.tails.values():
             if tail.block and self._parent[tail.block]:
                 assert self._key[self._parent[tail.block]] == tail.parent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.checkpoint_placement import PlannedCheckpoint
 
@@ -60,7 +60,7 @@ class Lease:
     pinned: bool = False  # read_slot is a cached slot
     reads_own: bool = False  # that holds what this request has left itself
     decode_state: CachedState | None = None  # its newest decode checkpoint
-    used_keys: list[BlockKey] = field(default_factory=list)  # of states; only under ref_zero
+    used: list[CachedState] = field(default_factory=list)  # only under ref_zero
 
     def planned(self, position: int) -> list[PlannedCheckpoint]:
         """Checkpoints strictly above `position` that are still to be captured, ascending."""

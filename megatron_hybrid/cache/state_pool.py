@@ -60,18 +60,15 @@ class StatePool:
         self.mamba_hash_to_slot_id: dict[BlockKey, int] = {}
         self.evictions = 0
         self.uses = 0  # publications and hits: the pool's clock
-        self._evictable = EvictionQueue(LeastRecentlyUsed()) if queue is None else queue
+        self.queue = (
+            EvictionQueue(LeastRecentlyUsed()) if queue is None else queue
+        )  # evictable ones
         # Live slots are taken from the low end, checkpoints' from the high one: the states of a
         # batch then tend to lie side by side, where kernels can update them in place.
         self._free = FreeSlots(num_slots)
         self._state: list[CachedState | None] = [None] * (num_slots + 1)
         self._pins = [0] * (num_slots + 1)
         self._owned = [False] * (num_slots + 1)
-
-    @property
-    def now(self) -> int:
-        """The engine's step."""
-        return self._evictable.now
 
     @property
     def num_cached(self) -> int:
@@ -81,7 +78,7 @@ class StatePool:
     @property
     def num_evictable(self) -> int:
         """Cached ones that nobody is about to read."""
-        return len(self._evictable)
+        return len(self.queue)
 
     @property
     def num_free(self) -> int:
@@ -99,10 +96,6 @@ class StatePool:
 
     # ------------------------------------------------------------------ verbs
 
-    def begin_step(self, step: int) -> None:
-        """What is used from now on is used in this step."""
-        self._evictable.now = step
-
     def allocate(self, *, for_checkpoint: bool = False) -> int:
         """A free slot, owned from now on. Raises StatePoolExhausted, without any effect, when there
         is none."""
@@ -115,7 +108,7 @@ class StatePool:
     def evict(self) -> CachedState | None:
         """Free the slot of the state that goes first, and return that state; None when there is
         none. Whoever calls it has to forget what needs the state."""
-        victim = self._evictable.pop()
+        victim = self.queue.pop()
         if victim is not None:
             self.evictions += 1
             self._forget(victim)
@@ -148,8 +141,8 @@ class StatePool:
         state.slot = slot
         state.join()
         self._use(state)
-        self._evictable.rule.was_left(state)
-        self._evictable.add(state)
+        self.queue.rule.was_left(state)
+        self.queue.add(state)
         self.rescore(state.ancestor())
         return state
 
@@ -157,7 +150,7 @@ class StatePool:
         """Keep a cached slot until it is unpinned: somebody is about to read it."""
         assert not self._owned[slot], f"slot {slot} is not cached"
         self._pins[slot] += 1
-        self._evictable.discard(slot)
+        self.queue.discard(slot)
 
     def unpin(self, slot: int, *, used: bool) -> None:
         """Take a pin back. `used`: the state was read, which makes it recent."""
@@ -165,18 +158,18 @@ class StatePool:
         assert self._pins[slot] >= 0, f"slot {slot} is not pinned"
         state = self._state[slot]
         if state is not None and used:
-            self._evictable.rule.was_read(state, self._evictable.now)
+            self.queue.rule.was_read(state, self.queue.now)
             self._use(state)
         if self._pins[slot] == 0:
             if state is not None:
-                self._evictable.add(state)
+                self.queue.add(state)
             else:  # dropped while it was pinned
                 self._free.add(slot)
 
     def rescore(self, state: CachedState | None) -> None:
         """Whether a state covers anything may have changed."""
         if state is not None:
-            self._evictable.rescore(state)
+            self.queue.rescore(state)
 
     def is_pinned(self, slot: int) -> bool:
         """Whether somebody is about to read a cached slot."""
@@ -186,7 +179,7 @@ class StatePool:
         """Forget the state of `key`, if there is one, and return it."""
         state = self.get(key)
         if state is not None:
-            self._evictable.discard(state.slot)
+            self.queue.discard(state.slot)
             self._forget(state)
         return state
 
@@ -208,11 +201,11 @@ class StatePool:
     def _use(self, state: CachedState) -> None:
         self.uses += 1
         state.last_use = self.uses
-        state.used_at = self._evictable.now
+        state.used_at = self.queue.now
 
     def _forget(self, state: CachedState) -> None:
         """A cached state, which is not evictable any more, is lost."""
-        self._evictable.rule.was_lost(state, self._evictable.now)
+        self.queue.rule.was_lost(state, self.queue.now)
         self._state[state.slot] = None
         del self.mamba_hash_to_slot_id[state.key]
         self.rescore(state.leave())
@@ -222,14 +215,14 @@ class StatePool:
     def _move(self, state: CachedState, slot: int) -> None:
         """Let a cached state be what an owned slot holds, from now on."""
         old = state.slot
-        self._evictable.discard(old)
+        self.queue.discard(old)
         self._state[old] = None
         if self._pins[old] == 0:
             self._free.add(old)
         self._owned[slot] = False
         self._state[slot] = state
         self.mamba_hash_to_slot_id[state.key] = state.slot = slot
-        self._evictable.add(state)
+        self.queue.add(state)
 
     def check_integrity(
         self, owned: Iterable[int] | None = None, pinned: Iterable[int] | None = None
@@ -243,7 +236,7 @@ class StatePool:
             cached = state is not None
             held = cached or self._pins[slot] > 0
             assert (slot in self._free) + self._owned[slot] + held == 1, f"slot {slot}"
-            assert (slot in self._evictable) == (cached and self._pins[slot] == 0)
+            assert (slot in self.queue) == (cached and self._pins[slot] == 0)
             if state is not None:
                 assert state.alive and state.slot == slot
                 assert self.mamba_hash_to_slot_id.get(state.key) == slot

@@ -11,7 +11,9 @@ No torch in here, and no server: a router needs no more than this package and `c
 The engine's side:
 
     changes = engine.cache_changes()             # before the first request
-    publisher = KVEventPublisher(["ipc://.../kv-events-0"], ["ipc://.../kv-replay-0"])
+    publisher = KVEventPublisher(
+        ["ipc://.../kv-events-0"], ["ipc://.../kv-replay-0"], KVEventsConfig()
+    )
     publisher.publish(changes.take())            # after each step; never waits
 
 A router's side, one for each replica:

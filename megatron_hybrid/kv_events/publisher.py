@@ -14,6 +14,7 @@ import zmq
 
 from megatron_hybrid.cache.changes import Change
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kv_events.config import KVEventsConfig
 from megatron_hybrid.kv_events.contents import CacheContents
 from megatron_hybrid.kv_events.messages import Event, EventBatch, encode_batch, events_of
 
@@ -36,24 +37,22 @@ class KVEventPublisher:
 
     endpoints, replay_endpoints: for zmq; an endpoint with a wildcard or an ipc path is bound, any
     other one connected to (vLLM's rule). Raises ConfigurationError when one can't be had.
-    buffer_steps: batches kept for replay. hwm: batches kept for a subscriber that does not read,
-    before it loses some; nobody else notices. replica: goes with every batch.
+    config: the topic, how many batches are kept for replay, and how many for a subscriber that does
+    not read, before it loses some; nobody else notices. replica: goes with every batch.
     """
 
     def __init__(
         self,
         endpoints: Sequence[str],
-        replay_endpoints: Sequence[str] = (),
+        replay_endpoints: Sequence[str],
+        config: KVEventsConfig,
         *,
-        topic: str = "",
-        buffer_steps: int = 10_000,
-        hwm: int = 100_000,
         replica: int = 0,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
-        self._pub.set_hwm(hwm)
+        self._pub.set_hwm(config.hwm)
         self._pub.setsockopt(zmq.LINGER, 200)
         self._replay = context.socket(zmq.ROUTER)
         self._replay.set_hwm(0)  # a replay is bounded by the buffer, and useless with holes
@@ -67,11 +66,11 @@ class KVEventPublisher:
         self._woken.bind(f"inproc://kv-events-{id(self)}")
         self._bell.connect(f"inproc://kv-events-{id(self)}")
         self._queue: SimpleQueue[list[Change] | None] = SimpleQueue()
-        self._topic = topic.encode()
+        self._topic = config.topic.encode()
         self._replica = replica
         self._heartbeat_seconds = heartbeat_seconds
         self._sequence = _by_clock()  # of the next batch
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         # for snapshots; nobody can ask for one without an endpoint
         self._contents = CacheContents(keeps_tokens=True) if replay_endpoints else None
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,30 +31,23 @@ StoreFactory = Callable[[], "dist.Store"]
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class BeatExchange:
     """Hands this rank's beat to the others and theirs to us, while `run` runs in a thread.
 
     A thread of its own, because a store whose machine is gone may never answer.
-    own: called for this rank's beat, each time it is sent.
-    wake: called when there is a verdict: why the group has to end.
     """
 
-    def __init__(
-        self,
-        open_store: StoreFactory,
-        size: int,
-        own: Callable[[], RankBeat],
-        wake: Callable[[], None],
-    ) -> None:
-        self._open_store = open_store
-        self._size = size
-        self._own = own
-        self._wake = wake
-        self._store: dist.Store | None = None
-        self._ended = threading.Event()
-        self._beats: deque[list[RankBeat | None]] = deque(maxlen=1)  # read, and not taken yet
-        self.verdict: str | None = None  # why the group has to end: whoever found out first says it
-        self.answered = time.monotonic()  # when the store did last
+    open_store: StoreFactory
+    size: int  # ranks
+    own: Callable[[], RankBeat]  # called for this rank's beat, each time it is sent
+    wake: Callable[[], None]  # called when there is a verdict
+    verdict: str | None = None  # why the group has to end: whoever found out first says it
+    answered: float = field(default_factory=time.monotonic)  # when the store did last
+    _store: dist.Store | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    # read, and not taken yet
+    _beats: deque[list[RankBeat | None]] = field(default_factory=lambda: deque(maxlen=1))
 
     def run(self) -> None:
         """Until `leave`."""
@@ -61,7 +55,7 @@ class BeatExchange:
         while not self._ended.is_set():
             try:
                 if self._store is None:
-                    self._store = self._open_store()
+                    self._store = self.open_store()
                     self._store.compare_set(VERDICT, "", NO_VERDICT)
                 self._publish(self._store)
                 self._note(self._read(self._store), self._store.get(VERDICT).decode())
@@ -98,15 +92,15 @@ class BeatExchange:
             _within(ANSWER_SECONDS, lambda: self._publish(store))
 
     def _publish(self, store: dist.Store) -> None:
-        beat = self._own()
+        beat = self.own()
         store.set(_key(beat.rank), msgspec.json.encode(beat).decode())
 
     def _read(self, store: dist.Store) -> list[RankBeat | None]:
         """Everybody's beats. torch's store would wait for those that are not there yet."""
-        keys = [_key(rank) for rank in range(self._size)]
+        keys = [_key(rank) for rank in range(self.size)]
         if not store.check(keys):
             keys = [key for key in keys if store.check([key])]
-        found: list[RankBeat | None] = [None] * self._size
+        found: list[RankBeat | None] = [None] * self.size
         for value in store.multi_get(keys):
             beat = msgspec.json.decode(value, type=RankBeat)
             found[beat.rank] = beat
@@ -117,7 +111,7 @@ class BeatExchange:
         self.answered = time.monotonic()
         if verdict != NO_VERDICT:
             self.verdict = verdict
-            self._wake()
+            self.wake()
 
 
 def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:

@@ -102,7 +102,7 @@ def snapshot(cache: HybridCache) -> dict[str, object]:
 
 
 def evictable_order(cache: HybridCache) -> list[tuple[object, object]]:
-    return sorted((slot, entry[0]) for slot, entry in cache.states._evictable._entry.items())
+    return sorted((slot, entry[0]) for slot, entry in cache.states.queue._entry.items())
 
 
 def test_a_prompt_is_matched_up_to_the_last_block_that_leaves_a_token_to_compute():

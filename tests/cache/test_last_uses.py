@@ -16,7 +16,7 @@ def released_at(kv: KVBlockAllocator, *steps: int) -> list[int]:
     for block in blocks:
         parent = kv.map(block, f"{block}".encode(), parent)
     for block, step in reversed(list(zip(blocks, steps, strict=True))):
-        kv.begin_step(step)
+        kv.step = step
         kv.release([block])
     return blocks
 
@@ -25,14 +25,14 @@ def test_a_blocks_last_use_is_when_its_last_user_went():
     kv = KVBlockAllocator(8)
     blocks = released_at(kv, 9, 5, 2)
     assert sorted(kv.last_uses()) == [2, 5, 9]
-    kv.begin_step(20)
+    kv.step = 20
     kv.acquire(blocks[:2])
     assert sorted(kv.last_uses()) == [2]
     kv.acquire(blocks[:1])
-    kv.begin_step(30)
+    kv.step = 30
     kv.release(blocks[:2])
     assert sorted(kv.last_uses()) == [2, 30]
-    kv.begin_step(31)
+    kv.step = 31
     kv.release(blocks[:1])
     assert sorted(kv.last_uses()) == [2, 30, 31]
 
@@ -40,10 +40,10 @@ def test_a_blocks_last_use_is_when_its_last_user_went():
 def test_covering_and_uncovering_a_block_is_no_use_of_it():
     kv = KVBlockAllocator(8, needs_cover=True)
     first, last = released_at(kv, 9, 5)
-    kv.begin_step(20)
+    kv.step = 20
     kv.cover(last)
     assert kv.num_uncovered == 0 and sorted(kv.last_uses()) == [5, 9]
-    kv.begin_step(30)
+    kv.step = 30
     kv.uncover(last)
     assert kv.num_uncovered == 2 and sorted(kv.last_uses()) == [5, 9]
 
@@ -61,11 +61,11 @@ def test_private_and_evicted_blocks_have_no_last_use():
 def test_a_states_last_use_is_when_it_was_left_or_read():
     pool = StatePool(4)
     for step, name in ((3, b"a"), (5, b"b")):
-        pool.begin_step(step)
+        pool.queue.now = step
         pool.cache(pool.allocate(), CachedState(name, step, "fork"))
     assert sorted(pool.last_uses()) == [3, 5]
     slot = pool.mamba_hash_to_slot_id[b"a"]
-    pool.begin_step(8)
+    pool.queue.now = 8
     pool.pin(slot)
     pool.unpin(slot, used=False)
     assert sorted(pool.last_uses()) == [3, 5]

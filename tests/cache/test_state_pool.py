@@ -266,4 +266,4 @@ def test_a_state_that_is_gone_is_not_ranked_in_the_place_of_its_slots_next_one()
     pool.rescore(gone)
     pool.rescore(None)
     pool.check_integrity(owned=[], pinned=[])
-    assert pool._evictable.pop() is state
+    assert pool.queue.pop() is state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kv_events import (
     CacheContents,
     KVEventPublisher,
+    KVEventsConfig,
     KVEventSubscriber,
     decode_batch,
     wire_hash,
@@ -38,11 +40,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 class Engine:
     """Publishes what a test says that its cache does."""
 
-    def __init__(self, folder: Path, **options) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, folder: Path, *, heartbeat_seconds: float = 0.1, **options: Any) -> None:
         self.endpoints = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
         self.changes = CacheChanges(GEOMETRY)
         self.publisher = KVEventPublisher(
-            self.endpoints[:1], self.endpoints[1:], **{"heartbeat_seconds": 0.1} | options
+            self.endpoints[:1],
+            self.endpoints[1:],
+            KVEventsConfig(**options),
+            heartbeat_seconds=heartbeat_seconds,
         )
         self.step()
 
@@ -277,7 +282,7 @@ def test_an_endpoint_that_is_taken_is_refused_with_its_name(engine: Engine):
     taken = context.socket(zmq.PUB)
     port = taken.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(ConfigurationError, match=rf"tcp://0\.0\.0\.0:{port}.*--kv-events-config"):
-        KVEventPublisher([f"tcp://0.0.0.0:{port}"])
+        KVEventPublisher([f"tcp://0.0.0.0:{port}"], [], KVEventsConfig())
     taken.close(0)
 
 

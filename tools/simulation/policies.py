@@ -14,7 +14,6 @@ from megatron_hybrid.cache.checkpoint_placement import (
 from megatron_hybrid.cache.eviction import EvictionQueue, ReplayCost
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.reuse import ReuseEstimator
 from simulation.baselines import (
     BlockPlacement,
     MarconiPlacement,
@@ -75,7 +74,7 @@ class _WithoutDecode(CheckpointPlacement):
         return False
 
 
-class _Untaught(ReuseEstimator):
+class _Untaught(ReplayCost):
     """Takes every state for one that is read the later the older it is."""
 
     def _count(self, counts: list[float], age: int) -> None:
@@ -83,7 +82,7 @@ class _Untaught(ReuseEstimator):
 
 
 def _without_learning(geometry: CacheGeometry, shape: ModelShape) -> HybridCache:
-    return HybridCache(geometry, queue=EvictionQueue(ReplayCost(_Untaught())))
+    return HybridCache(geometry, queue=EvictionQueue(_Untaught()))
 
 
 def _ours(

@@ -38,14 +38,7 @@ def publishing(
     if not endpoints:
         yield lambda: None
         return
-    publisher = KVEventPublisher(
-        endpoints,
-        replays,
-        topic=config.topic,
-        buffer_steps=config.buffer_steps,
-        hwm=config.hwm,
-        replica=replica,
-    )
+    publisher = KVEventPublisher(endpoints, replays, config, replica=replica)
     changes = engine.cache_changes()
     publisher.publish(changes.take())
     try:

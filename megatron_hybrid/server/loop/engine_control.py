@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_hybrid.errors import RequestError, WeightsError
@@ -38,18 +38,15 @@ class _Update:
     stays_paused: bool
 
 
+@dataclass(eq=False)
 class EngineControl:
     """`send` gives a client its reply. In a lockstep group every replica is asked for an update,
     and they load the weights together."""
 
-    def __init__(
-        self, engine: DynamicInferenceEngine, send: Callable[[bytes, wire.Reply], None]
-    ) -> None:
-        self._engine = engine
-        self._lockstep = engine.lockstep
-        self._send = send
-        self._pauses: list[tuple[bytes, wire.Pause]] = []  # not answered yet
-        self._update: _Update | None = None
+    engine: DynamicInferenceEngine
+    send: Callable[[bytes, wire.Reply], None]
+    _pauses: list[tuple[bytes, wire.Pause]] = field(default_factory=list)  # not answered yet
+    _update: _Update | None = None
 
     def take(self, client: bytes, query: ControlQuery) -> None:
         """Begin what the query asks for. Some answers come with `proceed`."""
@@ -67,7 +64,7 @@ class EngineControl:
     def proceed(self) -> None:
         """To be called in every turn of the loop: do and answer what waited for the engine to come
         to rest, if it has."""
-        if not (self._pauses or self._update) or not self._engine.is_quiet:
+        if not (self._pauses or self._update) or not self.engine.is_quiet:
             return
         for client, query in self._pauses:
             self._succeed(client, query)
@@ -79,16 +76,17 @@ class EngineControl:
     def _others_are_at_rest(self) -> bool:
         """Whether every replica in lockstep waits to load weights, as this one does from now on;
         all learn it in the same turn."""
-        if self._lockstep is None:
+        lockstep = self.engine.lockstep
+        if lockstep is None:
             return True
-        if not self._lockstep.all_at_rest:
-            self._lockstep.is_at_rest = True
+        if not lockstep.all_at_rest:
+            lockstep.is_at_rest = True
             return False
-        self._lockstep.is_at_rest = self._lockstep.all_at_rest = False
+        lockstep.is_at_rest = lockstep.all_at_rest = False
         return True
 
     def _pause(self, client: bytes, query: wire.Pause) -> None:
-        self._engine.pause(query.mode)
+        self.engine.pause(query.mode)
         self._pauses.append((client, query))
         if self._update is not None:
             self._update.stays_paused = True
@@ -98,7 +96,7 @@ class EngineControl:
             raise _Conflict(
                 "New weights wait for running requests to end: resume when they are in place."
             )
-        self._engine.resume()
+        self.engine.resume()
         for waiting, pause in self._pauses:
             message = "The engine was resumed before it had come to rest."
             self._refuse(waiting, pause, message, _Conflict.status)
@@ -110,13 +108,13 @@ class EngineControl:
             raise _Conflict(
                 f"New weights from {self._update.query.folder} are being waited for already."
             )
-        was_paused = self._engine.is_paused
+        was_paused = self.engine.is_paused
         if query.mode or not was_paused:
-            self._engine.pause(query.mode or "finish")
+            self.engine.pause(query.mode or "finish")
         self._update = _Update(client, query, stays_paused=was_paused)
 
     def _load(self, update: _Update) -> None:
-        client, query, engine = update.client, update.query, self._engine
+        client, query, engine = update.client, update.query, self.engine
         logger.info("Reading new weights from %s.", query.folder)
         try:
             engine.update_weights(query.folder)
@@ -133,7 +131,7 @@ class EngineControl:
             engine.resume()
 
     def _succeed(self, client: bytes, query: wire.Query) -> None:
-        self._send(client, wire.Result(query.query_id, {"epoch": self._engine.epoch}))
+        self.send(client, wire.Result(query.query_id, {"epoch": self.engine.epoch}))
 
     def _refuse(self, client: bytes, query: wire.Query, message: str, status: int) -> None:
-        self._send(client, wire.Result(query.query_id, error=message, status=status))
+        self.send(client, wire.Result(query.query_id, error=message, status=status))

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import zmq
@@ -38,52 +39,35 @@ MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accide
 Broadcast = Callable[[list[wire.Command]], list[wire.Command]]
 
 
+@dataclass(eq=False)
 class EngineLoop:
-    """One rank's engine and, on the first rank, the socket to the front ends.
+    """One rank's engine and, on the first rank, the socket to the front ends."""
 
-    broadcast: hands the first rank's list to every rank of the group; None for a single rank.
-    front_end_failure: says why the front end is gone, or None while it is there.
-    max_queue: answers that may wait; every rank must be given the same.
-    on_join: called with the URL of each front end that has begun to take requests for this engine.
-    cache: what the coordinator of several replicas needs to know of this one's.
-    publish_cache: called when what the prefix cache holds may have changed; must not wait.
-    waker: of a first rank whose replica steps together with others.
-    on_turn: called at the beginning of each turn.
-    """
+    engine: DynamicInferenceEngine
+    socket: zmq.Socket[bytes] | None
+    _: KW_ONLY
+    broadcast: Broadcast | None = None  # the first rank's list to all of the group; None: alone
+    # says why the front end is gone, or None while it is there
+    front_end_failure: Callable[[], str | None] = lambda: None
+    # called with the URL of each front end that has begun to take requests for this engine
+    on_join: Callable[[str], None] = lambda url: None
+    max_queue: int = 1_000_000  # answers that may wait; every rank must be given the same
+    cache: wire.CacheSizes = wire.NO_CACHE  # what a coordinator needs to know of it
+    # called when what the prefix cache holds may have changed; must not wait
+    publish_cache: Callable[[], None] = lambda: None
+    waker: Waker | None = None  # of a first rank whose replica steps together with others
+    on_turn: Callable[[], None] = lambda: None  # called at the beginning of each turn
 
-    def __init__(
-        self,
-        engine: DynamicInferenceEngine,
-        socket: zmq.Socket[bytes] | None,
-        *,
-        broadcast: Broadcast | None = None,
-        front_end_failure: Callable[[], str | None] = lambda: None,
-        on_join: Callable[[str], None] = lambda url: None,
-        max_queue: int = 1_000_000,
-        cache: wire.CacheSizes = wire.NO_CACHE,
-        publish_cache: Callable[[], None] = lambda: None,
-        waker: Waker | None = None,
-        on_turn: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._engine = engine
-        self._socket = socket
-        self._broadcast = broadcast
-        self._front_end_failure = front_end_failure
-        self._on_join = on_join
-        self._max_queue = max_queue
-        self._cache = cache
-        self._publish_cache = publish_cache
+    def __post_init__(self) -> None:
+        self.failure: Exception | None = None  # of the last step that failed
         self._clients: set[bytes] = set()
-        self._requests = RunningRequests(engine, self._send, max_queue)
+        self._requests = RunningRequests(self.engine, self._send, self.max_queue)
+        self._control = EngineControl(self.engine, self._send)
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._failed_steps = 0
-        self.failure: Exception | None = None  # of the last step that failed
         self._last_heartbeat = 0.0
-        self._is_alone = broadcast is None and engine.lockstep is None
-        self._lockstep = engine.lockstep
-        self._waker = waker
-        self._on_turn = on_turn
+        self._lockstep = self.engine.lockstep
         self._stop_requested = False
         self._has_ended = False  # nobody needs this replica any more
         self._drain_until: float | None = None
@@ -91,7 +75,6 @@ class EngineLoop:
         self._told: set[bytes] = set()  # clients that know of it
         self._left: set[bytes] = set()  # those whose last request is here
         self._unreachable: list[bytes] = []  # clients that went away since the last turn
-        self._control = EngineControl(engine, self._send)
 
     def request_stop(self) -> None:
         """End the loop at its next turn; safe in a signal handler and in any thread."""
@@ -109,22 +92,22 @@ class EngineLoop:
         reason = "The server is shutting down."
         exit_code = 0
         while True:
-            self._on_turn()
-            commands = self._receive() if self._socket is not None else []
-            if self._broadcast is not None:
-                commands = self._broadcast(commands)
+            self.on_turn()
+            commands = self._receive() if self.socket is not None else []
+            if self.broadcast is not None:
+                commands = self.broadcast(commands)
             if self._ends_with(commands):
                 break
             for command in commands:
                 self._apply(command)
-            if (self._lockstep is not None or self._engine.has_work()) and not self._step():
+            if (self._lockstep is not None or self.engine.has_work()) and not self._step():
                 reason = "The engine failed and cannot go on; its log says why."
                 exit_code = 1
                 break
             if self._lockstep is not None and self._lockstep.is_stopping:
                 break
             self._control.proceed()
-            self._publish_cache()  # what commands changed, or a step that failed
+            self.publish_cache()  # what commands changed, or a step that failed
             failure = self._keep_contact()
             if self._drain_until is not None:
                 is_late = time.monotonic() > self._drain_until
@@ -141,7 +124,7 @@ class EngineLoop:
 
     def _receive(self) -> list[wire.Command]:
         """The front ends' commands for this step; blocks for a while if there is nothing to do."""
-        assert self._socket is not None
+        assert self.socket is not None
         if self._stop_requested or self._has_ended:
             return [wire.Stop(at_once=self._stop_requested)]
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
@@ -149,25 +132,25 @@ class EngineLoop:
             idle_seconds = GRAMMAR_POLL_SECONDS
         self._backlog.extend((b"", command) for command in self._abort_orphans())
         shared = self._requests.compiled_grammars()
-        is_busy = shared or self._backlog or self._engine.has_work()
+        is_busy = shared or self._backlog or self.engine.has_work()
         timeout = 0 if is_busy else int(1000 * idle_seconds)
         sleeps = timeout > 0
-        if self._waker is not None and sleeps:
-            self._waker.wait(self._socket, timeout)
+        if self.waker is not None and sleeps:
+            self.waker.wait(self.socket, timeout)
             timeout = 0
         for _ in range(COMMANDS_AT_ONCE):
-            if not self._socket.poll(timeout):
+            if not self.socket.poll(timeout):
                 break
             timeout = 0
-            client, payload = self._socket.recv_multipart()
+            client, payload = self.socket.recv_multipart()
             for command in wire.decode_commands(payload):
                 if isinstance(command, wire.GetStats):
-                    self._send(client, wire.Result(command.query_id, self._engine.stats()))
+                    self._send(client, wire.Result(command.query_id, self.engine.stats()))
                 else:
                     self._backlog.append((client, command))
         shared += self._take()
-        if self._waker is not None and sleeps and shared:
-            self._waker.wake_others()
+        if self.waker is not None and sleeps and shared:
+            self.waker.wake_others()
         return shared
 
     def _take(self) -> list[wire.Command]:
@@ -185,7 +168,7 @@ class EngineLoop:
             elif isinstance(command, wire.Left):
                 self._left.add(client)
             elif isinstance(command, wire.Joined):
-                self._on_join(command.url)
+                self.on_join(command.url)
             else:
                 if isinstance(command, wire.AddRequest):
                     room -= len(command.prompt) // BYTES_A_COMMAND
@@ -220,14 +203,14 @@ class EngineLoop:
         return [wire.AbortRequest(name) for name in self._requests.orphans(gone)]
 
     def _ready(self) -> wire.EngineReady:
-        engine = self._engine
+        engine = self.engine
         return wire.EngineReady(
             engine.max_seq_length,
             engine.vocab_size,
             engine.eos_token_ids,
             os.getpid(),
-            self._max_queue,
-            self._cache,
+            self.max_queue,
+            self.cache,
             engine.max_seq_length_flag,
         )
 
@@ -246,7 +229,7 @@ class EngineLoop:
             case wire.Pause() | wire.Resume() | wire.UpdateWeights():
                 self._control.take(client, command)  # which answers
             case wire.ResetPrefixCache(query_id):
-                self._engine.reset_prefix_cache()
+                self.engine.reset_prefix_cache()
                 self._send(client, wire.Result(query_id))
             case wire.AbortAnswers(query_id, http_request):
                 values = {"aborted": self._requests.abort_all_of(http_request)}
@@ -255,42 +238,37 @@ class EngineLoop:
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""
         try:
-            events = self._engine.step()
+            events = self.engine.step()
         except Exception as error:
             logger.exception("The engine's step failed.")
             self._requests.fail_all(f"The engine failed in a step: {type(error).__name__}: {error}")
             self._failed_steps += 1
             self.failure = error
             # Other ranks may wait in a collective that this one has left: there is no going on.
-            sound = self._is_alone and not isinstance(error, DeviceLostError)
+            is_alone = self.broadcast is None and self._lockstep is None
+            sound = is_alone and not isinstance(error, DeviceLostError)
             return sound and self._failed_steps < MAX_FAILED_STEPS
         self._failed_steps = 0
-        self._publish_cache()  # first: who sees the answer may ask again at once
+        self.publish_cache()  # first: who sees the answer may ask again at once
         self._requests.publish(events)
         return True
 
     def _keep_contact(self) -> str | None:
         """Send a heartbeat when one is due; why the front end is gone, if it is."""
-        if self._socket is None:
+        if self.socket is None:
             return None
         now = time.monotonic()
         interval = HEARTBEAT_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
         if now - self._last_heartbeat < interval:
             return None
         self._last_heartbeat = now
-        self._send_all(wire.Heartbeat(self._engine.is_paused))
-        return self._front_end_failure()
+        self._send_all(wire.Heartbeat(self.engine.is_paused))
+        return self.front_end_failure()
 
     def _send_all(self, reply: wire.Reply) -> None:
         for client in list(self._clients):
             self._send(client, reply)
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
-        if self._socket is None:
-            return
-        try:
-            self._socket.send_multipart([client, wire.encode([reply])])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        if self.socket is not None and not wire.send(self.socket, client, reply):
             self._unreachable.append(client)

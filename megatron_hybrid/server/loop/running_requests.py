@@ -38,20 +38,17 @@ class _Delayed:
     aborts: list[wire.AbortRequest] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class RunningRequests:
     """What front ends have asked of `engine`. All that is decided here follows from the commands
-    and from the engine's state, so every rank decides alike.
+    and from the engine's state, so every rank decides alike."""
 
-    max_queue: answers that may wait.
-    """
-
-    def __init__(self, engine: DynamicInferenceEngine, send: Send, max_queue: int) -> None:
-        self._engine = engine
-        self._send = send
-        self._max_queue = max_queue
-        self._owned: dict[str, _Owned] = {}
-        self._delayed: dict[str, _Delayed] = {}  # theirs are owned already
-        self._turned_away = "", ""  # the HTTP request that was refused last, and why
+    engine: DynamicInferenceEngine
+    send: Send
+    max_queue: int  # answers that may wait
+    _owned: dict[str, _Owned] = field(default_factory=dict)
+    _delayed: dict[str, _Delayed] = field(default_factory=dict)  # theirs are owned already
+    _turned_away: tuple[str, str] = "", ""  # the HTTP request that was refused last, and why
 
     def __len__(self) -> int:
         return len(self._owned)
@@ -64,13 +61,13 @@ class RunningRequests:
     def add(self, client: bytes, command: wire.AddRequest) -> None:
         """Take a request, or tell its client why not."""
         if (no_room := self._no_room(command)) is not None:
-            self._send(client, wire.Refused(command.request_id, "", no_room, 429))
+            self.send(client, wire.Refused(command.request_id, "", no_room, 429))
         elif command.params.grammar is None:
             self._submit(client, command)
         else:
             # At the next turn at the earliest, when the first rank has seen that it is compiled:
             # the ranks' threads need not be equally fast.
-            self._engine.begin_grammar(command.params)
+            self.engine.begin_grammar(command.params)
             self._delayed[command.request_id] = _Delayed(client, command)
             self._own(client, command)
 
@@ -79,7 +76,7 @@ class RunningRequests:
         return [
             wire.GrammarReady(name)
             for name, delayed in self._delayed.items()
-            if self._engine.begin_grammar(delayed.request.params)
+            if self.engine.begin_grammar(delayed.request.params)
         ]
 
     def go_on(self, request_id: str) -> None:
@@ -97,7 +94,7 @@ class RunningRequests:
         if command.request_id in self._delayed:
             self._delayed[command.request_id].aborts.append(command)
         else:
-            self._engine.abort(command.request_id, command.index, command.reason)
+            self.engine.abort(command.request_id, command.index, command.reason)
 
     def abort_all_of(self, http_request: str) -> int:
         """End one HTTP request, whose prompts are engine requests named `<its id>-<number>`; how
@@ -128,7 +125,7 @@ class RunningRequests:
                 if not owned.open:
                     del self._owned[event.request_id]
         for client, client_events in by_client.items():
-            self._send(client, wire.Events(client_events))
+            self.send(client, wire.Events(client_events))
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error, in the engine and for its client."""
@@ -136,11 +133,11 @@ class RunningRequests:
         self._delayed.clear()
         self.publish([event for name in lost for event in self._failures(name, reason)])
         for request_id in lost:
-            self._engine.abort(request_id)
+            self.engine.abort(request_id)
 
     def _submit(self, client: bytes, command: wire.AddRequest) -> None:
         try:
-            self._engine.add_request(
+            self.engine.add_request(
                 command.request_id,
                 np.frombuffer(command.prompt, dtype=np.int32),
                 command.params,
@@ -151,12 +148,12 @@ class RunningRequests:
                 arrived=command.arrived,
             )
         except InvalidRequestError as error:
-            self._send(
+            self.send(
                 client, wire.Refused(command.request_id, error.field, str(error), error.status)
             )
         except Exception as error:  # it concerns nobody else; every rank has it
             logger.exception("A request could not be added.")
-            self._engine.abort(command.request_id)
+            self.engine.abort(command.request_id)
             reason = f"The engine could not take the request: {type(error).__name__}: {error}"
             self._own(client, command)
             self.publish(self._failures(command.request_id, reason))
@@ -178,13 +175,13 @@ class RunningRequests:
         http_request = command.request_id.rpartition("-")[0]
         if command.answers == 0:
             return self._turned_away[1] if self._turned_away[0] == http_request else None
-        waiting = self._engine.num_waiting + len(self._delayed)
+        waiting = self.engine.num_waiting + len(self._delayed)
         # A request with more answers than the queue has places runs when nobody else waits.
-        if not waiting or waiting + command.answers <= self._max_queue:
+        if not waiting or waiting + command.answers <= self.max_queue:
             return None
         message = (
             f"{waiting} answers are waiting and this request asks for {command.answers}; the "
-            f"limit is {self._max_queue} (--max-queue). Try again later."
+            f"limit is {self.max_queue} (--max-queue). Try again later."
         )
         self._turned_away = http_request, message
         return message

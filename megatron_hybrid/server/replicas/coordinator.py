@@ -184,11 +184,7 @@ class Coordinator:
                 self._send(client, wire.Heartbeat())
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
-        try:
-            self._socket.send_multipart([client, wire.encode([reply])])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        if not wire.send(self._socket, client, reply):
             for request_id in self._owners.pop(client, ()):
                 if self.placer is not None:
                     self.placer.end(request_id)

@@ -108,7 +108,7 @@ class ReplicaSet:
         for replica, reason in silent.items():
             if self.clients[replica].ready is not None:  # it lives, and has not done it yet
                 raise EngineUnavailable(f"Replica {replica}: {reason}{_done_on(sorted(results))}")
-        return _combined(list(results.values()))
+        return sum_stats(list(results.values()))
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters; of several, added up and, under `engines`, each by its number."""
@@ -214,15 +214,6 @@ def _takes_requests(client: EngineClient) -> bool:
     return True
 
 
-def _combined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers of answers are added up; an epoch is the one that every replica has reached."""
-    combined: dict[str, Any] = {}
-    for name in results[0]:
-        values = [values[name] for values in results if name in values]
-        combined[name] = min(values) if name == "epoch" else sum(values)
-    return combined
-
-
 def _as_one(refusals: dict[int, QueryFailed], succeeded: list[int]) -> QueryFailed:
     replica, first = next(iter(refusals.items()))
     if not succeeded and len({str(refusal) for refusal in refusals.values()}) == 1:
@@ -235,7 +226,8 @@ def _done_on(replicas: list[int]) -> str:
 
 
 def sum_stats(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of at least one engine's stats(): counters, gauges and histograms are added up.
+    """Of at least one engine's stats(), or results of a query: counters, gauges and histograms are
+    added up.
 
     `paused` is true if all of them are, `epoch` is the lowest, `started` the earliest. A key that
     only some have is added up over those.

@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 
 from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.kv_events import KVEventPublisher
+from megatron_hybrid.kv_events import KVEventPublisher, KVEventsConfig
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
@@ -52,7 +52,9 @@ class Replica:
             self.engine, self._socket, max_queue=4, cache=HYBRID, on_join=self.joined.append
         )
         self.publisher = KVEventPublisher(
-            [folder.kv_events_endpoint(number)], [folder.kv_replay_endpoint(number)]
+            [folder.kv_events_endpoint(number)],
+            [folder.kv_replay_endpoint(number)],
+            KVEventsConfig(),
         )
         self._changes = CacheChanges(GEOMETRY)
         self.publisher.publish(self._changes.take())
