@@ -5,9 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
-from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.cached_state import CachedState
-from megatron_hybrid.cache.reuse import ReuseEstimator
 
 POLICIES = ("ref_zero", "lru", "replay_cost")
 SCORED_IN_TURN = 2  # states at each eviction, all in turn
@@ -45,23 +43,6 @@ class LeastRecentlyUsed(ScoringRule):
     def was_read(self, state: CachedState, now: int) -> None:
         """Counts the hit."""
         state.hits += 1
-
-
-class ReplayCost(ReuseEstimator):
-    """The state goes first that is expected to save the fewest tokens for the time that it stays.
-
-    That is the tokens to replay from the nearest surviving ancestor, times the hit density of
-    states like it at its age. A state with one other behind it on the same path, or one request
-    running from it, covers nothing that the other one won't, unless somebody branches off between
-    them: it goes before the rest. Where several prompts part, or two have read it, they do.
-    """
-
-    def score(self, state: CachedState, now: int) -> Score:
-        """The reads to expect in a step that it stays, times the tokens that each spares."""
-        is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
-        covered = state.children + state.runners == 1 and not is_fork
-        worth = max(1, state.replay_tokens) * self.density(state, now)
-        return 0 if covered else 1, worth
 
 
 class EvictionQueue:

@@ -29,10 +29,11 @@ from megatron_hybrid.cache.checkpoint_placement import (
     CheckpointPlacement,
     PlannedCheckpoint,
 )
-from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, ReplayCost
+from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
 from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
+from megatron_hybrid.cache.replay_cost import ReplayCost
 from megatron_hybrid.cache.state_pool import NULL_SLOT
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 

@@ -92,10 +92,6 @@ class KVBlockAllocator:
         partial = sum(self._key[block] is None for block in self._tails_of)
         return len(self.kv_hash_to_block_id) + partial
 
-    def references(self, block: int) -> int:
-        """How many users a block has."""
-        return self._references[block]
-
     def count_idle(self, blocks: Iterable[int]) -> int:
         """How many of these mapped blocks nobody references."""
         references = self._references
@@ -214,39 +210,14 @@ class KVBlockAllocator:
                 self._uncovered[block] = self._cached.pop(block)
             block = self._parent[block]
 
-    def evict(self) -> DroppedBlock | None:
+    def evict(self, *, counts: bool = True) -> DroppedBlock | None:
         """Unmap and free the least recently used leaf; None when nothing is cached. Whoever calls
-        it has to forget what stands on the keys."""
+        it has to forget what stands on the keys. `counts`: as an eviction, which makes room."""
         queue = self._uncovered or self._cached
         if not queue:
             return None
-        self.evictions += 1
-        return self._drop(queue.popitem(last=False)[0])
-
-    def drop_idle(self) -> list[DroppedBlock]:
-        """Unmap and free every cached block, children first; that makes room for nobody, so it
-        counts as no eviction."""
-        dropped = []
-        while queue := self._uncovered or self._cached:
-            dropped.append(self._drop(queue.popitem(last=False)[0]))
-        return dropped
-
-    def clear(self) -> None:
-        """Unmap everything. Blocks in use stay with their users and are freed when released."""
-        for block in [*self.kv_hash_to_block_id.values(), *self._tails_of]:
-            self._key[block] = None
-            self._cover[block] = self._parent[block] = 0
-        self.kv_hash_to_block_id.clear()
-        self._tails_of.clear()
-        self.tails.clear()
-        self._free += [*self._uncovered, *self._cached]
-        self._cached.clear()
-        self._uncovered.clear()
-
-    # ---------------------------------------------------------------- details
-
-    def _drop(self, block: int) -> DroppedBlock:
-        """Unmap an idle block, which is in no queue any more, and free it."""
+        block, _ = queue.popitem(last=False)
+        self.evictions += counts
         tails = self._tails_of.pop(block, [])
         for tail in tails:
             self.tails.remove(tail)
@@ -261,6 +232,20 @@ class KVBlockAllocator:
         self._parent[block] = 0
         self._free.append(block)
         return DroppedBlock(block, key, tails)
+
+    def clear(self) -> None:
+        """Unmap everything. Blocks in use stay with their users and are freed when released."""
+        for block in [*self.kv_hash_to_block_id.values(), *self._tails_of]:
+            self._key[block] = None
+            self._cover[block] = self._parent[block] = 0
+        self.kv_hash_to_block_id.clear()
+        self._tails_of.clear()
+        self.tails.clear()
+        self._free += [*self._uncovered, *self._cached]
+        self._cached.clear()
+        self._uncovered.clear()
+
+    # ---------------------------------------------------------------- details
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `tables`: the blocks that each user holds, with multiplicity."""

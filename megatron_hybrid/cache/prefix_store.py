@@ -16,7 +16,7 @@ from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES, CacheChanges
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, DroppedBlock, KVBlockAllocator
+from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
 from megatron_hybrid.cache.state_pool import StatePool
 from megatron_hybrid.cache.tail_index import Tail, is_usable
 from megatron_hybrid.errors import KVBlocksExhausted
@@ -179,8 +179,7 @@ class PrefixStore:
                 self._uncover_a_path()
                 if kv.num_free >= count:  # the ends of sequences may be free at once
                     break
-            if (dropped := kv.evict()) is not None:
-                self._forget_block(dropped)
+            self._drop_block(counts=True)
         return kv.allocate(count)
 
     def allocate_slot(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
@@ -202,9 +201,8 @@ class PrefixStore:
     def release_blocks(self, blocks: Sequence[int]) -> None:
         """Give back a reference to each block of a sequence's table."""
         self.kv.release(blocks)
-        if not self._keeps_idle:
-            for dropped in self.kv.drop_idle():
-                self._forget_block(dropped)
+        while not self._keeps_idle and self._drop_block(counts=False):
+            pass
 
     # ------------------------------------------------------------------- whole
 
@@ -284,8 +282,11 @@ class PrefixStore:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
 
-    def _forget_block(self, dropped: DroppedBlock) -> None:
-        """The states that need the KV of an evicted block go with it."""
+    def _drop_block(self, *, counts: bool) -> bool:
+        """Evict a block, and the states that need its KV with it; whether there was one."""
+        dropped = self.kv.evict(counts=counts)
+        if dropped is None:
+            return False
         for tail in dropped.tails:
             if self.states.drop(tail) is not None:
                 self._remember_evicted(tail)
@@ -295,6 +296,7 @@ class PrefixStore:
                 self._remember_evicted(dropped.key)
                 self._tell_of_removal(dropped.key, STATES)
             self._tell_of_removal(dropped.key, BLOCKS)
+        return True
 
     def _tell_of_removal(self, key: BlockKey, kind: int) -> None:
         if self.changes is not None:

@@ -26,12 +26,6 @@ END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 CLOSE_SECONDS = 2.0
 
 
-def _by_clock() -> int:
-    """Where a stream's sequence numbers begin: microseconds since 1970. So those of a restarted
-    engine are greater, and a subscriber that compares numbers sees that it missed something."""
-    return time.time_ns() // 1000
-
-
 class KVEventPublisher:
     """A PUB socket for batches, and a ROUTER for those who missed some, as vLLM has them.
 
@@ -69,7 +63,9 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._replica = replica
         self._heartbeat_seconds = heartbeat_seconds
-        self._sequence = _by_clock()  # of the next batch
+        # Of the next batch. The first one is a time, in microseconds: those of a restarted engine
+        # are greater, so a subscriber that compares numbers sees that it missed something.
+        self._sequence = time.time_ns() // 1000
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         # for snapshots; nobody can ask for one without an endpoint
         self._contents = CacheContents(keeps_tokens=True) if replay_endpoints else None

@@ -12,8 +12,8 @@ from megatron_hybrid.cache.eviction import (
     SCORED_ANEW,
     EvictionQueue,
     LeastRecentlyUsed,
-    ReplayCost,
 )
+from megatron_hybrid.cache.replay_cost import ReplayCost
 
 
 class Given:

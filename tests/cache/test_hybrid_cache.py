@@ -136,9 +136,9 @@ def test_the_tail_is_copied_into_a_block_of_the_readers_own():
     assert (destination, count) == (lease.blocks[1], 2)
     assert source != destination and source not in lease.blocks
     cache.check_integrity([lease])
-    assert cache.kv.references(source) == 1
+    assert cache.kv._references[source] == 1
     cache.tail_was_copied(lease)
-    assert cache.kv.references(source) == 0 and lease.copy is None
+    assert cache.kv._references[source] == 0 and lease.copy is None
     cache.check_integrity([lease])
     cache.release(lease)
     cache.check_integrity([])
@@ -165,7 +165,7 @@ def test_a_tail_and_its_full_block_share_one_reference_count():
     reader = admit(cache, prompt[:9])
     # KV up to 8 is found, so the state at 6 needs no copy; 6 and 7 are computed without writing
     assert (reader.skip, reader.num_shared, reader.copy) == (6, 2, None)
-    assert reader.blocks[1] == tail_block and cache.kv.references(tail_block) == 2
+    assert reader.blocks[1] == tail_block and cache.kv._references[tail_block] == 2
     cache.check_integrity([lease, reader])
 
 

@@ -120,7 +120,7 @@ def test_a_newcomer_with_known_content_gets_the_mapped_block_and_frees_its_own()
     (first,) = map_path(store, "a")
     (twin,) = store.allocate_blocks(1)
     assert allocator.map(twin, b"a") == first
-    assert allocator.references(first) == 2 and allocator.num_free == 3
+    assert allocator._references[first] == 2 and allocator.num_free == 3
     allocator.release([first])
     allocator.release([first])
     assert keys(allocator) == {"a"}

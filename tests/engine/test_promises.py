@@ -177,7 +177,7 @@ def test_a_tail_is_given_back_after_the_step_that_copied_it(own: list[int]):
     assert request.lease.skip == 18
     assert request.lease.copy is None
     (tail,) = {tail.block for _, tail in engine.context.cache.kv.tails.items() if tail.fill == 2}
-    assert engine.context.cache.kv.references(tail) == 0
+    assert engine.context.cache.kv._references[tail] == 0
     run(engine)
 
 

@@ -11,9 +11,10 @@ from megatron_hybrid.cache.checkpoint_placement import (
     CheckpointPlacement,
     PlannedCheckpoint,
 )
-from megatron_hybrid.cache.eviction import EvictionQueue, ReplayCost
+from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.replay_cost import ReplayCost
 from simulation.baselines import (
     BlockPlacement,
     MarconiPlacement,

@@ -40,6 +40,10 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes
     text: str
 
+    def unpacked(self) -> GeneratedAnswer:
+        """As whoever made it had it."""
+        return GeneratedAnswer(memoryview(self.ids).cast("I").tolist(), self.text)
+
 
 class Remember(msgspec.Struct, frozen=True, tag=True):
     """Sent by a front end when an answer is complete."""
@@ -156,9 +160,8 @@ class AnswerMemoryClient:
 
     def remember(self, key: bytes, token_ids: Sequence[int], text: str) -> None:
         """Send an answer; it is dropped if the memory does not read."""
-        stored = Stored(array("I", token_ids).tobytes(), text)
         with self._lock:
-            self._send(Remember(key, stored))
+            self._send(Remember(key, Stored(array("I", token_ids).tobytes(), text)))
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedAnswer | None]:
         """What the memory holds; nothing if it does not answer soon."""
@@ -177,7 +180,7 @@ class AnswerMemoryClient:
                     break
                 found = _decode_found(self._socket.recv())
                 if found.lookup_id == lookup_id:  # else: an answer that came too late
-                    return [None if one is None else _unpacked(one) for one in found.answers]
+                    return [None if one is None else one.unpacked() for one in found.answers]
             self._silent_until = time.monotonic() + PAUSE_SECONDS
         return nothing
 
@@ -193,12 +196,6 @@ class AnswerMemoryClient:
         except zmq.Again:  # a full queue: the engine is gone, or stands still
             return False
         return True
-
-
-def _unpacked(stored: Stored) -> GeneratedAnswer:
-    ids = array("I")
-    ids.frombytes(stored.ids)
-    return GeneratedAnswer(ids.tolist(), stored.text)
 
 
 class Asked(NamedTuple):

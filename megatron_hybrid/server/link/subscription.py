@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
@@ -31,33 +32,29 @@ Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable
 AnswerKey = tuple[str, int]  # an engine request's id, and which of its answers
 
 
+@dataclass(eq=False)
 class Subscription:
-    """The events of one HTTP request's engine requests, in the order of their arrival.
+    """The events of one HTTP request's engine requests, in the order of their arrival."""
 
-    whole: deliver an answer's events as one, when it has ended; what nobody looks at earlier
-    need not wake a thread at every step. on_first: called with the id of each engine request when
-    its first event comes, in the client's thread.
-    """
+    client: EngineClient
+    _: KW_ONLY
+    # Deliver an answer's events as one, when it has ended; what nobody looks at earlier need not
+    # wake a thread at every step.
+    whole: bool
+    # called with the id of each engine request when its first event comes, in the client's thread
+    on_first: Callable[[str], None] = lambda name: None
+    first_event: float | None = None  # when it came, by `time.monotonic`
+    open_answers: set[AnswerKey] = field(default_factory=set)
+    _begun: set[str] = field(default_factory=set)  # engine requests of which an event has come
+    _partial: dict[AnswerKey, RequestEvent] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        whole: bool,
-        on_first: Callable[[str], None] = lambda name: None,
-    ) -> None:
-        self._client = client
-        self._whole = whole
-        self._on_first = on_first
+    def __post_init__(self) -> None:
+        # Looked up now: where gevent has patched the process it is gevent's.
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._begun: set[str] = set()  # engine requests of which an event has come
-        self._partial: dict[AnswerKey, RequestEvent] = {}
-        self.open_answers: set[AnswerKey] = set()
-        self.first_event: float | None = None  # when it came, by `time.monotonic`
 
     def add(self, request: wire.AddRequest) -> None:
         """Submit a request, whose events come here."""
-        self._client.submit(request, self)
+        self.client.submit(request, self)
         self.open_answers.update((request.request_id, i) for i in range(request.params.n))
 
     def next(self, timeout: float) -> list[RequestEvent]:
@@ -78,7 +75,7 @@ class Subscription:
         """Stop caring for one answer, and let the engine know why."""
         if (request_id, index) in self.open_answers:
             self._forget(request_id, index)
-            self._client.send(wire.AbortRequest(request_id, index, reason))
+            self.client.send(wire.AbortRequest(request_id, index, reason))
 
     def close(self) -> None:
         """Abort whatever has not ended."""
@@ -86,7 +83,7 @@ class Subscription:
         for request_id, index in list(self.open_answers):
             self._forget(request_id, index)
         for request_id in requests:
-            self._client.send(wire.AbortRequest(request_id))
+            self.client.send(wire.AbortRequest(request_id))
 
     def deliver(self, item: Delivery) -> None:
         """Called by the client's thread."""
@@ -94,8 +91,8 @@ class Subscription:
             self._begun.add(item.request_id)
             if self.first_event is None:
                 self.first_event = time.monotonic()
-            self._on_first(item.request_id)
-        if isinstance(item, RequestEvent) and self._whole:
+            self.on_first(item.request_id)
+        if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)
             if item.finish_reason is None:
@@ -112,7 +109,7 @@ class Subscription:
 
     def _forget(self, request_id: str, index: int) -> None:
         self.open_answers.discard((request_id, index))
-        self._client.forget(request_id, index)
+        self.client.forget(request_id, index)
 
 
 def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.server.http.connection import Pace
@@ -34,21 +35,18 @@ class Phase(enum.Enum):
 MAKES_ROOM_AFTER = {Phase.HEADERS: 0.1, Phase.IDLE: 0.1, Phase.BRIEF: 5.0}  # seconds; in this order
 
 
+@dataclass(eq=False)
 class Connection:
-    """One client's connection, as what gunicorn reads requests from.
+    """One client's connection, as what gunicorn reads requests from."""
 
-    counted: under what it counts, where an address has a limit; None: nowhere.
-    """
-
-    def __init__(self, client: Any, counted: str | None) -> None:
-        self.client = client
-        self.counted = counted
-        self.phase = Phase.HEADERS
-        self.since = 0.0
-        self.on_data: Callable[[], None] = lambda: None  # called when something comes while idle
-        self.pace: Pace | None = None  # while a body is read
-        self.requests = 0  # awaited so far
-        self.is_refused = False  # its address has too many
+    client: Any
+    counted: str | None  # under what it counts, where an address has a limit; None: nowhere
+    phase: Phase = Phase.HEADERS
+    since: float = 0.0
+    on_data: Callable[[], None] = lambda: None  # called when something comes while idle
+    pace: Pace | None = None  # while a body is read
+    requests: int = 0  # awaited so far
+    is_refused: bool = False  # its address has too many
 
     def recv(self, size: int) -> bytes:
         """Raises TimeoutError when a body is too slow, and what the socket raises."""
@@ -83,28 +81,21 @@ class Connection:
         return getattr(self.client, "_sock", self.client)  # gevent's would wait
 
 
+@dataclass(eq=False, kw_only=True)
 class Connections:
-    """places: for connections of all kinds; requests: how many of these may be busy with one;
-    an_address: the most from one address, 0 for any number; the others: seconds that a client has
-    for a request's headers, and between requests."""
+    """All of one worker, each in its phase."""
 
-    def __init__(
-        self,
-        *,
-        places: int,
-        requests: int,
-        an_address: int,
-        header_seconds: float,
-        idle_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.places = places
-        self.requests = requests
-        self.an_address = an_address
-        self.made_room = 0
-        self.refused = 0
-        self._seconds = {Phase.HEADERS: header_seconds, Phase.IDLE: idle_seconds}
-        self._clock = clock
+    places: int  # for connections of all kinds
+    requests: int  # how many of these may be busy with one
+    an_address: int  # the most from one address; 0: any number
+    header_seconds: float  # that a client has for a request's headers
+    idle_seconds: float  # and between requests
+    clock: Callable[[], float] = time.monotonic
+    made_room: int = 0
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self._seconds = {Phase.HEADERS: self.header_seconds, Phase.IDLE: self.idle_seconds}
         # Each in the order in which they came to that phase.
         self._open: dict[Phase, OrderedDict[Connection, None]] = {
             phase: OrderedDict() for phase in Phase
@@ -159,7 +150,7 @@ class Connections:
 
     def close_overdue(self) -> None:
         """End those whose next request takes too long."""
-        now = self._clock()
+        now = self.clock()
         for phase, seconds in self._seconds.items():
             while (first := next(iter(self._open[phase]), None)) is not None:
                 if now - first.since < seconds:
@@ -173,7 +164,7 @@ class Connections:
                 self.close(connection)
 
     def _stalest(self) -> Connection | None:
-        now = self._clock()
+        now = self.clock()
         for phase, seconds in MAKES_ROOM_AFTER.items():
             waiting = self._open[phase]
             for _ in range(min(CANDIDATES, len(waiting))):
@@ -194,5 +185,5 @@ class Connections:
 
     def _enter(self, connection: Connection, phase: Phase) -> None:
         connection.phase = phase
-        connection.since = self._clock()
+        connection.since = self.clock()
         self._open[phase][connection] = None

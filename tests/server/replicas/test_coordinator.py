@@ -230,7 +230,7 @@ def test_a_prompt_counts_until_its_first_token_and_a_request_until_its_end(
     number = server.worker.clients.index(placement.client)
     assert coordinator.placer.replicas[number].prefill == len(SHARED)
     subscription = Subscription(placement.client, whole=True)
-    subscription._on_first = placement.on_first
+    subscription.on_first = placement.on_first
     subscription.add(wire.AddRequest("a-0", wire.packed(SHARED), SamplingParams(max_tokens=20)))
     wait_until(lambda: coordinator.placer.replicas[number].prefill == 0)
     assert coordinator.placer.replicas[number].answers == 1

@@ -1,9 +1,9 @@
-"""ReuseEstimator: how soon a cached state will be read again, learnt from those before it.
+"""ReplayCost: what losing a state would cost, from how soon states like it were read again.
 
 States fall into groups by what is known of them: where several prompts part, how often it was read;
 at the end of an answer, how often the conversation has gone on so far and after what pause, or, for
 a first answer, how many of the others behind the same shared beginning have gone on. For each group
-the estimator counts at which age states were read and at which age they were lost. From that
+the rule counts at which age states were read and at which age they were lost. From that
 follows the hit density of a state (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by
 Maximizing Hit Density", NSDI 2018): the reads that those of its group had at its age or later, by
 the time that they went on to occupy their slots.
@@ -18,6 +18,7 @@ from collections import defaultdict
 
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.eviction import Score, ScoringRule
 
 OLDEST = 24  # the last bucket; the first ones are [0, 1), [1, 2), [2, 4), [4, 8) steps
 LEARNS_EVERY = 256  # reads and losses
@@ -43,8 +44,14 @@ def _width(age: int) -> float:
 _PRIOR = [0.5 / _width(age) for age in range(64)]
 
 
-class ReuseEstimator:
-    """Learns from what happens to states, and says what to expect of those that are there."""
+class ReplayCost(ScoringRule):
+    """The state goes first that is expected to save the fewest tokens for the time that it stays.
+
+    That is the tokens to replay from the nearest surviving ancestor, times the hit density of
+    states like it at its age. A state with one other behind it on the same path, or one request
+    running from it, covers nothing that the other one won't, unless somebody branches off between
+    them: it goes before the rest. Where several prompts part, or two have read it, they do.
+    """
 
     def __init__(self) -> None:
         zeros = [0.0] * (OLDEST + 1)
@@ -53,6 +60,13 @@ class ReuseEstimator:
         self._density: dict[Group, list[float]] = {}
         self._events = 0
         self._no_fork = CachedState(b"", 0, "")  # of sequences that share no beginning
+
+    def score(self, state: CachedState, now: int) -> Score:
+        """The reads to expect in a step that it stays, times the tokens that each spares."""
+        is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
+        covered = state.children + state.runners == 1 and not is_fork
+        worth = max(1, state.replay_tokens) * self.density(state, now)
+        return 0 if covered else 1, worth
 
     def density(self, state: CachedState, now: int) -> float:
         """Reads to expect of a cached state, a step that it stays."""
