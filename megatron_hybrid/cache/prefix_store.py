@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
@@ -118,7 +119,11 @@ class PrefixStore:
         changed = False
         parent = blocks[first - 1] if first else DUMMY_BLOCK
         if self.changes is not None:
-            self._tell_of_blocks(self.changes, keys, first, end)
+            known = self.kv.kv_hash_to_block_id
+            for is_known, run in groupby(range(first, end), lambda i: keys.blocks[i] in known):
+                if not is_known:
+                    indices = list(run)
+                    self.changes.blocks_stored(keys, indices[0], indices[-1] + 1)
         for index in range(first, end):
             mapped = self.kv.map(blocks[index], keys.blocks[index], parent)
             if mapped != blocks[index]:
@@ -301,19 +306,6 @@ class PrefixStore:
     def _tell_of_removal(self, key: BlockKey, kind: int) -> None:
         if self.changes is not None:
             self.changes.removed(key, kind)
-
-    def _tell_of_blocks(
-        self, changes: CacheChanges, keys: SequenceKeys, first: int, end: int
-    ) -> None:
-        """Before the blocks [first, end) are mapped: of those that are not yet."""
-        mapped, start = self.kv.kv_hash_to_block_id, first
-        for index in range(first, end):
-            if keys.blocks[index] in mapped:
-                if start < index:
-                    changes.blocks_stored(keys, start, index)
-                start = index + 1
-        if start < end:
-            changes.blocks_stored(keys, start, end)
 
     def _remember_evicted(self, key: BlockKey) -> None:
         self._evicted[key] = None

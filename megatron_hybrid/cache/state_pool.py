@@ -33,15 +33,9 @@ class FreeSlots:
         """A slot is free from now on."""
         self._bits |= 1 << slot
 
-    def take_lowest(self) -> int:
-        """Remove and return the smallest number; there must be one."""
-        return self._take((self._bits & -self._bits).bit_length() - 1)
-
-    def take_highest(self) -> int:
-        """Remove and return the largest number; there must be one."""
-        return self._take(self._bits.bit_length() - 1)
-
-    def _take(self, slot: int) -> int:
+    def take(self, *, highest: bool) -> int:
+        """Remove and return the largest number, or the smallest; there must be one."""
+        slot = (self._bits if highest else self._bits & -self._bits).bit_length() - 1
         self._bits ^= 1 << slot
         return slot
 
@@ -101,7 +95,7 @@ class StatePool:
         is none."""
         if not self._free:
             raise StatePoolExhausted(f"All {self.num_slots} state slots are in use.")
-        slot = self._free.take_highest() if for_checkpoint else self._free.take_lowest()
+        slot = self._free.take(highest=for_checkpoint)
         self._owned[slot] = True
         return slot
 

@@ -65,7 +65,7 @@ class FaultFinder:
         if seen is None or seen.beat.stage is Stage.LEFT:
             return None
         beat = seen.beat
-        return f"{beat.name()} is gone: its process has ended. It was {beat.doing}."
+        return f"{beat.name} is gone: its process has ended. It was {beat.doing}."
 
     def fault(self) -> tuple[str, list[int]] | None:
         """What to say of the ranks that hang, and which they are; None if none does."""
@@ -95,7 +95,7 @@ class FaultFinder:
         if not silent:
             return None
         names = "; ".join(
-            f"{seen.beat.name()} has said nothing for {now - seen.count_changed:.0f} s, when it "
+            f"{seen.beat.name} has said nothing for {now - seen.count_changed:.0f} s, when it "
             f"was {seen.beat.doing}"
             for seen in silent
         )
@@ -110,7 +110,7 @@ class FaultFinder:
             last = [seen for seen in ranks if seen.beat.turn == behind]
             found = [seen for seen in last if not seen.beat.waits] or last
         names = "; ".join(
-            f"{seen.beat.name()} has been in turn {seen.beat.turn} for "
+            f"{seen.beat.name} has been in turn {seen.beat.turn} for "
             f"{now - seen.turn_changed:.0f} s, {seen.beat.doing}"
             for seen in found
         )
@@ -121,7 +121,7 @@ class FaultFinder:
     def table(self) -> str:
         """A line for each rank, for the log."""
         return "\n".join(
-            f"    {seen.beat.name()}: {seen.beat.stage}, turn {seen.beat.turn}, {seen.beat.doing}"
+            f"    {seen.beat.name}: {seen.beat.stage}, turn {seen.beat.turn}, {seen.beat.doing}"
             for seen in self._seen
             if seen is not None
         )

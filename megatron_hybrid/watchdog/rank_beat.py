@@ -43,11 +43,8 @@ class RankBeat(msgspec.Struct):
 
     rank: int  # of the lockstep group
     global_rank: int  # torchrun's
-    host: str
     pid: int
-    device: str
-    replica: int
-    pipeline_stage: int
+    name: str  # for a log line
     place: str  # processes with the same one can signal each other
     stage: Stage = Stage.LOADING
     count: int = 0  # of beats
@@ -55,26 +52,15 @@ class RankBeat(msgspec.Struct):
     doing: str = "starting"
     waits: bool = False  # for other ranks or for the device
 
-    def name(self) -> str:
-        """For a log line."""
-        return (
-            f"rank {self.global_rank} (host {self.host}, process {self.pid}, {self.device}, "
-            f"replica {self.replica}, pipeline stage {self.pipeline_stage})"
-        )
 
-
-def own_beat(layout: RankLayout) -> RankBeat:
+def own_beat(layout: RankLayout, device: str = "CPU") -> RankBeat:
     """This process's first one."""
-    return RankBeat(
-        rank=layout.lockstep_rank,
-        global_rank=layout.rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        device="",
-        replica=layout.replica,
-        pipeline_stage=layout.pipeline_rank,
-        place=_place(),
+    pid = os.getpid()
+    name = (
+        f"rank {layout.rank} (host {socket.gethostname()}, process {pid}, {device}, "
+        f"replica {layout.replica}, pipeline stage {layout.pipeline_rank})"
     )
+    return RankBeat(layout.lockstep_rank, layout.rank, pid, name, _place())
 
 
 def describe(frame: FrameType | None) -> tuple[str, bool, bool]:

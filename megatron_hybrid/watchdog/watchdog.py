@@ -78,7 +78,7 @@ class Watchdog:
         if not self.is_on:
             return
         self._main = threading.get_ident()
-        self._beat.device = _device()
+        self._beat = own_beat(self._layout, _device())
         timeout = timedelta(seconds=max(1.0, self._limit / 2))
         exchange = BeatExchange(
             store_of_group(self._layout, timeout),
@@ -136,7 +136,7 @@ class Watchdog:
         if error is None or _is_of_collective(error):
             self._wait_for_cause()
         reason = "" if error is None else f": {type(error).__name__}: {error}".split("\n")[0]
-        self._end(f"{self._beat.name()} failed{reason}. Its log has the whole story.", [])
+        self._end(f"{self._beat.name} failed{reason}. Its log has the whole story.", [])
 
     def __enter__(self) -> Watchdog:
         return self
@@ -225,7 +225,7 @@ class Watchdog:
                 ended.add(beat.rank)
             except OSError as error:  # no such call here, or no file is left: its beats remain
                 self._processes[beat.rank] = -1
-                logger.warning("%s is watched by its beats only: %s", beat.name(), error)
+                logger.warning("%s is watched by its beats only: %s", beat.name, error)
             else:
                 self._poll.register(self._processes[beat.rank], select.POLLIN)
         return ended
@@ -265,7 +265,7 @@ class Watchdog:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         message = (
             f"The store at {where}, through which the ranks meet, has not answered for "
-            f"{seconds:.0f} s: lost are {'; '.join(beat.name() for beat in lost)}, or the network."
+            f"{seconds:.0f} s: lost are {'; '.join(beat.name for beat in lost)}, or the network."
         )
         self._end(message, [beat.rank for beat in lost])
 

@@ -245,7 +245,7 @@ def test_free_slots_are_the_lowest_and_highest_of_a_set():
     for _ in range(3000):
         action = rng.randrange(3)
         if action < 2 and truth:
-            slot = free.take_lowest() if action else free.take_highest()
+            slot = free.take(highest=not action)
             assert slot == (min(truth) if action else max(truth))
             truth.remove(slot)
         elif len(truth) < 20:

@@ -69,7 +69,6 @@ class EngineClient:
     def __init__(self, endpoint: str, first_ready: threading.Event | None = None) -> None:
         self.ready: wire.EngineReady | None = None
         self.state = "loading"
-        self.draining = False  # the engine takes no more requests, and will end
         self._url = ""
         self._first_ready = threading.Event() if first_ready is None else first_ready
         self._down: str | None = None  # why there is no engine now
@@ -90,7 +89,7 @@ class EngineClient:
         """What the engine said of itself; EngineUnavailable unless it can take requests."""
         if self._down is not None:
             raise EngineUnavailable(self._down)
-        if self.draining:
+        if self.state == "draining":  # it takes no more requests, and will end
             raise EngineUnavailable("The engine process is shutting down.")
         if self.ready is None:
             raise EngineUnavailable("The engine is still loading the model.")
@@ -130,7 +129,7 @@ class EngineClient:
         with self._lock:
             if name in self._requests:
                 raise InvalidRequestError("request_id", f"request_id {name!r} is in use.")
-            if self._down is None and not self.draining:
+            if self._down is None and self.state != "draining":
                 known = _Registered(subscription, set(range(request.params.n)))
                 self._requests[name] = known
                 self.send(request)  # under the lock, so that it comes before Left
@@ -152,7 +151,6 @@ class EngineClient:
         """An engine process is there, though its model may still load; what to say to it first."""
         self._heard = time.monotonic()
         self._down = None
-        self.draining = False
         self.state = "loading"
         return [wire.Join()]
 
@@ -223,11 +221,10 @@ class EngineClient:
             if self._url:
                 self.send(wire.Joined(self._url))
         elif isinstance(reply, wire.Heartbeat):
-            if not self.draining:
+            if self.state != "draining":
                 self.state = "paused" if reply.paused else "ok"
         elif isinstance(reply, wire.Draining):
             with self._lock:
-                self.draining = True
                 self.state = "draining"
                 self.send(wire.Left())
         elif isinstance(reply, wire.EngineEnded):
