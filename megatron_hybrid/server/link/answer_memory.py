@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from megatron_hybrid.server.link.sockets import zmq_module
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 
 logger = logging.getLogger(__name__)
@@ -148,12 +149,10 @@ class AnswerMemoryClient:
     greenlets' and other threads' calls must not be mixed."""
 
     def __init__(self, endpoint: str) -> None:
-        from megatron_hybrid.server.link import sockets
-
         self._lock = threading.Lock()
         self._lookup_ids = itertools.count()
         self._silent_until = 0.0
-        self._context: Any = sockets.zmq_module().Context()
+        self._context: Any = zmq_module().Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)

@@ -80,8 +80,7 @@ class EngineLink:
     def _live_with_one_engine(self) -> None:
         """From the search for an engine process until its connection breaks."""
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
         monitor = socket.get_monitor_socket(_HANDSHAKE | _DISCONNECTED)

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import zmq
 
 from megatron_hybrid.request import CONTEXT_FLAG, FinishReason, RequestEvent, SamplingParams
 
@@ -254,14 +253,3 @@ encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_commands = msgspec.msgpack.Decoder(list[AnyCommand]).decode
 decode_coordinator_commands = msgspec.msgpack.Decoder(list[CoordinatorCommand]).decode
 decode_replies = msgspec.msgpack.Decoder(list[AnyReply]).decode
-
-
-def send(socket: zmq.Socket[bytes], client: bytes, reply: Reply) -> bool:
-    """From a ROUTER of `sockets.bind_socket` to one of its clients; False if that is gone."""
-    try:
-        socket.send_multipart([client, encode([reply])])
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            raise
-        return False
-    return True

@@ -18,6 +18,7 @@ import zmq
 
 from megatron_hybrid.errors import DeviceLostError
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.sockets import send
 from megatron_hybrid.server.loop.engine_control import EngineControl
 from megatron_hybrid.server.loop.running_requests import RunningRequests
 
@@ -270,5 +271,5 @@ class EngineLoop:
             self._send(client, reply)
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
-        if self.socket is not None and not wire.send(self.socket, client, reply):
+        if self.socket is not None and not send(self.socket, client, reply):
             self._unreachable.append(client)

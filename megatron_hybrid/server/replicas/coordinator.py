@@ -25,7 +25,7 @@ from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemor
 from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.link.run_folder import RunFolder
-from megatron_hybrid.server.link.sockets import bind_socket
+from megatron_hybrid.server.link.sockets import bind_socket, send
 from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR
@@ -184,7 +184,7 @@ class Coordinator:
                 self._send(client, wire.Heartbeat())
 
     def _send(self, client: bytes, reply: wire.Reply) -> None:
-        if not wire.send(self._socket, client, reply):
+        if not send(self._socket, client, reply):
             for request_id in self._owners.pop(client, ()):
                 if self.placer is not None:
                     self.placer.end(request_id)
