@@ -61,7 +61,7 @@ class CheckpointPlacement:
         self.exact_ends = exact_ends
 
     @property
-    def speculative_kinds(self) -> frozenset[str]:
+    def expendable_kinds(self) -> frozenset[str]:
         """Kinds that nobody may ever read, because a better state of the same request follows."""
         return frozenset({INTERVAL, LAST_ALIGNED, DECODE} if self.exact_ends else {INTERVAL})
 

@@ -372,7 +372,7 @@ class HybridCache:
         return known is not None and (known.has_logits or kind != placement.PROMPT_END)
 
     def _reserve(self, state: CachedState) -> StepCheckpoint | None:
-        evicts = state.kind not in self.placement.speculative_kinds
+        evicts = state.kind not in self.placement.expendable_kinds
         try:
             return StepCheckpoint(
                 state, self.store.allocate_slot(for_checkpoint=True, evicts=evicts)

@@ -64,7 +64,6 @@ class PrefixStore:
         self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
         self.states = StatePool(geometry.num_slots, queue)
         self._keeps_idle = keeps_idle
-        self._is_hybrid = geometry.has_recurrent
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.changes: CacheChanges | None = None  # told of, where somebody wants to know
 
@@ -180,7 +179,7 @@ class PrefixStore:
                 f"{kv.num_cached} can be evicted."
             )
         while kv.num_free < count:
-            if self._is_hybrid and not kv.num_uncovered:
+            if self.geometry.has_recurrent and not kv.num_uncovered:
                 self._uncover_a_path()
                 if kv.num_free >= count:  # the ends of sequences may be free at once
                     break

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.parallel.fresh_store import agree_on_prefix
+from megatron_hybrid.parallel.fresh_store import fresh_prefix
 from megatron_hybrid.parallel.ranks import RankGroup
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 
@@ -178,14 +178,12 @@ def _initialize_torch(layout: RankLayout, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
     if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"lockstep_group_{layout.lockstep_index}", store)
-        rank, size = layout.lockstep_rank, layout.sizes.lockstep_group
+        store, prefix = fresh_prefix(layout, "lockstep_group", timeout)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(agree_on_prefix(store, rank, size, timeout), store),
-            rank=rank,
-            world_size=size,
+            store=dist.PrefixStore(prefix, store),
+            rank=layout.lockstep_rank,
+            world_size=layout.sizes.lockstep_group,
             timeout=timeout,
         )
         return

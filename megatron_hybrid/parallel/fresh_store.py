@@ -17,9 +17,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.rank_layout import RankLayout
 
 ROLL, NONCE, HERE, GO = "roll", "nonce", "here", "go"
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.2  # seconds between two looks
+
+
+def fresh_prefix(layout: RankLayout, name: str, timeout: timedelta) -> tuple[dist.Store, str]:
+    """torchrun's store, and a prefix in it for what is called `name`, which the ranks of the
+    lockstep group have for this start of theirs. Waits until all of them are here."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    group = f"{name}_{layout.lockstep_index}"
+    rank, size = layout.lockstep_rank, layout.sizes.lockstep_group
+    start = agree_on_prefix(dist.PrefixStore(group, store), rank, size, timeout)
+    return store, f"{group}/{start}"
 
 
 def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

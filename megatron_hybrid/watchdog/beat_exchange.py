@@ -124,22 +124,15 @@ def store_of_group(layout: RankLayout, timeout: timedelta) -> StoreFactory:
         own = dist.HashStore()
         return lambda: own
 
-    from megatron_hybrid.parallel.fresh_store import agree_on_prefix
+    from megatron_hybrid.parallel.fresh_store import fresh_prefix
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    group = f"watchdog_{layout.lockstep_index}"
-    store, _, _ = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
-    prefix = agree_on_prefix(
-        dist.PrefixStore(group, store),
-        layout.lockstep_rank,
-        layout.sizes.lockstep_group,
-        START_TIMEOUT,
-    )
+    store, prefix = fresh_prefix(layout, "watchdog", START_TIMEOUT)
 
     def open_store() -> dist.Store:
         _ = store  # to keep it: rank 0's is the server, where torchrun's agent is not
         tcp = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(prefix, dist.PrefixStore(group, tcp))
+        return dist.PrefixStore(prefix, tcp)
 
     return open_store
 

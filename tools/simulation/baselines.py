@@ -29,7 +29,7 @@ class BlockPlacement(CheckpointPlacement):
         super().__init__(geometry, exact_ends=False, interval=0)
 
     @property
-    def speculative_kinds(self) -> frozenset[str]:
+    def expendable_kinds(self) -> frozenset[str]:
         return frozenset()
 
     def for_prompt(
@@ -54,7 +54,7 @@ class PeriodicPlacement(CheckpointPlacement):
         self._every = geometry.floor_grid(max(interval, geometry.grid))
 
     @property
-    def speculative_kinds(self) -> frozenset[str]:
+    def expendable_kinds(self) -> frozenset[str]:
         return frozenset()
 
     def for_prompt(
@@ -79,7 +79,7 @@ class MarconiPlacement(CheckpointPlacement):
         super().__init__(geometry, exact_ends=False, interval=0)
 
     @property
-    def speculative_kinds(self) -> frozenset[str]:
+    def expendable_kinds(self) -> frozenset[str]:
         return frozenset()
 
     def for_prompt(

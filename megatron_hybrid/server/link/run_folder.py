@@ -36,7 +36,7 @@ _LONGEST_HOST = 15
 _ENGINE_LOCKS = "engine-[0-9]*.lock"
 
 
-class Holder(msgspec.Struct):
+class LockOwner(msgspec.Struct):
     """Who holds a lock, as written into its file."""
 
     pid: int
@@ -76,10 +76,10 @@ class Lock:
                     return True
             os.close(file)
 
-    def write(self, holder: Holder) -> None:
+    def write(self, owner: LockOwner) -> None:
         """Say who holds it. Only while it is held."""
         assert self._file is not None, "acquire comes first"
-        content = msgspec.json.encode(holder)
+        content = msgspec.json.encode(owner)
         os.pwrite(self._file, content, 0)
         os.ftruncate(self._file, len(content))
 
@@ -94,7 +94,7 @@ class Lock:
         self._path.unlink(missing_ok=True)
         self.release()
 
-    def holder(self) -> Holder | None:
+    def owner(self) -> LockOwner | None:
         """Who holds it now; None if nobody does."""
         try:
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,16 +104,16 @@ class Lock:
             # A shared lock, so that two processes that look do not see each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return self.last_holder() or Holder(0)  # 0: taken a moment ago
+            return self.last_owner() or LockOwner(0)  # 0: taken a moment ago
         else:
             return None
         finally:
             os.close(file)
 
-    def last_holder(self) -> Holder | None:
+    def last_owner(self) -> LockOwner | None:
         """What the last one to hold it wrote, whether it holds it still or not."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Holder)
+            return msgspec.json.decode(self._path.read_bytes(), type=LockOwner)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 
@@ -135,10 +135,10 @@ class RunFolder:
         found = {int(path.stem.removeprefix("engine-")) for path in self.path.glob(_ENGINE_LOCKS)}
         return {replica: self.engine_lock(replica) for replica in sorted(found)}
 
-    def living_engines(self) -> dict[int, Holder]:
+    def living_engines(self) -> dict[int, LockOwner]:
         """By number, who holds the replicas' locks."""
-        holders = {replica: lock.holder() for replica, lock in self.engine_locks().items()}
-        return {replica: holder for replica, holder in holders.items() if holder is not None}
+        owners = {replica: lock.owner() for replica, lock in self.engine_locks().items()}
+        return {replica: owner for replica, owner in owners.items() if owner is not None}
 
     @classmethod
     def for_address(cls, host: str, port: int) -> RunFolder:

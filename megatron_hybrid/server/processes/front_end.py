@@ -27,7 +27,7 @@ from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import PREPARERS, PreparingProcess
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
 from megatron_hybrid.server.link.parent import start_process
-from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, Holder, RunFolder
+from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, LockOwner, RunFolder
 from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -65,13 +65,13 @@ def run(settings: FrontEndSettings) -> None:
     if not folder.front_end_lock.acquire(LOCK_SECONDS):
         raise ConfigurationError(f"Another front end holds {folder.path}.")
     process = os.getpid()
-    folder.front_end_lock.write(Holder(process))  # no digest: it is not up yet
+    folder.front_end_lock.write(LockOwner(process))  # no digest: it is not up yet
     options = settings.options
     listener = listen(options.host, options.port)
     _raise_file_limit()
     # Once, for all workers: it is shared memory after the fork, and says now what is wrong with it.
     tokenizer = Tokenizer.load(options.tokenizer_folder)
-    folder.front_end_lock.write(Holder(process, settings.digest))
+    folder.front_end_lock.write(LockOwner(process, settings.digest))
     threading.Thread(
         target=_end_without_engine,
         args=(folder, options.engine_restart_timeout if options.port else NO_RESTART_SECONDS),
@@ -199,7 +199,7 @@ def _end_without_engine(folder: RunFolder, restart_seconds: float) -> None:
     last_seen = time.monotonic()
     while True:
         for lock in folder.engine_locks().values():
-            last = lock.last_holder()
+            last = lock.last_owner()
             has_served = has_served or (last is not None and last.ready)
         if folder.living_engines():
             last_seen = time.monotonic()

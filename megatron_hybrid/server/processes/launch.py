@@ -18,7 +18,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
 from megatron_hybrid.server.link.parent import start_process
-from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, Holder, RunFolder
+from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, LockOwner, RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
 
@@ -46,7 +46,7 @@ class FrontEnd:
         self._process: subprocess.Popen[bytes] | None = None
         self._found: int | None = None  # the pid of one that was there
         self._abandoned = False
-        self._holder = Holder(os.getpid())
+        self._owner = LockOwner(os.getpid())
         self._take_locks()
         self._find()
         # Not earlier: the workers of one that ends would join us.
@@ -78,15 +78,15 @@ class FrontEnd:
 
     def engine_is_ready(self) -> None:
         """From now on the front end waits for a restarted engine if this process dies."""
-        self._holder.ready = True
-        self._lock.write(self._holder)
+        self._owner.ready = True
+        self._lock.write(self._owner)
 
     def failure(self) -> str | None:
         """Why the process is gone, or None while it is there."""
         if self._process is not None:
             code = self._process.poll()
             return None if code is None else f"The front end process ended with exit code {code}."
-        if self.folder.front_end_lock.holder() is None:
+        if self.folder.front_end_lock.owner() is None:
             return "The front end process has ended."
         return None
 
@@ -107,8 +107,8 @@ class FrontEnd:
     def leave(self) -> None:
         """Say that this replica ends in order; if nobody else needs it, end the process now, and
         leave no files."""
-        self._holder.ended = True
-        self._lock.write(self._holder)
+        self._owner.ended = True
+        self._lock.write(self._owner)
         with contextlib.suppress(ConfigurationError):  # somebody hangs while starting: go on
             self._take_start_lock()
         if not self._is_needed():
@@ -135,8 +135,8 @@ class FrontEnd:
         for replica, lock in self.folder.engine_locks().items():
             if replica == self.replica:
                 continue
-            last = lock.last_holder()
-            if lock.holder() is not None or (last is not None and not last.ended):
+            last = lock.last_owner()
+            if lock.owner() is not None or (last is not None and not last.ended):
                 return True
         return False
 
@@ -148,7 +148,7 @@ class FrontEnd:
             try:
                 if not self._lock.acquire(LOCK_SECONDS):
                     raise ConfigurationError(self._taken())
-                self._lock.write(self._holder)
+                self._lock.write(self._owner)
                 self._take_start_lock()
             except FileNotFoundError:  # a server that ended just now has removed the folder
                 self._lock.release()
@@ -157,8 +157,8 @@ class FrontEnd:
 
     def _taken(self) -> str:
         options = self._options
-        holder = self._lock.holder()
-        pid = holder.pid if holder is not None else "unknown"
+        owner = self._lock.owner()
+        pid = owner.pid if owner is not None else "unknown"
         if options.data_parallel_size == 1:
             return (
                 f"The server cannot listen on {options.host}:{options.port} (--host, --port): "
@@ -179,7 +179,7 @@ class FrontEnd:
     def _find(self) -> None:
         """Look for a living process that can be taken over. Under the start lock."""
         self._found = None
-        found = self.folder.front_end_lock.holder()
+        found = self.folder.front_end_lock.owner()
         if found is None:
             self._forget_the_dead()
             return
@@ -189,8 +189,8 @@ class FrontEnd:
         others = [one for one in self.folder.living_engines() if one != self.replica]
         # Without a digest it is not up yet, and who started it is gone: it serves nobody.
         if others and found.digest:
-            self._holder.ended = True  # nobody shall wait for it
-            self._lock.write(self._holder)
+            self._owner.ended = True  # nobody shall wait for it
+            self._lock.write(self._owner)
             self._lock.release()
             self.folder.start_lock.release()
             raise ConfigurationError(
@@ -222,8 +222,8 @@ class FrontEnd:
         if self._process is not None:
             return self._process.pid
         # Not who was found: a replica that was restarted may have started another one since.
-        holder = self.folder.front_end_lock.holder()
-        return 0 if holder is None else holder.pid
+        owner = self.folder.front_end_lock.owner()
+        return 0 if owner is None else owner.pid
 
     def _end_process(self, pid: int) -> None:
         """SIGTERM, and SIGKILL for it and its workers if that does not help."""
@@ -245,7 +245,7 @@ class FrontEnd:
         the process that we started."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return self.folder.front_end_lock.holder() is not None
+        return self.folder.front_end_lock.owner() is not None
 
 
 def _digest(options: ServerOptions) -> str:
