@@ -137,7 +137,8 @@ class StepPlan:
     @property
     def ended(self) -> list[PrefillChunk | ResumedRow]:
         """Whose prompts are computed with this step."""
-        return [*(chunk for chunk in self.prefills if chunk.samples), *self.resumed]
+        ended: list[PrefillChunk | ResumedRow] = [c for c in self.prefills if c.samples]
+        return [*ended, *self.resumed] if self.resumed else ended
 
     @property
     def sampled_rows(self) -> npt.NDArray[np.int64]:
