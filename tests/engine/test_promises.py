@@ -29,7 +29,7 @@ def test_a_promised_state_is_kept_from_those_that_run_until_its_twin_was_tried()
     run(engine)
     states = engine.context.cache.states
     assert states.num_free <= 4
-    rule = states._evictable.rule
+    rule = states.queue.rule
     rule.score = lambda state, *now: (1, state.position)  # type: ignore[method-assign]
     engine.add_request("first", T[:17], greedy(1))
     engine.add_request("twin", T[:17], greedy(1))
