@@ -22,21 +22,21 @@ class RequestError(Exception):
 class InvalidRequestError(RequestError, ValueError):
     """A request that cannot be served as it stands.
 
-    `field` names the request field that is wrong, `status` the HTTP status that says so: 413 if
-    prompt and answer are too long for the model.
+    `field` names the request field that is wrong, `code` is OpenAI's word for the way in which it
+    is, `status` the HTTP status that says so: 413 if prompt and answer are too long for the model.
     """
 
     kind = "invalid_request_error"
     field: str
 
-    def __init__(self, field: str, message: str, status: int = 400) -> None:
+    def __init__(self, field: str, message: str, status: int = 400, code: str = "") -> None:
         super().__init__(message)
         self.field = field
         self.status = status
-        self.code = "context_length_exceeded" if status == 413 else "invalid_value"
+        self.code = code or ("context_length_exceeded" if status == 413 else "invalid_value")
 
     def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
-        return type(self), (self.field, str(self), self.status)
+        return type(self), (self.field, str(self), self.status, self.code)
 
 
 class WeightsError(ValueError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from megatron_hybrid.server.http.protocol.complaints import FieldError
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.protocol.parsing import JsonSchema
 from megatron_hybrid.server.options import ParseOptions
 
@@ -37,11 +37,11 @@ def served_schema(schema: JsonSchema, path: str, options: ParseOptions) -> JsonS
 
     An object with `properties` has no others unless its schema says so (`additionalProperties`,
     `unevaluatedProperties`): the letter of the standard allows any, and small models then never
-    end. What changes nothing, but llguidance refuses, is left out. Raises FieldError.
+    end. What changes nothing, but llguidance refuses, is left out. Raises InvalidRequestError.
     """
     depth, _ = _look_through(schema)
     if depth > MAX_DEPTH + 1:  # itself, and those in it
-        raise FieldError(
+        raise InvalidRequestError(
             path, f"{path} has more than {MAX_DEPTH} lists and objects inside each other."
         )
     return _Schema(schema, path, close=options.close_json_objects).served()
@@ -93,7 +93,7 @@ class _Schema:
         if copies:
             result["$defs"] = {**result.get("$defs", {}), **copies}
         if _depth_through_references(result, self._step) > MAX_REFERRED_DEPTH:
-            raise FieldError(
+            raise InvalidRequestError(
                 self._path,
                 f"{self._path} has references ($ref) that lead too deep: more than "
                 f"{MAX_REFERRED_DEPTH} lists and objects inside each other, if they are followed.",
@@ -103,7 +103,7 @@ class _Schema:
     def _step(self, count: int = 1) -> None:
         self._steps += count
         if self._steps > MAX_STEPS:
-            raise FieldError(
+            raise InvalidRequestError(
                 self._path,
                 f"{self._path} is too large: more than {MAX_STEPS} schemas and names have to be "
                 "looked at.",

@@ -16,8 +16,12 @@ from megatron_hybrid.request import MAX_TOKENS
 from megatron_hybrid.server.http.access_log import REQUEST_ID
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol import answers, requests
-from megatron_hybrid.server.http.protocol.complaints import shown_pattern
-from megatron_hybrid.server.http.protocol.parsing import Body, JsonSchema, field_descriptions
+from megatron_hybrid.server.http.protocol.parsing import (
+    Body,
+    JsonSchema,
+    field_descriptions,
+    shown_pattern,
+)
 from megatron_hybrid.server.http.serving import Serving
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.

@@ -18,7 +18,6 @@ from msgspec import json
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.generation_request import (
     ChatPrompt,
     GenerationRequest,
@@ -148,7 +147,9 @@ class Preparation:
         tokens = read(DetokenizeRequest, parse_body(body)).tokens
         most = max(MAX_DETOKENIZED, engine.max_seq_length)
         if len(tokens) > most:
-            raise FieldError("tokens", f"tokens has {len(tokens)} entries; the limit is {most}.")
+            raise InvalidRequestError(
+                "tokens", f"tokens has {len(tokens)} entries; the limit is {most}."
+            )
         if tokens:
             validate_prompt(tokens, engine.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
@@ -214,11 +215,11 @@ class Preparation:
         validate_prompt(prompt, engine.vocab_size, limit, field, flag=flag)
         for name, wanted in request.asked_tokens.items():
             if wanted > limit - len(prompt):
-                raise FieldError(
+                raise InvalidRequestError(
                     name,
                     f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for "
                     f"both together is {limit} ({flag}).",
-                    "context_length_exceeded",
+                    status=413,
                 )
         return array("i", prompt)
 
@@ -240,7 +241,7 @@ def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: Generati
     """Refuse positions beyond this prompt, which the client knows by that name."""
     last = max(request.cache_checkpoints, default=0)
     if last > len(prompt):
-        raise FieldError(
+        raise InvalidRequestError(
             "cache_checkpoints",
             f"cache_checkpoints holds position {last}, but {name} has {len(prompt)} tokens.",
         )

@@ -24,10 +24,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_hybrid.errors import RequestError
+from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.server.http.connection import let_others_run
 from megatron_hybrid.server.http.preparation import Preparation
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import Bytes
 
 logger = logging.getLogger(__name__)
@@ -202,7 +201,7 @@ def _prepared(
     except RequestError as error:
         return False, error
     except MemoryError:
-        return False, FieldError("body", "The body takes too much memory to read.")
+        return False, InvalidRequestError("body", "The body takes too much memory to read.")
     except Exception as error:
         logger.exception("A large request could not be prepared.")
         return False, RuntimeError(f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import Forbidden, RequestEntityTooLarge
 
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import PauseMode
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
@@ -18,7 +19,6 @@ from megatron_hybrid.server.http.connection import client_gone
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.protocol.requests import (
     AbortRequest,
@@ -165,7 +165,7 @@ def _install_control(app: Flask, serving: Serving) -> None:
         except QueryFailed as error:
             if error.status != 400:
                 raise
-            raise FieldError("path", str(error)) from error
+            raise InvalidRequestError("path", str(error)) from error
 
     def body(kind: type[T]) -> T:
         if not serving.options.serves_control:
@@ -192,7 +192,8 @@ def _body() -> list[bytes]:
 
 
 def _small_body(kind: type[T]) -> T:
-    """A body that has few fields; without a body, none of them is given. Raises FieldError."""
+    """A body that has few fields; without a body, none of them is given. Raises
+    InvalidRequestError."""
     request.max_content_length = MAX_SMALL_BODY_BYTES
     data = b"".join(_body())
     return read(kind, parse_body(data) if data else {})

@@ -18,7 +18,6 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import Preparers, serve
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.serving import MOST_BYTES_HERE, Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
@@ -241,7 +240,9 @@ def test_a_token_has_no_more_characters_than_is_said(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidRequestError("a", "b", 413), FieldError("a", "b", "c")], ids=["400", "field"]
+    "error",
+    [InvalidRequestError("a", "b", 413), InvalidRequestError("a", "b", code="c")],
+    ids=["400", "field"],
 )
 def test_errors_come_whole_from_another_process(error: InvalidRequestError) -> None:
     import pickle

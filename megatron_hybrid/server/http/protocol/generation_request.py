@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
 from megatron_hybrid.server.http.json_schemas import served_schema
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.messages import for_template
 from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, read
 from megatron_hybrid.server.http.protocol.requests import (
@@ -99,12 +99,12 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
     prompt = chat_prompt(body, options)
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise FieldError(
+        raise InvalidRequestError(
             "max_tokens",
             f"max_tokens is {old} and max_completion_tokens is {new}; give only one of them.",
         )
     if body.top_logprobs is not None and not body.logprobs:
-        raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true.")
+        raise InvalidRequestError("top_logprobs", "top_logprobs needs logprobs to be true.")
     generation = _generation(
         body,
         options,
@@ -116,7 +116,7 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
 
 
 def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) -> ChatPrompt:
-    """The chat in a body. Raises FieldError for what its fields only say together."""
+    """The chat in a body. Raises InvalidRequestError for what its fields only say together."""
     arguments: dict[str, Any] = body.chat_template_kwargs or {}
     if body.reasoning_effort:
         arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
@@ -133,7 +133,7 @@ def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT)
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo = bool(body.echo)
     if max_tokens == 0 and not echo:
-        raise FieldError("max_tokens", "max_tokens is 0, which needs echo to be true.")
+        raise InvalidRequestError("max_tokens", "max_tokens is 0, which needs echo to be true.")
     generation = _generation(
         body,
         options,
@@ -144,7 +144,7 @@ def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT)
     )
     n = generation.params.n
     if len(prompts) * n > MAX_ANSWERS:
-        raise FieldError(
+        raise InvalidRequestError(
             "prompt",
             f"prompt has {len(prompts)} entries and n is {n}; "
             f"the limit for both together is {MAX_ANSWERS} answers.",
@@ -159,7 +159,7 @@ def _prompts(prompt: Any) -> list[Any]:
     if kinds == {int}:
         return [prompt]
     if int in kinds:
-        raise FieldError(
+        raise InvalidRequestError(
             "prompt", "prompt holds token ids beside texts or lists; it must be all of one kind."
         )
     return list(prompt)
@@ -185,7 +185,7 @@ def _generation(
     )
     params.validate()
     if body.stream_options is not None and not body.stream:
-        raise FieldError("stream_options", "stream_options needs stream to be true.")
+        raise InvalidRequestError("stream_options", "stream_options needs stream to be true.")
     wanted = body.stream_options
     include_usage = wanted is not None and bool(wanted.include_usage)
     return GenerationRequest(

@@ -10,10 +10,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import MAX_NAME_LENGTH
 from megatron_hybrid.server.http.json_schemas import served_schema
-from megatron_hybrid.server.http.protocol.complaints import FieldError, show
-from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, Body, JsonSchema, Own
+from megatron_hybrid.server.http.protocol.parsing import (
+    BY_DEFAULT,
+    Body,
+    JsonSchema,
+    Own,
+    show,
+)
 from megatron_hybrid.server.options import ParseOptions
 
 MAX_TOOLS = 128
@@ -181,13 +187,13 @@ def make_tools(
     several: bool,
     options: ParseOptions = BY_DEFAULT,
 ) -> Tools:
-    """Of the three fields of a body; raises FieldError for what they only say together."""
+    """Of the three fields of a body; raises InvalidRequestError for what they only say together."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given):
         name = tool.function.name
         if name in schemas:
             path = f"tools[{number}].function.name"
-            raise FieldError(path, f"{path} is {name!r} for a second time.")
+            raise InvalidRequestError(path, f"{path} is {name!r} for a second time.")
         parameters = tool.function.parameters
         schemas[name] = _NO_PARAMETERS if parameters is None else parameters
     tools = Tools(
@@ -220,12 +226,14 @@ def _checked_choice(choice: str | ToolChoice | None, schemas: Mapping[str, Any])
         name = choice.function.name
         if name not in schemas:
             path = "tool_choice.function.name"
-            raise FieldError(path, f"{path} is {name!r}, which is not one of the tools.")
+            raise InvalidRequestError(path, f"{path} is {name!r}, which is not one of the tools.")
         return name
     if schemas:
         return choice or "auto"
     if choice == "required":
-        raise FieldError("tool_choice", "tool_choice is 'required', but there are no tools.")
+        raise InvalidRequestError(
+            "tool_choice", "tool_choice is 'required', but there are no tools."
+        )
     return "none"
 
 
@@ -233,5 +241,7 @@ def _held_schema(schema: dict[str, Any], path: str, options: ParseOptions) -> di
     """What arguments are held to: an object, also where the schema leaves its type out."""
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise FieldError(f"{path}.type", f"{path}.type is {show(kind)}; arguments are an object.")
+        raise InvalidRequestError(
+            f"{path}.type", f"{path}.type is {show(kind)}; arguments are an object."
+        )
     return served_schema({"type": "object"} | schema | {"type": "object"}, path, options)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
 from megatron_hybrid.server.http.json_schemas import with_definitions
-from megatron_hybrid.server.http.protocol.complaints import FieldError
 from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.formats import (
     NAMES,
@@ -61,10 +60,10 @@ class ToolCalling:
     def check(self, tools: Tools) -> None:
         """Refuse functions for a model that has no place for them."""
         if tools.descriptions and not self._tokenizer.takes_tools:
-            raise FieldError(
+            raise InvalidRequestError(
                 "tools",
                 "This model's chat template has no place for tools; leave tools out.",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
 
     def params(self, tools: Tools, params: SamplingParams) -> SamplingParams:
@@ -99,14 +98,14 @@ class ToolCalling:
         if not constrained:
             return None
         if self._format is None:
-            raise FieldError(
+            raise InvalidRequestError(
                 "tools",
                 "How this model writes tool calls is not known, so that its answer can't be held "
                 "to them; the server's --tool-call-parser names a format.",
-                "unsupported_parameter",
+                code="unsupported_parameter",
             )
         if other is not None and (tools.forced or other.kind != "json_schema"):
-            raise FieldError(
+            raise InvalidRequestError(
                 "response_format", "response_format does not go with a tool_choice that forces one."
             )
         names = [tools.choice] if tools.named else list(tools.schemas)
