@@ -47,7 +47,7 @@ from megatron_hybrid.models.config import (
 )
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
-from megatron_hybrid.text.grammar import FolderGrammars
+from megatron_hybrid.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def build_engine(
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
         or not all(spec.writes_checkpoints for spec in model.stages.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
-        grammars=FolderGrammars(
+        grammars=Grammars(
             plan.folder.tokenizer, model_config.vocab_size, model_config.eos_token_ids
         ),
         lockstep=Lockstep(replicas) if replicas.size > 1 else None,

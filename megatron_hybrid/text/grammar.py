@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -163,17 +163,6 @@ class AnswerMatcher:
         return otherwise
 
 
-class Grammars(Protocol):
-    """Where an engine gets the matchers of its answers."""
-
-    def begin(self, grammar: Grammar) -> bool:
-        """Compile it in another thread, unless that was begun; whether `compile` need not wait."""
-
-    def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
-        """A matcher at the start of an answer. `ignore_eos`: end-of-sequence ids are never allowed.
-        Raises InvalidRequestError for a grammar that can't be served."""
-
-
 class GrammarCompiler:
     """Grammars over one model's vocabulary; all of it may be called from any thread."""
 
@@ -208,14 +197,15 @@ class GrammarCompiler:
         return matcher
 
     def answer(self, matcher: LLMatcher, *, ignore_eos: bool = False) -> AnswerMatcher:
-        """A matcher at the start of an answer; `ignore_eos`: see Grammars."""
+        """A matcher at the start of an answer; `ignore_eos`: end-of-sequence ids are never
+        allowed."""
         never = self._eos[:0] if self._has_eos and not ignore_eos else self._eos
         return AnswerMatcher(matcher.deep_copy(), never, self._size)
 
 
-class FolderGrammars:
-    """Grammars over a model folder's tokenizer. Their compiler is made when the first one comes: a
-    large vocabulary takes a second."""
+class Grammars:
+    """Grammars over a model folder's tokenizer, where an engine gets the matchers of its answers.
+    Their compiler is made when the first one comes: a large vocabulary takes a second."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._folder, self._vocab_size, self._eos = folder, vocab_size, eos_token_ids
@@ -226,7 +216,7 @@ class FolderGrammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def begin(self, grammar: Grammar) -> bool:
-        """See Grammars."""
+        """Compile it in another thread, unless that was begun; whether `compile` need not wait."""
         if grammar in self._compiled:
             return True
         if grammar not in self._begun:
@@ -237,7 +227,9 @@ class FolderGrammars:
         return self._begun[grammar].done()
 
     def compile(self, grammar: Grammar, *, ignore_eos: bool = False) -> AnswerMatcher:
-        """See Grammars; a folder without a tokenizer is an InvalidRequestError too."""
+        """A matcher at the start of an answer. `ignore_eos`: end-of-sequence ids are never allowed.
+        Raises InvalidRequestError for a grammar that can't be served, and where the folder has no
+        tokenizer."""
         if grammar not in self._compiled:
             begun = self._begun.pop(grammar, None)
             self._compiled[grammar] = self._matcher(grammar) if begun is None else begun.result()

@@ -14,7 +14,7 @@ import pytest
 from megatron_hybrid import reference_model
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import MAX_GRAMMAR_LENGTH, Grammar
-from megatron_hybrid.text.grammar import AnswerMatcher, FolderGrammars, GrammarCompiler, check
+from megatron_hybrid.text.grammar import AnswerMatcher, GrammarCompiler, Grammars, check
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.text.make_tokenizers import byte_level, save
 
@@ -38,9 +38,9 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def compiler(folder: Path, tokenizer: Tokenizer) -> FolderGrammars:
+def compiler(folder: Path, tokenizer: Tokenizer) -> Grammars:
     """The model's vocabulary is padded."""
-    return FolderGrammars(folder, tokenizer.vocab_size + 13, EOS)
+    return Grammars(folder, tokenizer.vocab_size + 13, EOS)
 
 
 def schema(value: object) -> Grammar:
@@ -93,7 +93,7 @@ def test_the_end_is_allowed_where_the_grammar_can_end_and_only_there(compiler, t
 
 def test_a_model_without_an_end_never_sees_one(folder, tokenizer):
     (a,) = tokenizer.encode("a")
-    matcher = FolderGrammars(folder, tokenizer.vocab_size, ()).compile(Grammar("regex", "a+"))
+    matcher = Grammars(folder, tokenizer.vocab_size, ()).compile(Grammar("regex", "a+"))
     matcher.advance(a)
     assert allowed(matcher) == {a}
 
@@ -165,7 +165,7 @@ def test_a_grammar_of_nothing_but_the_end_is_refused(compiler):
 
 def test_a_folder_without_tokenizer_refuses_grammars(tmp_path):
     with pytest.raises(InvalidRequestError, match="no tokenizer") as caught:
-        FolderGrammars(tmp_path, 100, ()).compile(Grammar("regex", "a"))
+        Grammars(tmp_path, 100, ()).compile(Grammar("regex", "a"))
     assert caught.value.field == "response_format"
 
 
@@ -187,7 +187,7 @@ def test_checking_needs_no_torch():
 
 
 def test_a_grammar_is_compiled_in_another_thread(
-    compiler: FolderGrammars, monkeypatch: pytest.MonkeyPatch
+    compiler: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`begin` never waits, `compile` does; what is there already is not compiled again."""
     may_go_on = threading.Event()
@@ -210,7 +210,7 @@ def test_a_grammar_is_compiled_in_another_thread(
 
 
 def test_a_grammar_that_cannot_be_served_is_refused_where_it_is_needed(
-    compiler: FolderGrammars,
+    compiler: Grammars,
 ) -> None:
     for _ in range(2):
         compiler.begin(Grammar("regex", "("))

@@ -11,6 +11,7 @@ from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server.http.choice import Choice, Delta
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
+from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import Placement
 from megatron_hybrid.server.link.subscription import (
@@ -19,8 +20,6 @@ from megatron_hybrid.server.link.subscription import (
     Overloaded,
     Subscription,
 )
-from megatron_hybrid.server.options import ServerOptions
-from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
 DISCONNECT_POLL_SECONDS = 0.5
 
@@ -44,44 +43,40 @@ class ClientGone(RequestError):
 
 
 class Generation:
-    """The choices of one HTTP request, in the engine from `start` to `close`.
-
-    prefix: of its id. disconnected: whether the client has gone; looked at with every event and
-    while waiting. on_close: called once, when the generation gives up its place. arrived: when the
-    request came, by `time.monotonic`, from which its time counts.
-    """
+    """The choices of one HTTP request, in the engine from `start` to `close`, up to which it holds
+    one of the server's places."""
 
     def __init__(
         self,
-        client: ReplicaSet,
-        options: ServerOptions,
+        serving: Serving,
         request: GenerationRequest,
         prefix: str,
         *,
         disconnected: Callable[[], bool],
-        on_close: Callable[[], None],
         arrived: float,
     ) -> None:
+        """prefix: of its id. disconnected: whether the client has gone; looked at with every event
+        and while waiting. arrived: when the request came, by `time.monotonic`, from which its time
+        counts. Raises EngineUnavailable, or Overloaded when there is no place."""
         self.request_id = f"{prefix}-{secrets.token_hex(16)}"
         self.created = int(time.time())
-        self._client = client
-        self._options = options
+        self._client, self._options = serving.client, serving.options
         self._request = request
         self._disconnected = disconnected
-        self._on_close = on_close
-        self._closed = False
+        self._arrived = arrived
+        self._timeout = min(
+            filter(None, (request.timeout, self._options.request_timeout)), default=inf
+        )
         self._choices: dict[AnswerKey, Choice] = {}
         self._adds: list[wire.AddRequest] = []
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
-        self._arrived = arrived
-        limits = (request.timeout, options.request_timeout)  # seconds
-        self._timeout = min(filter(None, limits), default=inf)
         self._prompt_tokens = 0
         self._queued: float | None = None  # seconds, in the engine
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+        self._leave: Callable[[], None] | None = serving.take_place()
 
     def start(
         self,
@@ -205,10 +200,10 @@ class Generation:
 
     def close(self) -> None:
         """Abort what is still running. Always called, by whoever comes first."""
-        if self._closed:
+        if self._leave is None:
             return
-        self._closed = True
-        self._on_close()
+        self._leave()
+        self._leave = None
         if self._subscription is not None:
             self._subscription.close()
         if self._placement is not None:

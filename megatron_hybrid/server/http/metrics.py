@@ -7,7 +7,7 @@ docs/server_metrics.md describes the metrics.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from megatron_hybrid.cache.checkpoint_placement import KINDS
 from megatron_hybrid.cache.prefix_store import LOST_CAUSES
 from megatron_hybrid.request import FinishReason
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
 PREFIX = "megatron_hybrid:"
 TAKES_REQUESTS = ("ok", "paused")
@@ -81,7 +82,7 @@ _BY_AGE = {
     "kv_blocks_cached": ("kv_cached_by_age", "Cached KV blocks that nobody uses, by age"),
     "state_slots_cached": ("state_cached_by_age", "Cached states, by age"),
 }
-_LATENCIES = {
+LATENCIES = {
     "time_to_first_token_seconds": "From a request's arrival to its first token",
     "inter_token_latency_seconds": "From one token of an answer to the next",
     "e2e_request_latency_seconds": "From a request's arrival to its end",
@@ -90,21 +91,11 @@ _LATENCIES = {
 }
 
 
-class StatsSource(Protocol):
-    """What is asked of the engine's client."""
-
-    def stats_by_engine(self) -> Mapping[str, Mapping[str, Any]]:
-        """The figures of each engine that is not too busy to answer, by its number."""
-
-    def states(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of each engine, its `status`: "ok" and "paused" if it takes requests."""
-
-
 class ServerMetrics:
     """Renders the figures of one engine, or of each of several with its number as the label
     `engine`, as vLLM has it."""
 
-    def __init__(self, engine: StatsSource) -> None:
+    def __init__(self, engine: ReplicaSet) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -154,7 +145,7 @@ class ServerMetrics:
         for name, (key, text) in _BY_AGE.items():
             samples = [([e, age], count) for e, one in each for age, count in one[key]]
             yield family(GaugeMetricFamily, name, text, samples, "age")
-        for name, text in _LATENCIES.items():
+        for name, text in LATENCIES.items():
             yield histogram(name, text, [(e, one["latency"][name]) for e, one in each])
         text = "Tokens that a step computes, prompts' and answers'"
         found = [(e, one["iteration_tokens"]) for e, one in each]

@@ -61,7 +61,9 @@ def _install_answers(app: Flask, serving: Serving) -> None:
     ) -> Response:
         """Answered from a place that is given up when all is sent, or complete, or fails."""
         gone = client_gone(request.environ)
-        generation = g.generation = serving.open(prefix, prepared.generation, gone, g.started)
+        generation = g.generation = Generation(
+            serving, prepared.generation, prefix, disconnected=gone, arrived=g.started
+        )
         with ExitStack() as place:
             place.callback(generation.close)
             response = begin(generation).respond()

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.metrics import ServerMetrics
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import Preparers
-from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
@@ -51,15 +49,8 @@ class Serving:
             return self._preparers.prepare(name, body, engine, *more)
         return getattr(self._preparation, name)(b"".join(body), engine, *more)
 
-    def open(
-        self,
-        prefix: str,
-        request: GenerationRequest,
-        disconnected: Callable[[], bool],
-        arrived: float,
-    ) -> Generation:
-        """A generation that holds one of the server's places until it is closed. arrived: when the
-        request came, by `time.monotonic`.
+    def take_place(self) -> Callable[[], None]:
+        """One of the server's places for open requests; what gives it back.
 
         Raises EngineUnavailable, or Overloaded when there is no place.
         """
@@ -70,12 +61,4 @@ class Serving:
                 f"{limit} requests are being answered; the limit is {limit} "
                 "(--http-connections, divided by --http-workers). Try again later."
             )
-        return Generation(
-            self.client,
-            self.options,
-            request,
-            prefix,
-            disconnected=disconnected,
-            on_close=self._places.release,
-            arrived=arrived,
-        )
+        return self._places.release

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, defstruct
 
+from megatron_hybrid.cache.prefix_store import Occupancy
+from megatron_hybrid.server.http.metrics import LATENCIES
+
 
 def shape(name: str, /, *, more: bool = False, **fields: Any) -> Any:
     """An object with exactly these fields, by their types; more: and perhaps others."""
@@ -169,15 +172,6 @@ COUNTERS = """
 COUNTERS_BY_NAME = """
     requests_finished lost_tokens checkpoints_published checkpoints_read accepted_by_position
 """.split()
-_GAUGES = """
-    requests_running requests_waiting epoch
-    kv_blocks kv_free kv_used kv_cached kv_evictable
-    state_slots state_free state_live state_used state_cached state_evictable
-""".split()
-_LATENCIES = """
-    time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
-    request_queue_time_seconds request_prefill_time_seconds
-""".split()
 _COUNTERS: dict[str, Any] = {
     **dict.fromkeys(COUNTERS, Count),
     **dict.fromkeys(COUNTERS_BY_NAME, dict[str, int]),
@@ -194,13 +188,13 @@ Histogram = shape(
 Figures = shape(
     "Figures",
     more=True,
-    **dict.fromkeys(_GAUGES, Count),
+    **dict.fromkeys(("requests_running", "requests_waiting", "epoch", *Occupancy._fields), Count),
     paused=bool,
     started=says(float, "By the machine's monotonic clock."),
     **_COUNTERS,
     kv_cached_by_age=list[tuple[str, int]],
     state_cached_by_age=list[tuple[str, int]],
-    latency=shape("Latency", **dict.fromkeys(_LATENCIES, Histogram)),
+    latency=shape("Latency", **dict.fromkeys(LATENCIES, Histogram)),
     iteration_tokens=Histogram,
     last_step=says(shape("LastStep", step=Count, **_COUNTERS), "What the last step added."),
     engines=optional(
