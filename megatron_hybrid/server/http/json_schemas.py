@@ -3,6 +3,7 @@ where the references in it lead."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -16,7 +17,8 @@ MAX_REFERRED_DEPTH = 1000  # the same if references are followed; twice as many 
 MAX_STEPS = 200_000  # schemas to look at and names to write down, in one request's schema
 # Where a schema holds others. All else in it is data: `default`, `enum`, `const`, `examples`.
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions")
+_BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
 _SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
 # Those that say more of the very value that the schema itself is about.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf")
@@ -25,6 +27,8 @@ _SAYS_OTHERWISE = ("additionalProperties", "unevaluatedProperties")
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+_OF_THE_WHOLE = (*_DEFINITIONS, "$id", "$schema")
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]+")
 LARGEST_INTEGER = 2**63 - 1024  # the largest below 2**63 that llguidance, with doubles, keeps
 # Others are only notes by the standard, and refused by llguidance.
 _FORMATS = frozenset(
@@ -47,16 +51,11 @@ def served_schema(schema: JsonSchema, path: str, options: ParseOptions) -> JsonS
     return _Schema(schema, path, close=options.close_json_objects).served()
 
 
-def with_definitions(part: Any, root: Mapping[str, Any]) -> Any:
-    """A part of `root` as a schema of its own, whose references still mean parts of `root`."""
-    if not isinstance(part, Mapping):
+def with_definitions(part: Any, served: Mapping[str, Any]) -> Any:
+    """A part of a served schema as a schema of its own: its references lead to definitions."""
+    if not isinstance(part, Mapping) or not _look_through(part)[1]:
         return part
-    _, references = _look_through(part)  # and what only looks like one
-    if not any(reference.startswith("#") for reference in references):
-        return part
-    rest = {name: value for name, value in root.items() if name != "$id"}
-    definitions = {"part": _moved(part), "root": _moved(rest)}
-    return {"$ref": "#/$defs/part", "$defs": definitions}
+    return {**part, **{name: served[name] for name in _DEFINITIONS if name in served}}
 
 
 class _Schema:
@@ -65,7 +64,8 @@ class _Schema:
     Where several parts describe one object (`allOf`, a `$ref` beside `properties`), none of them
     may be closed, since it would forbid the names of the others: they stay open, and the object is
     closed around the names of all. What such a part refers to is copied, since others may refer to
-    it as the whole of an object.
+    it as the whole of an object. So is what is no definition by itself: then all references lead to
+    definitions, which go with a part that is taken out (`with_definitions`).
     """
 
     def __init__(self, root: JsonSchema, path: str, *, close: bool) -> None:
@@ -73,13 +73,14 @@ class _Schema:
         self._path = path
         self._close = close
         self._steps = 0
-        self._copies: dict[str, str] = {}  # reference: that of its open copy
-        self._pending: list[tuple[str, JsonSchema]] = []  # copies to be made: name, original
+        # Of a reference, and whether as a part: the one of its copy; copies to be made, by name.
+        self._copies: dict[tuple[str, bool], str] = {}
+        self._pending: list[tuple[str, JsonSchema, bool]] = []
         self._integers: dict[str, str] = {}  # bounds of integers: the name of their definition
         self._shared_schemas: JsonSchema = {}
         definitions = root.get("$defs", {})
         self._definitions = definitions if isinstance(definitions, dict) else None
-        self._prefix = "open"
+        self._prefix = "copy"
         while any(name.startswith(self._prefix) for name in self._definitions or ()):
             self._prefix += "_"
 
@@ -87,8 +88,8 @@ class _Schema:
         result: JsonSchema = self._walk(self._root, is_part=False)
         copies = {}
         while self._pending:
-            name, original = self._pending.pop()
-            copies[name] = self._walk(original, is_part=True)
+            name, original, is_part = self._pending.pop()
+            copies[name] = self._walk(original, is_part=is_part)
         copies |= self._shared_schemas
         if copies:
             result["$defs"] = {**result.get("$defs", {}), **copies}
@@ -140,24 +141,26 @@ class _Schema:
 
     def _value(self, key: str, value: Any, parts_of_one: bool) -> Any:
         """What a keyword becomes."""
-        if key == "$ref" and parts_of_one:
-            return self._copy_of(value)
+        if key == "$ref" and isinstance(value, str):
+            plain = _DEFINITION.fullmatch(value) is not None and not parts_of_one
+            return value if plain else self._copy_of(value, parts_of_one)
         is_part = parts_of_one and key in _SAME_VALUE
         return _with_schemas(key, value, lambda one: self._walk(one, is_part=is_part))
 
-    def _copy_of(self, reference: Any) -> Any:
-        """A reference to the same, open; what is not found is left for llguidance to refuse."""
-        if not isinstance(reference, str) or reference in self._copies:
-            return self._copies.get(reference, reference)
+    def _copy_of(self, reference: str, is_part: bool) -> str:
+        """A reference to the same; what is not found is left for llguidance to refuse."""
+        key = reference, is_part
+        if key in self._copies:
+            return self._copies[key]
         target = _find(self._root, reference)
         if not isinstance(target, dict) or self._definitions is None:
             return reference
         name = f"{self._prefix}{len(self._copies)}"
-        self._copies[reference] = f"#/$defs/{name}"
+        self._copies[key] = f"#/$defs/{name}"
         if target is self._root:
-            target = {key: value for key, value in target.items() if key not in _BY_NAME[2:]}
-        self._pending.append((name, target))
-        return self._copies[reference]
+            target = {key: value for key, value in target.items() if key not in _OF_THE_WHOLE}
+        self._pending.append((name, target, is_part))
+        return self._copies[key]
 
     def _close_object(self, schema: JsonSchema, result: JsonSchema, combined: bool) -> None:
         if result.get("unevaluatedProperties") is False and "additionalProperties" not in schema:
@@ -244,18 +247,6 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _moved(schema: Any) -> Any:
-    """The same with references into what now stands at #/$defs/root."""
-    if not isinstance(schema, Mapping):
-        return schema
-    result = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            value = f"#/$defs/root{value[1:]}"
-        result[key] = _with_schemas(key, value, _moved)
-    return result
-
-
 def _with_schemas(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
     """A keyword's value, with each schema that it holds as `change` makes it."""
     if isinstance(value, list):
@@ -293,7 +284,7 @@ def _depth_through_references(root: Mapping[str, Any], step: Callable[[], None])
     Parts that refer to each other count as if they all stood inside each other: which one a reader
     comes to first is not known.
     """
-    own = {name: value for name, value in root.items() if name not in ("$defs", "definitions")}
+    own = {name: value for name, value in root.items() if name not in _DEFINITIONS}
     depths: dict[str, int] = {}
     named: dict[str, list[str]] = {}
     pending: list[tuple[str, Any]] = [("#", own)]

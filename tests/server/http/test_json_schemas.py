@@ -65,7 +65,7 @@ CLOSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {
             "type": "object",
             "properties": {"one": {"$ref": "#/$defs/a"}, "both": {"allOf": [NODE["allOf"][0], B]}},
-            "$defs": {"a": A, "open0": B},
+            "$defs": {"a": A, "copy0": B},
         },
         ['{"one": {"a": 1}, "both": {"a": 1, "b": 2}}'],
         ['{"one": {"a": 1, "b": 2}}', '{"both": {"a": 1, "b": 2, "c": 3}}'],
