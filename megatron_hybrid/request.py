@@ -58,7 +58,7 @@ class Grammar:
         validate_text("response_format", self.text, MAX_GRAMMAR_LENGTH)
 
 
-class _Unasked(int):
+class Unasked(int):
     """A number that nobody has asked for: where fewer fit, it is as many as fit."""
 
 
@@ -92,7 +92,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int | None = _Unasked(128)
+    max_tokens: int | None = Unasked(128)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -162,20 +162,19 @@ class SamplingParams:
                 words = f"names token id {token}; the model knows 0 to {vocab_size - 1}"
                 raise _wrong("logit_bias", words)
 
-    def longest_answer(self, prompt_tokens: int, max_seq_length: int, flag: str) -> int:
-        """The most tokens of an answer to such a prompt. `max_seq_length`: of both together, as
-        `flag` says. Raises InvalidRequestError if what was asked for does not fit."""
-        room = max_seq_length - prompt_tokens
-        wanted = self.max_tokens
-        if wanted is None or isinstance(wanted, _Unasked):
+    def longest_answer(
+        self, length: int, limit: int, flag: str, name: str = "max_tokens", prompt: str = "prompt"
+    ) -> int:
+        """The most tokens of an answer to a prompt of this length. `limit`: of both together, as
+        `flag` says. `name`, `prompt`: what the client calls them. Raises InvalidRequestError if
+        what was asked for does not fit."""
+        wanted, room = self.max_tokens, limit - length
+        if wanted is None or isinstance(wanted, Unasked):
             wanted = room if wanted is None else min(room, int(wanted))
-        for name, tokens in (("max_tokens", wanted), ("min_tokens", self.min_tokens)):
+        for asked, tokens in ((name, wanted), ("min_tokens", self.min_tokens)):
             if tokens > room:
-                raise _wrong(
-                    name,
-                    f"is {tokens} and the prompt has {prompt_tokens} tokens; together they may be "
-                    f"at most {max_seq_length} ({flag})",
-                )
+                words = f"is {tokens}, but {prompt} has {length} tokens and the limit for both "
+                raise _wrong(asked, f"{words}together is {limit} ({flag})", status=413)
         return wanted
 
     @property
@@ -218,7 +217,7 @@ _WHOLE_NUMBERS = {
     "min_tokens": (0, MAX_TOKENS),
 }
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_PLAIN_TYPES = (float, int, type(None), bool, _Unasked)
+_PLAIN_TYPES = (float, int, type(None), bool, Unasked)
 
 
 def _plain(value: Any) -> Any:

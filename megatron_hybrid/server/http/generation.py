@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
@@ -92,17 +93,21 @@ class Generation:
         n = request.params.n
         engine = self._client.check()
         request.params.validate_vocabulary(engine.vocab_size)
-        max_seq_length = engine.max_seq_length
+        limit, flag = engine.max_seq_length, engine.max_seq_length_flag
         self._prompt_tokens = sum(map(len, prompts))
         for number, prompt in enumerate(prompts):
             request_id = f"{self.request_id}-{number}"
             for index in range(n):
                 self._choices[request_id, index] = make_choice(number * n + index)
+            params = request.params
+            longest = params.longest_answer(len(prompt), limit, flag)
+            if params.max_tokens not in (None, longest):  # a default of ours, which does not fit
+                params = replace(params, max_tokens=longest)
             self._adds.append(
                 wire.AddRequest(
                     request_id,
                     wire.packed(prompt),
-                    request.params_that_fit(max_seq_length - len(prompt)),
+                    params,
                     answers=len(prompts) * n if number == 0 else 0,
                     cache_salt=request.cache_salt,
                     priority=request.priority,

@@ -213,14 +213,8 @@ class Preparation:
         queue."""
         limit, flag = engine.max_seq_length, engine.max_seq_length_flag
         validate_prompt(prompt, engine.vocab_size, limit, field, flag=flag)
-        for name, wanted in request.asked_tokens.items():
-            if wanted > limit - len(prompt):
-                raise InvalidRequestError(
-                    name,
-                    f"{name} is {wanted}, but {field} has {len(prompt)} tokens and the limit for "
-                    f"both together is {limit} ({flag}).",
-                    status=413,
-                )
+        name = request.max_tokens_field
+        request.params.longest_answer(len(prompt), limit, flag, name=name, prompt=field)
         return array("i", prompt)
 
     def _echoed(self, given: str | list[int], token_ids: array[int]) -> EchoedPrompt:

@@ -6,13 +6,12 @@ the operator says so.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import Grammar, SamplingParams
+from megatron_hybrid.request import Grammar, SamplingParams, Unasked
 from megatron_hybrid.server.http.json_schemas import served_schema
 from megatron_hybrid.server.http.protocol.messages import for_template
 from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, read
@@ -41,7 +40,7 @@ class GenerationRequest:
 
     model: str | None
     params: SamplingParams
-    max_tokens_field: str | None  # the name under which the client gave max_tokens, if it did
+    max_tokens_field: str  # what the client calls max_tokens
     stream: bool
     include_usage: bool
     continuous_usage: bool  # in every chunk of a stream; only with include_usage
@@ -52,20 +51,6 @@ class GenerationRequest:
     # Nothing but the prompt: the engine makes one token, which nobody sees.
     prompt_only: bool = False
     return_token_ids: bool = False
-
-    @property
-    def asked_tokens(self) -> dict[str, int]:
-        """By field, the lengths of an answer that the client asks for."""
-        name, most = self.max_tokens_field, self.params.max_tokens
-        asked = {} if name is None or most is None else {name: most}
-        return {**asked, "min_tokens": self.params.min_tokens}
-
-    def params_that_fit(self, room: int) -> SamplingParams:
-        """room: tokens that fit after the prompt; a default of ours never asks for more."""
-        max_tokens = self.params.max_tokens
-        if max_tokens is None or max_tokens <= room:
-            return self.params
-        return dataclasses.replace(self.params, max_tokens=room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +114,16 @@ def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT)
     """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
     body = read(CompletionRequest, values, options)
     prompts = _prompts(body.prompt)
-    given = values.get("max_tokens") is not None
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
+    if values.get("max_tokens") is None:
+        max_tokens = Unasked(COMPLETION_MAX_TOKENS)
     echo = bool(body.echo)
     if max_tokens == 0 and not echo:
         raise InvalidRequestError("max_tokens", "max_tokens is 0, which needs echo to be true.")
     generation = _generation(
         body,
         options,
-        max_tokens_field="max_tokens" if given else None,
+        max_tokens_field="max_tokens",
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         echo=echo,
@@ -169,7 +155,7 @@ def _generation(
     body: AnswerRequest,
     options: ParseOptions,
     *,
-    max_tokens_field: str | None,
+    max_tokens_field: str,
     max_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
