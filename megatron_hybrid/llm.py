@@ -160,7 +160,7 @@ class LLM:
         try:
             while not complete:
                 # An answer that was stopped here is shown when the engine has ended it too.
-                longer = len(answer.output.token_ids) > shown and answer.stopped is None
+                longer = len(answer.output.token_ids) > shown and answer.finish_reason is None
                 if longer or answer.ended:
                     shown, complete = len(answer.output.token_ids), answer.ended
                     yield answer.output
@@ -294,17 +294,17 @@ class LLM:
             answer = self._open.get((event.request_id, event.index))
             if answer is None:  # nobody waits for it any more
                 continue
-            stopped = answer.stopped
+            has_stopped = answer.finish_reason is not None
             try:
-                answer.take(event)
+                answer.advance(event)
             except Exception as error:  # in the text of this one: the others go on
                 logger.exception("An answer can't be turned into text.")
                 answer.fail(error)
             if answer.ended:
                 del self._open[answer.key]
                 ended.append(answer)
-            elif answer.stopped is not None and stopped is None:  # which is ours to see
-                self.engine.abort(*answer.key, answer.stopped)
+            elif answer.finish_reason is not None and not has_stopped:  # which is ours to see
+                self.engine.abort(*answer.key, answer.finish_reason)
         return ended
 
     def _abort(self, answers: Iterable[_Answer]) -> None:
@@ -342,20 +342,15 @@ class LLM:
         return self.tokenizer.encode_chat_with_ends(messages)
 
     def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
-        answers = [
-            _Answer(RequestOutput(request_id, prompt, index=index), self._answer_text(params))
-            for index in range(params.n)
-        ]
-        answers[0].output.choices = [answer.output for answer in answers]
-        return answers
-
-    def _answer_text(self, params: SamplingParams) -> AnswerText:
+        tokenizer = None  # a model without one answers in token ids
         try:
-            return AnswerText(self.tokenizer, params.stop)
+            tokenizer = self.tokenizer
         except ConfigurationError:
             if params.stop:
                 raise
-            return AnswerText(None)  # a model without a tokenizer answers in token ids
+        outputs = [RequestOutput(request_id, prompt, index=index) for index in range(params.n)]
+        outputs[0].choices = outputs
+        return [_Answer(output, tokenizer, params.stop) for output in outputs]
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
@@ -375,38 +370,38 @@ def _wrong(name: str, value: object, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(name, f"{name} is {show(value)}; it must be {wanted}.")
 
 
-class _Answer:
-    """One choice's output while it grows. `stopped`: why it ended here, of which the engine has yet
-    to learn: by a stop string, or by an error; `ended`: the engine's last event is here."""
+class _Answer(AnswerText):
+    """One choice's output while it grows. `ended`: the engine's last event is here. With a
+    `finish_reason` before that it ended here, by a stop string or an error, of which the engine has
+    yet to learn."""
 
-    def __init__(self, output: RequestOutput, text: AnswerText) -> None:
+    def __init__(
+        self, output: RequestOutput, tokenizer: Tokenizer | None, stop: Sequence[str]
+    ) -> None:
+        super().__init__(tokenizer, stop)
         self.output = output
         self.key = (output.request_id, output.index)
-        self.stopped: FinishReason | None = None
         self.ended = False
-        self._text = text
 
-    def take(self, event: RequestEvent) -> None:
-        output, text = self.output, self._text
+    def advance(self, event: RequestEvent) -> None:
+        output = self.output
         if event.finish_reason is not None:
             self.ended = True
             output.counters = event.counters
-        if self.stopped is not None:
+        if self.finish_reason is not None:
             return
-        new = text.take(event)
+        new = self.take(event)
         output.text += new.text
         output.token_ids += new.token_ids
         if event.logprobs is not None:
             output.logprobs = (output.logprobs or []) + new.logprobs
         if event.prompt_logprobs is not None:
             output.prompt_logprobs = event.prompt_logprobs
-        output.cached_tokens = text.cached_tokens
+        output.cached_tokens = self.cached_tokens
         output.error = event.error
-        output.finish_reason, output.stop_reason = text.finish_reason, text.stop_reason
-        if text.stop_hit is not None:
-            self.stopped = FinishReason.STOP
+        output.finish_reason, output.stop_reason = self.finish_reason, self.stop_reason
 
     def fail(self, error: Exception) -> None:
-        """`take` raised this."""
-        self.stopped = self.output.finish_reason = FinishReason.ERROR
+        """`advance` raised this."""
+        self.finish_reason = self.output.finish_reason = FinishReason.ERROR
         self.output.error = f"The answer can't be turned into text: {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.models.families.raw_config import Settings
+from megatron_hybrid.models.families.raw_config import ModelSettings
 
 MODEL_TYPE = "megatron"  # of a model that no Hugging Face family of ours describes
 # What --use-rope-scaling does, besides its factor.
@@ -34,7 +34,7 @@ def has_zero_centered_norms(arguments: Mapping[str, Any] | None) -> bool | None:
     return None
 
 
-class MegatronArguments(Settings):
+class MegatronArguments(ModelSettings):
     """Megatron's arguments by their names in Python, and what they say of the model."""
 
     def missing(self, name: str) -> str:
@@ -44,15 +44,9 @@ class MegatronArguments(Settings):
             "Face's beside the checkpoint, which describes the model instead of them."
         )
 
-    def refuse_unless(self, name: str, *supported: Any) -> None:
-        """Raise ConfigurationError, which names the flag, for another value; None is fine."""
-        value = self.get(name)
-        if value is not None and value not in supported:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigurationError(
-                f"The checkpoint's argument {flag} is {value!r} ({self.where}), which is not "
-                f"supported, only {' or '.join(map(repr, supported))} is."
-            )
+    def called(self, name: str) -> str:
+        """The flag that sets it."""
+        return "--" + name.replace("_", "-")
 
     # ------------------------------------------------------------------ the model
 

@@ -28,7 +28,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-class Settings:
+class ModelSettings:
     """A model's settings as somebody wrote them, looked up by any of the names that they have
     had."""
 
@@ -64,8 +64,22 @@ class Settings:
         """True or false, the default where it is not there."""
         return bool(self.get(*names, default=default))
 
+    def called(self, name: str) -> str:
+        """What the value is called where it was written."""
+        return name
 
-class RawConfig(Settings):
+    def refuse_unless(self, name: str, *supported: Any) -> None:
+        """Raise unless the value is one of those; a value that is missing or null is fine."""
+        value = self.get(name)
+        if value is not None and value not in supported:
+            wanted = " or ".join(repr(s) for s in supported if s is not None) or "nothing"
+            raise ConfigurationError(
+                f"{self.called(name)} = {_short(value)} in {self.where} is not supported, "
+                f"only {wanted} is."
+            )
+
+
+class RawConfig(ModelSettings):
     """The values of config.json."""
 
     def __init__(self, values: Mapping[str, Any], generation: dict[str, Any], where: str) -> None:
@@ -98,15 +112,6 @@ class RawConfig(Settings):
     def model_type(self) -> str:
         """The family's name."""
         return str(self.values.get("model_type", "unknown"))
-
-    def refuse_unless(self, name: str, *supported: Any) -> None:
-        """Raise unless the value is one of those; a value that is missing or null is fine."""
-        value = self.values.get(name)
-        if value is not None and value not in supported:
-            wanted = " or ".join(repr(s) for s in supported if s is not None) or "nothing"
-            raise ConfigurationError(
-                f"{name} = {_short(value)} in {self.where} is not supported, only {wanted} is."
-            )
 
     @property
     def dtype(self) -> torch.dtype:
