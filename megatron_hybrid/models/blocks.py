@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
@@ -84,23 +86,17 @@ class SharedTransformerBlock(Block):
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
 
 
+@dataclass(frozen=True)
 class BlockBuilder:
     """Makes blocks of one model. Those that share a transformer are given the same one: `shared`
     has them, by the block that uses each first in the whole model."""
 
-    def __init__(
-        self,
-        config: HybridModelConfig,
-        parallel: ParallelContext,
-        dtype: torch.dtype,
-        conv_states_dtype: torch.dtype,
-        ssm_states_dtype: torch.dtype,
-    ) -> None:
-        self.config = config
-        self.parallel = parallel
-        self.dtype = dtype
-        self.shared: dict[int, SharedTransformer] = {}
-        self._state_dtypes = conv_states_dtype, ssm_states_dtype
+    config: HybridModelConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+    shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self) -> RMSNorm:
         """One of the model's norms, with weights still to be read."""
@@ -116,7 +112,8 @@ class BlockBuilder:
             self.dtype,
             self.parallel.tensor,
             self.parallel.experts,
-            *self._state_dtypes,
+            self.conv_states_dtype,
+            self.ssm_states_dtype,
         )
 
     def block(self, index: int, letter: str | None = None) -> Block:

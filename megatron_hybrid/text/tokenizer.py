@@ -113,6 +113,15 @@ class Tokenizer:
         """Whether the chat template has a place for descriptions of functions."""
         return re.search(r"\{[%{][^}]*\btools\b", self.chat_template) is not None
 
+    def check_tools(self) -> None:
+        """Raise InvalidRequestError for a chat template that has no place for functions."""
+        if not self.takes_tools:
+            raise InvalidRequestError(
+                "tools",
+                "This model's chat template has no place for tools; leave tools out.",
+                code="unsupported_parameter",
+            )
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling; None if the vocabulary has no such token."""
         token_id: int | None = self.backend.token_to_id(token)
@@ -248,10 +257,7 @@ class Tokenizer:
                     f"chat_template_kwargs.{name} is not a variable of the chat template.",
                 )
         if tools:
-            if not self.takes_tools:
-                raise InvalidRequestError(
-                    "tools", "This model's chat template has no place for tools; leave tools out."
-                )
+            self.check_tools()
             arguments["tools"] = list(tools)
         return [
             _with_plain_content(message, index) for index, message in enumerate(messages)

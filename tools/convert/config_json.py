@@ -18,7 +18,7 @@ def with_model_type(config: HybridModelConfig) -> tuple[HybridModelConfig, dict[
     for write in _FAMILIES:
         try:
             values = write(config)
-            raw = RawConfig(values, {}, "config.json")
+            raw = RawConfig(values, "config.json")
             found = family_of(raw.model_type).config(raw)
         except (ConfigurationError, KeyError, AttributeError, AssertionError, TypeError):
             continue  # not a model of this family

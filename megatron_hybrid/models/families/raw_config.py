@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True)
 class ModelSettings:
     """A model's settings as somebody wrote them, looked up by any of the names that they have
     had."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """`where`: for messages."""
-        self.values = values
-        self.where = where
+    values: Mapping[str, Any]
+    where: str  # they stand, for messages
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The first of `names` that is there and not null."""
@@ -79,12 +79,11 @@ class ModelSettings:
             )
 
 
+@dataclass(frozen=True)
 class RawConfig(ModelSettings):
-    """The values of config.json."""
+    """The values of config.json, and of generation_config.json."""
 
-    def __init__(self, values: Mapping[str, Any], generation: dict[str, Any], where: str) -> None:
-        super().__init__(values, where)
-        self.generation = generation
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, folder: Path) -> RawConfig:
@@ -94,7 +93,7 @@ class RawConfig(ModelSettings):
         if not path.is_file():
             raise ConfigurationError(f"{folder} is not a model folder: it has no config.json.")
         generation = folder / "generation_config.json"
-        raw = cls(_read(path), _read(generation) if generation.is_file() else {}, str(path))
+        raw = cls(_read(path), str(path), _read(generation) if generation.is_file() else {})
         raw.refuse_unless("quantization_config", None)
         return raw
 
@@ -106,7 +105,7 @@ class RawConfig(ModelSettings):
             return self
         outer = {key: value for key, value in self.values.items() if key not in inner}
         values = {**outer, **inner, "model_type": self.model_type}
-        return RawConfig(values, self.generation, self.where)
+        return RawConfig(values, self.where, self.generation)
 
     @property
     def model_type(self) -> str:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gunicorn.http.errors import ParseException
@@ -36,42 +37,37 @@ class BodyBroken(RequestError):
     status, kind, code, field = 400, "invalid_request_error", "broken_body", "body"
 
 
+@dataclass(kw_only=True)
 class Pace:
     """How long a body may take: `seconds`, and one more for every `bytes_a_second` that came;
     never more than `patience` seconds for the next piece."""
 
-    def __init__(
-        self,
-        *,
-        patience: float,
-        seconds: float,
-        bytes_a_second: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.received = 0
-        self._patience = patience
-        self._seconds = seconds
-        self._rate = bytes_a_second
-        self._clock = clock
-        self._begun = clock()
+    patience: float
+    seconds: float
+    bytes_a_second: float
+    clock: Callable[[], float] = time.monotonic
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = self.clock()
         self._is_slow = False
 
     def seconds_left(self) -> float:
         """For the next piece; TimeoutError if none are left."""
-        left = self._begun + self._seconds + self.received / self._rate - self._clock()
-        self._is_slow = left < self._patience
+        left = self._begun + self.seconds + self.received / self.bytes_a_second - self.clock()
+        self._is_slow = left < self.patience
         if left <= 0:
             raise TimeoutError
-        return min(left, self._patience)
+        return min(left, self.patience)
 
     def complaint(self) -> str:
         """What to tell a client whose next piece was not in time."""
         if not self._is_slow:
-            return f"Nothing more of the body came for {self._patience:g} seconds."
+            return f"Nothing more of the body came for {self.patience:g} seconds."
         return (
             f"The body comes too slowly: {self.received} bytes in "
-            f"{self._clock() - self._begun:.0f} seconds; it may take {self._seconds:g} seconds, "
-            f"and one more for every {self._rate:g} bytes that came."
+            f"{self.clock() - self._begun:.0f} seconds; it may take {self.seconds:g} seconds, "
+            f"and one more for every {self.bytes_a_second:g} bytes that came."
         )
 
 

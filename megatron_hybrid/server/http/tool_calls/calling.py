@@ -59,12 +59,8 @@ class ToolCalling:
 
     def check(self, tools: Tools) -> None:
         """Refuse functions for a model that has no place for them."""
-        if tools.descriptions and not self._tokenizer.takes_tools:
-            raise InvalidRequestError(
-                "tools",
-                "This model's chat template has no place for tools; leave tools out.",
-                code="unsupported_parameter",
-            )
+        if tools.descriptions:
+            self._tokenizer.check_tools()
 
     def params(self, tools: Tools, params: SamplingParams) -> SamplingParams:
         """With the grammar that a forced or strict call asks for.
