@@ -13,7 +13,7 @@ from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams
 from megatron_hybrid.server.http.protocol.generation_request import parse_chat
 from megatron_hybrid.server.http.protocol.tools import Tools
-from megatron_hybrid.server.http.tool_calls.calling import Choices, ToolCalling, calls_grammar
+from megatron_hybrid.server.http.tool_calls.calling import Allowed, ToolCalling, calls_grammar
 from megatron_hybrid.server.http.tool_calls.formats import (
     FORMATS,
     NAMES,
@@ -303,8 +303,8 @@ def test_a_forced_answer_holds_calls_that_match_and_are_read(
     name: str, reference: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     form = FORMAT[name]
-    several = calls_grammar(form, reference, Choices(SCHEMAS, several=True))
-    single = calls_grammar(form, reference, Choices(SCHEMAS, several=False))
+    several = calls_grammar(form, reference, Allowed(SCHEMAS, several=True))
+    single = calls_grammar(form, reference, Allowed(SCHEMAS, several=False))
     for call in GOOD:
         text = written(name, a_call(name, call))
         assert allows(compiler, reference, single, text), text
@@ -323,7 +323,7 @@ def test_a_forced_answer_holds_calls_that_match_and_are_read(
 def test_an_answer_with_strict_calls_may_be_text(
     name: str, reference: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    grammar = calls_grammar(FORMAT[name], reference, Choices(SCHEMAS, several=True, text=True))
+    grammar = calls_grammar(FORMAT[name], reference, Allowed(SCHEMAS, several=True, text=True))
     good, bad = (written(name, a_call(name, calls[0])) for calls in (GOOD, BAD))
     assert allows(compiler, reference, grammar, "No calls.")
     assert allows(compiler, reference, grammar, good)
@@ -337,7 +337,7 @@ def test_a_mark_that_is_a_special_token_is_that_token(reference: Tokenizer) -> N
     hf = byte_level()
     hf.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     tokenizer = Tokenizer(hf)
-    grammar = calls_grammar(FORMAT["hermes"], tokenizer, Choices(SCHEMAS, several=True, text=True))
+    grammar = calls_grammar(FORMAT["hermes"], tokenizer, Allowed(SCHEMAS, several=True, text=True))
     compiler = GrammarCompiler(
         tokenizer.backend.to_str(), tokenizer.vocab_size, tokenizer.eos_token_ids
     )

@@ -14,7 +14,7 @@ from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyLis
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.tools import (
     AnyObject,
-    Choice,
+    AnyToolChoice,
     Description,
     Name,
     ToolList,
@@ -223,7 +223,7 @@ class ChatRequest(AnswerRequest, kw_only=True):
     chat_template_kwargs: AnyObject | None = None
     reasoning_effort: Word | None = None
     tools: ToolList | None = None
-    tool_choice: Choice = None
+    tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
@@ -280,7 +280,7 @@ class TokenizeChatRequest(Body):
     chat_template_kwargs: AnyObject | None = None
     reasoning_effort: Word | None = None
     tools: ToolList | None = None
-    tool_choice: Choice = None
+    tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
     cache_salt: Name | None = None
 

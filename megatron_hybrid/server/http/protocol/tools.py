@@ -90,7 +90,7 @@ class ToolChoice(Body):
 
 
 ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
-Choice = Literal["none", "auto", "required"] | ToolChoice | None
+AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | None
 
 
 class Arguments(Own):

@@ -108,13 +108,13 @@ class ToolCalling:
         schemas = {
             name: tools.schemas[name] if name in tools.held else _ANY_OBJECT for name in names
         }
-        choices = Choices(
+        allowed = Allowed(
             schemas,
             several=tools.several and not tools.named,
             text=not tools.forced and other is None,
             otherwise=None if other is None else other.text,
         )
-        grammar = calls_grammar(self._format, self._tokenizer, choices)
+        grammar = calls_grammar(self._format, self._tokenizer, allowed)
         _check(grammar, tools)
         return grammar
 
@@ -132,7 +132,7 @@ def _check(grammar: Grammar, tools: Tools) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class Allowed:
     """What an answer may be: calls of these functions (by name, the schema of their arguments),
     only one of them unless `several`; with `text`, also text before, between and after them;
     `otherwise`: or, without calls, JSON of this schema."""
@@ -143,35 +143,35 @@ class Choices:
     otherwise: str | None = None
 
 
-def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, choices: Choices) -> Grammar:
-    """The grammar of answers that `form` reads as what `choices` allow."""
+def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, allowed: Allowed) -> Grammar:
+    """The grammar of answers that `form` reads as what is `allowed`."""
     call = _WRITTEN[form.read]
-    calls = [call(form, name, schema) for name, schema in choices.schemas.items()]
+    calls = [call(form, name, schema) for name, schema in allowed.schemas.items()]
     begin, end = _mark(form.begin, tokenizer), _mark(form.end, tokenizer)
     rules = [f"call: {' | '.join(calls)}"]
     if form.listed:
-        body = f'"[" {_several("call", ", ", choices)} "]" {end}'
+        body = f'"[" {_several("call", ", ", allowed)} "]" {end}'
         start = f"{begin} body"
     elif form.end:
         body = f'"\\n" call "\\n" {end}'
-        start = _several(f"{begin} body", "\n", choices)
+        start = _several(f"{begin} body", "\n", allowed)
     else:
-        body = start = _several("call", "; ", choices)
+        body = start = _several("call", "; ", allowed)
     rules.append(f"body: {body}")
-    if choices.text:
-        rules += _among_text(form, begin, choices)
-    elif choices.otherwise is not None:
-        rules.append(f"start: {start} | {_json(json.loads(choices.otherwise))}")
+    if allowed.text:
+        rules += _among_text(form, begin, allowed)
+    elif allowed.otherwise is not None:
+        rules.append(f"start: {start} | {_json(json.loads(allowed.otherwise))}")
     else:
         rules.append(f"start: {start}")
     return Grammar("lark", "\n".join([*rules, _STRING]) + "\n")
 
 
-def _several(one: str, separator: str, choices: Choices) -> str:
-    return f"{one} ({_quoted(separator)} {one})*" if choices.several else one
+def _several(one: str, separator: str, allowed: Allowed) -> str:
+    return f"{one} ({_quoted(separator)} {one})*" if allowed.several else one
 
 
-def _among_text(form: ToolFormat, begin: str, choices: Choices) -> list[str]:
+def _among_text(form: ToolFormat, begin: str, allowed: Allowed) -> list[str]:
     """Rules of answers that may be text, or have it around their calls."""
     if not form.end:  # the whole answer is a call, or does not begin like one
         return ["start: body | text", "text: /([^{](.|\\n)*)?/"]
@@ -181,7 +181,7 @@ def _among_text(form: ToolFormat, begin: str, choices: Choices) -> list[str]:
         marked = [text, f"opened[lazy]: /(.|\\n)*/ {begin}"]
     else:
         marked = [text, f"opened: text {begin}"]
-    start = "start: (opened body)* text" if choices.several else "start: opened body | text"
+    start = "start: (opened body)* text" if allowed.several else "start: opened body | text"
     return [start, *marked]
 
 

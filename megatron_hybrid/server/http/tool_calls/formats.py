@@ -117,17 +117,17 @@ def _typed(value: str, schema: Any) -> Any:
     except (ValueError, RecursionError):
         return value
     # "5" stays text where the schema lets text in.
-    if "string" in types_of(schema) and not isinstance(typed, str) and typed is not None:
+    if "string" in json_types(schema) and not isinstance(typed, str) and typed is not None:
         named = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
         kind = named[type(typed)]
-        if kind not in types_of(schema) and not (
-            kind == "integer" and "number" in types_of(schema)
+        if kind not in json_types(schema) and not (
+            kind == "integer" and "number" in json_types(schema)
         ):
             return value
     return typed
 
 
-def types_of(schema: Mapping[str, Any]) -> list[Any]:
+def json_types(schema: Mapping[str, Any]) -> list[Any]:
     """What `type` allows; [None] where it says nothing."""
     kind = schema.get("type")
     return kind if isinstance(kind, list) else [kind]
@@ -138,7 +138,7 @@ def is_string(schema: Mapping[str, Any]) -> bool:
     values = schema.get("enum")
     if "type" not in schema and isinstance(values, list) and values:
         return all(isinstance(value, str) for value in values)
-    return types_of(schema) == ["string"]
+    return json_types(schema) == ["string"]
 
 
 def read_python(body: str, schemas: Schemas) -> list[Call]:
