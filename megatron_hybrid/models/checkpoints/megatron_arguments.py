@@ -44,9 +44,9 @@ class MegatronArguments(ModelSettings):
             "Face's beside the checkpoint, which describes the model instead of them."
         )
 
-    def called(self, name: str) -> str:
-        """The flag that sets it."""
-        return "--" + name.replace("_", "-")
+    def shown(self, name: str, value: str) -> str:
+        """By the flag that sets it."""
+        return f"The checkpoint's argument --{name.replace('_', '-')} is {value}"
 
     # ------------------------------------------------------------------ the model
 

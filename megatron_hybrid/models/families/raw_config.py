@@ -64,9 +64,9 @@ class ModelSettings:
         """True or false, the default where it is not there."""
         return bool(self.get(*names, default=default))
 
-    def called(self, name: str) -> str:
-        """What the value is called where it was written."""
-        return name
+    def shown(self, name: str, value: str) -> str:
+        """A value that is there, as a sentence about it begins."""
+        return f"{name} = {value}"
 
     def refuse_unless(self, name: str, *supported: Any) -> None:
         """Raise unless the value is one of those; a value that is missing or null is fine."""
@@ -74,8 +74,8 @@ class ModelSettings:
         if value is not None and value not in supported:
             wanted = " or ".join(repr(s) for s in supported if s is not None) or "nothing"
             raise ConfigurationError(
-                f"{self.called(name)} = {_short(value)} in {self.where} is not supported, "
-                f"only {wanted} is."
+                f"{self.shown(name, _short(value))} in {self.where}, which is not supported, only "
+                f"{wanted} is."
             )
 
 
