@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hybrid.server.options import LaunchOptions, ServerOptions
 from megatron_hybrid.server.tls import own_context
 
 ANSWER_TOKENS = 128
@@ -20,19 +21,16 @@ POLL_SECONDS = 0.1
 class FirstQuestion:
     """Asks a running server and prints its answers; `failed` says whether one was missing."""
 
-    question: str
-    system: str | None
-    model: str
-    api_key: str | None
-    when_done: Callable[[], None]
+    launch: LaunchOptions
+    options: ServerOptions
+    stop: Callable[[], None]  # the server, if it is to end when the question is answered
     failed: bool = False
-    certfile: str | None = None  # the server's own, if it speaks TLS
 
     def ask(self, url: str) -> None:
         """Ask, ask again, print both; meant for a thread, since the engine serves meanwhile."""
         try:
             self._wait_for(url)
-            print(f"\nQuestion: {self.question}")
+            print(f"\nQuestion: {self.launch.ask}")
             for name in ("Answer", "Asked again"):
                 started = time.monotonic()
                 print(
@@ -41,7 +39,8 @@ class FirstQuestion:
         except (OSError, KeyError, ValueError) as error:
             self.failed = True
             print(f"The question could not be asked: {_reason(error)}", flush=True)
-        self.when_done()
+        if self.launch.exit_after_answer:
+            self.stop()
 
     def _wait_for(self, url: str) -> None:
         while True:
@@ -54,13 +53,13 @@ class FirstQuestion:
             time.sleep(POLL_SECONDS)
 
     def _answer(self, url: str) -> str:
-        messages = [{"role": "user", "content": self.question}]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
+        messages = [{"role": "user", "content": self.launch.ask}]
+        if self.launch.system:
+            messages.insert(0, {"role": "system", "content": self.launch.system})
         prompt = self._send("POST", f"{url}/tokenize", {"messages": messages})
         room = prompt["max_model_len"] - prompt["count"]
         body = {
-            "model": self.model,
+            "model": self.options.model_name,
             "messages": messages,
             "temperature": 0,
             "max_completion_tokens": max(1, min(ANSWER_TOKENS, room)),
@@ -73,14 +72,14 @@ class FirstQuestion:
 
     def _send(self, method: str, url: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        if self.options.api_keys:
+            headers["Authorization"] = f"Bearer {self.options.api_keys[0].key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, headers, method=method)
         # No proxy of the environment stands between us and ourselves.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if self.certfile is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=own_context(self.certfile)))
+        if certfile := self.options.ssl_certfile:
+            handlers.append(urllib.request.HTTPSHandler(context=own_context(certfile)))
         opener = urllib.request.build_opener(*handlers)
         with opener.open(request, timeout=600) as response:
             return json.load(response)

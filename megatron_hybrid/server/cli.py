@@ -104,7 +104,7 @@ def _serve_first_rank(
         front_end.wait_until_listening()
         watchdog.start()
         engine, parallel = _build(config)
-        geometry = engine.cache_geometry
+        geometry, question = engine.cache_geometry, None
         size = options.data_parallel_size
         with publishing(engine, kv_events, front_end.folder, front_end.replica, size) as publish:
             loop = EngineLoop(
@@ -121,7 +121,8 @@ def _serve_first_rank(
                 waker=Waker.of(front_end.context, parallel),
                 on_turn=watchdog.turn,
             )
-            question = _first_question(launch, options, loop) if layout.replica == 0 else None
+            if launch.ask is not None and layout.replica == 0:
+                question = FirstQuestion(launch, options, loop.request_stop)
             exit_code = serve(loop, front_end, options, when_all_live=watchdog.when_all_live)
         if exit_code != 0:
             watchdog.failure = loop.failure
@@ -254,22 +255,6 @@ def _warn(options: ServerOptions) -> None:
             "Any web page that somebody here opens can use this server (--allowed-origins *), and "
             "it wants no key of them (--api-key)."
         )
-
-
-def _first_question(
-    launch: LaunchOptions, options: ServerOptions, loop: EngineLoop
-) -> FirstQuestion | None:
-    if launch.ask is None:
-        return None
-    when_done = loop.request_stop if launch.exit_after_answer else lambda: None
-    return FirstQuestion(
-        launch.ask,
-        launch.system,
-        options.model_name,
-        options.api_keys[0].key if options.api_keys else None,
-        when_done,
-        certfile=options.ssl_certfile,
-    )
 
 
 def _start(question: FirstQuestion | None, url: str) -> None:

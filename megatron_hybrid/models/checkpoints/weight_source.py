@@ -130,17 +130,18 @@ class FolderSource(WeightSource):
         self,
         config: HybridModelConfig,
         folder: Path,
-        names: dict[str, tuple[str, str]],
-        files: dict[str, Any],
+        file_names: Mapping[str, str],
+        files: Mapping[str, Any],
     ) -> None:
-        """`names`: canonical name -> (name in its file, file)."""
+        """`file_names`: by the names in the files. Raises WeightsError for two names of one
+        weight."""
         super().__init__(config)
         self.where = str(folder)
-        self.names = {canonical: name for canonical, (name, _) in names.items()}
-        self._names, self._files = names, files
+        self.names = _canonical(config, file_names, self.where)
+        self._file_names, self._files = file_names, files
 
     def file_of(self, name: str) -> str:
-        return self._names[name][1]
+        return self._file_names[self.names[name]]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.stored(name).get_shape())
@@ -151,7 +152,7 @@ class FolderSource(WeightSource):
 
     def stored(self, name: str) -> Any:
         """safetensors' slice of a tensor. Raises WeightsError for one that cannot be read."""
-        own, file = self._names[name]
+        own, file = self.names[name], self.file_of(name)
         try:
             return self._files[file].get_slice(own)
         except SafetensorError as error:
@@ -167,25 +168,21 @@ class TensorSource(WeightSource):
 
     def __init__(self, config: HybridModelConfig, tensors: Tensors) -> None:
         super().__init__(config)
-        family = family_of(config.model_type)
         self._tensors: dict[str, Tensor] = {}
-        names: dict[str, str] = {}
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise WeightsError(
                     "Weights in memory are pairs of a name and a torch tensor, not of "
                     f"{type(name).__name__} and {type(tensor).__name__}."
                 )
-            canonical = family.canonical(name)
-            _refuse_twice(names.get(canonical, name), name, self.where)
-            self._tensors[canonical], names[canonical] = tensor.detach(), name
-        self.names = names
+            self._tensors[name] = tensor.detach()
+        self.names = _canonical(config, self._tensors, self.where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return tuple(self._tensors[self.names[name]].shape)
 
     def read(self, name: str, index: Index) -> Tensor:
-        return self._tensors[name][index]
+        return self._tensors[self.names[name]][index]
 
 
 @contextmanager
@@ -193,7 +190,7 @@ def open_folder(model: ModelFolder, config: HybridModelConfig) -> Iterator[Folde
     """The safetensors of a Hugging Face folder, as those of a model, open within the block. Raises
     WeightsError for one without weights, or with files that are no safetensors."""
     model.check_weights()
-    folder, family = model.path, family_of(config.model_type)
+    folder = model.path
     index, single = folder / INDEX, folder / SINGLE
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -219,12 +216,7 @@ def open_folder(model: ModelFolder, config: HybridModelConfig) -> Iterator[Folde
                 opened(file)
         else:
             own = dict.fromkeys(opened(single.name).keys(), single.name)
-        names: dict[str, tuple[str, str]] = {}
-        for name, file in own.items():
-            canonical = family.canonical(name)
-            _refuse_twice(names.get(canonical, (name, ""))[0], name, str(folder))
-            names[canonical] = name, file
-        yield FolderSource(config, folder, names, files)
+        yield FolderSource(config, folder, own, files)
 
 
 def _unreadable(folder: Path, file: str, error: Exception) -> str:
@@ -237,10 +229,14 @@ def _unreadable(folder: Path, file: str, error: Exception) -> str:
     return f"{file} in {folder} cannot be read: {error}."
 
 
-def _refuse_twice(first: str, second: str, where: str) -> None:
-    """Raise WeightsError for two spellings of one weight's name."""
-    if first != second:
-        raise WeightsError(f"{first!r} and {second!r} in {where} are names of the same weight.")
+def _canonical(config: HybridModelConfig, names: Iterable[str], where: str) -> dict[str, str]:
+    """The names of weights by the canonical ones. Raises WeightsError for two of one weight."""
+    family, found = family_of(config.model_type), dict[str, str]()
+    for name in names:
+        first = found.setdefault(family.canonical(name), name)
+        if first != name:
+            raise WeightsError(f"{first!r} and {name!r} in {where} are names of the same weight.")
+    return found
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ import openai
 import pytest
 
 from megatron_hybrid.server.ask import FirstQuestion
+from megatron_hybrid.server.options import LaunchOptions, ServerOptions
 from tests.server.running import ROOT, ServerProcess, is_alive, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -104,12 +105,15 @@ def test_a_first_question_prints_two_answers_and_says_when_it_is_done(
     server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[str] = []
-    question = FirstQuestion("Hello", "Be brief.", "fake", None, lambda: done.append("done"))
+    launch = LaunchOptions(ask="Hello", system="Be brief.", exit_after_answer=True)
+    options = ServerOptions(tokenizer_folder="", model_name="fake")
+    question = FirstQuestion(launch, options, lambda: done.append("done"))
     question.ask(server.url)
     assert done == ["done"]
     assert not question.failed
     assert capsys.readouterr().out.count("prompt tokens from the cache") == 2
-    wrong = FirstQuestion("Hello", None, "other", None, lambda: done.append("done"))
+    other = options.replace(model_name="other")
+    wrong = FirstQuestion(launch, other, lambda: done.append("done"))
     wrong.ask(server.url)
     assert wrong.failed
     assert len(done) == 2

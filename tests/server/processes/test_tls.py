@@ -18,7 +18,8 @@ import pytest
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.ask import FirstQuestion
-from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.keys import ApiKey
+from megatron_hybrid.server.options import LaunchOptions, ServerOptions
 from megatron_hybrid.server.processes.launch import _digest
 from megatron_hybrid.server.tls import check_certificate
 from tests.server.processes.test_processes import FAKE, JSON, LONG
@@ -175,7 +176,11 @@ def test_the_first_question_trusts_its_server_and_no_other(
 ) -> None:
     other, _ = make_certificate(tmp_path, "other")
     for certfile, failed in ((files[0], False), (other, True)):
-        question = FirstQuestion("Hello", None, "fake", KEY, lambda: None, certfile=certfile)
+        options = ServerOptions(
+            tokenizer_folder="", model_name="fake", api_keys=(ApiKey(KEY, "key"),),
+            ssl_certfile=certfile,
+        )  # fmt: skip
+        question = FirstQuestion(LaunchOptions(ask="Hello"), options, lambda: None)
         question.ask(server.url)
         assert question.failed == failed, capsys.readouterr().out
     said = capsys.readouterr().out
