@@ -121,7 +121,7 @@ class LLM:
         with self._joining_if_refused():
             if not _is_sequence(messages):
                 raise _wrong("messages", messages, "a list of messages, or a list of such lists")
-            if len(messages) > 0 and isinstance(messages[0], Mapping):
+            if _begins_with(Mapping, messages):
                 encoded = [self._encode_chat(messages, "messages")]
             else:
                 chats = enumerate(messages)
@@ -151,7 +151,7 @@ class LLM:
                     "n",
                     f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several.",
                 )
-            if _is_sequence(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            if _begins_with(Mapping, prompt):
                 encoded = self._encode_chat(prompt, "messages")
             else:
                 encoded = self._encode(prompt, "prompt")
@@ -316,7 +316,7 @@ class LLM:
     def _encode_all(self, prompts: object) -> list[EncodedPrompt]:
         """Of one prompt, or of several."""
         several = prompts if isinstance(prompts, str) else _as_list(prompts)
-        if isinstance(several, str) or _begins_with_a_number(several):
+        if isinstance(several, str) or _begins_with(Number, several):
             return [self._encode(several, "prompt")]
         if not _is_sequence(several):
             raise _wrong("prompts", prompts, "text, token ids, or a list of prompts")
@@ -362,8 +362,8 @@ def _as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _begins_with_a_number(values: object) -> bool:
-    return _is_sequence(values) and len(values) > 0 and isinstance(values[0], Number)
+def _begins_with(kind: type, values: object) -> bool:
+    return _is_sequence(values) and len(values) > 0 and isinstance(values[0], kind)
 
 
 def _wrong(name: str, value: object, wanted: str) -> InvalidRequestError:

@@ -145,7 +145,11 @@ class _Schema:
             plain = _DEFINITION.fullmatch(value) is not None and not parts_of_one
             return value if plain else self._copy_of(value, parts_of_one)
         is_part = parts_of_one and key in _SAME_VALUE
-        return _with_schemas(key, value, lambda one: self._walk(one, is_part=is_part))
+        if isinstance(value, list) and (key in _LISTS or key == "items"):
+            return [self._walk(one, is_part=is_part) for one in value]
+        if isinstance(value, dict) and key in _BY_NAME:
+            return {name: self._walk(one, is_part=is_part) for name, one in value.items()}
+        return self._walk(value, is_part=is_part) if key in _SINGLE else value
 
     def _copy_of(self, reference: str, is_part: bool) -> str:
         """A reference to the same; what is not found is left for llguidance to refuse."""
@@ -245,17 +249,6 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _with_schemas(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """A keyword's value, with each schema that it holds as `change` makes it."""
-    if isinstance(value, list):
-        return list(map(change, value)) if key in _LISTS or key == "items" else value
-    if not isinstance(value, Mapping):
-        return value
-    if key in _BY_NAME:
-        return {name: change(one) for name, one in value.items()}
-    return change(value) if key in _SINGLE else value
 
 
 def _find(root: Mapping[str, Any], reference: str) -> Any:
