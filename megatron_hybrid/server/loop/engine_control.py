@@ -117,7 +117,11 @@ class EngineControl:
         client, query, engine = update.client, update.query, self.engine
         logger.info("Reading new weights from %s.", query.folder)
         try:
-            engine.update_weights(query.folder)
+            try:
+                engine.update_weights(query.folder)
+            finally:  # before the answer: whoever has it finds the engine as it was
+                if not update.stays_paused:
+                    engine.resume()
         except WeightsError as error:
             logger.warning("The weights were not changed: %s", error)
             self._refuse(client, query, str(error), 400)
@@ -127,8 +131,6 @@ class EngineControl:
         else:
             logger.info("New weights are in place: epoch %d.", engine.epoch)
             self._succeed(client, query)
-        if not update.stays_paused:
-            engine.resume()
 
     def _succeed(self, client: bytes, query: wire.Query) -> None:
         self.send(client, wire.Result(query.query_id, {"epoch": self.engine.epoch}))
