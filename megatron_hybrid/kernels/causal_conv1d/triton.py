@@ -141,7 +141,9 @@ def _outputs_kernel(
         # No token of the block needs the state. Each input is loaded once, and all before the first
         # store, behind which the compiler would not move them: so they are in flight together.
         inputs = x + first.to(tl.int64) * x_row + channel
-        taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
+        taps = _columns(
+            weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH
+        )
         offset = _bias(bias, channel, is_channel)
         rows = ()
         for t in tl.static_range(1 - WIDTH, BLOCK_T):
@@ -151,7 +153,9 @@ def _outputs_kernel(
             y = _convolve(offset, rows[t : t + WIDTH], taps, WIDTH, SILU)
             tl.store(outputs + t * out_row, y, mask=is_channel)
     else:
-        taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
+        taps = _columns(
+            weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH
+        )
         offset = _bias(bias, channel, is_channel)
         for t in range(0, BLOCK_T, 4):
             row = first + t + tl.arange(0, 4)
@@ -249,14 +253,14 @@ def _decode_kernel(
         has_window = channel < tl.where(read > 0, channels, 0)
         window = state + read * state_slot + channel * state_channel
         # The whole window is read before any of it is written: both may be the same slot.
-        before = _columns(window, state_column, has_window, WIDTH - 1)
+        before = _columns(window, state_column, has_window, state.dtype.element_ty, WIDTH - 1)
         inputs = ()
         for column in tl.static_range(WIDTH - 1):
             inputs = inputs + (before[column].to(newest.dtype),)
         y = _convolve(
             _bias(bias, channel, is_channel),
             inputs + (newest,),
-            _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH),
+            _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH),
             WIDTH,
             SILU,
         )
@@ -294,7 +298,7 @@ def _runs_kernel(
     kept_position = tl.load(checkpoint_position + sequence)
     kept = tl.load(checkpoint_slot + sequence).to(tl.int64)
     first_place = tl.load(ring_row + sequence).to(tl.int64) * RING
-    taps = _taps(weight + channel * weight_channel, weight_tap, is_channel, WIDTH)
+    taps = _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
     offset = _bias(bias, channel, is_channel)
 
     # The inputs before the next token, all at once: one after the other would wait for memory as
@@ -351,20 +355,12 @@ def _inputs_before(
 
 
 @triton.jit
-def _columns(first, column_stride, mask, COUNT: tl.constexpr):
+def _columns(first, column_stride, mask, dtype: tl.constexpr, COUNT: tl.constexpr):
     values = ()
     for column in tl.static_range(COUNT):
-        values = values + (tl.load(first + column * column_stride, mask=mask, other=0),)
+        loaded = tl.load(first + column * column_stride, mask=mask, other=0)
+        values = values + (loaded.to(dtype),)
     return values
-
-
-@triton.jit
-def _taps(weights, weight_tap, mask, WIDTH: tl.constexpr):
-    taps = ()
-    for tap in tl.static_range(WIDTH):
-        values = tl.load(weights + tap * weight_tap, mask=mask, other=0)
-        taps = taps + (values.to(tl.float32),)
-    return taps
 
 
 @triton.jit

@@ -40,8 +40,12 @@ def publishing(
         return
     publisher = KVEventPublisher(endpoints, replays, config, replica=replica)
     changes = engine.cache_changes()
-    publisher.publish(changes.take())
+
+    def publish() -> None:
+        publisher.publish(changes.take())
+
+    publish()
     try:
-        yield lambda: publisher.publish(changes.take())
+        yield publish
     finally:
         publisher.close()
