@@ -27,18 +27,24 @@ if [ $# -gt 0 ]; then
     exec python -m pytest "$@" </dev/null
 fi
 
-# Every check runs, so that one run shows all there is to mend.
+# Every check runs, so that one run shows all there is to mend. mypy runs beside the tests: these
+# leave a part of the cores idle.
 status=0
 step() {
     echo "== $*"
     "$@" </dev/null || status=1
 }
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+{ step mypy; exit "$status"; } >"$types" 2>&1 &
+checking=$!
 step ruff check .
 step ruff format --check .
-step mypy
 workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')}
 # A file's tests stay in one process: they share servers and loaded models. Files begin in the order
 # that tests/conftest.py gives them, not by how many tests they have.
 step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10
+wait "$checking" || status=1
+cat "$types"
 [ "$status" = 0 ] || echo "== at least one of the checks above failed" >&2
 exit "$status"
