@@ -214,7 +214,8 @@ def _modelopt(said: Said) -> Rule:
         weights.only("num_bits", None, 4 if stored.numbers == "float4_e2m1" else 8)
         if stored.group_size is not None:
             weights.only("group_size", None, stored.group_size)
-    kept = _listed(said, [*ignored, *_NEVER])
+    # It leaves what predicts further tokens as it is, and lists it only where it saw it.
+    kept = _listed(said, [*ignored, *_NEVER, "mtp"])
     return lambda module: None if kept.find(module, False) else stored
 
 

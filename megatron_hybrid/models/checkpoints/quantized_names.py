@@ -48,12 +48,11 @@ class NamedModules(Generic[T]):
         self._where = where
         self._names: dict[str, T] = {}
         self._bare: dict[str, T] = {}
-        self._patterns: list[tuple[re.Pattern[str], re.Pattern[str], T]] = []
+        self._patterns: list[tuple[re.Pattern[str], re.Pattern[str] | None, T]] = []
         globs: dict[T, list[str]] = {}
         for entry, value in entries:
             if entry.startswith("re:"):
-                own = self._compiled(entry[3:])
-                other = own
+                own, other = self._compiled(entry[3:]), None
                 if "(?!" not in entry and "(?<!" not in entry:  # those deny the name as it is
                     other = self._compiled(_REGEX_PREFIX.sub(r"\1", entry[3:]))
                 self._patterns.append((own, other, value))
@@ -98,7 +97,7 @@ class NamedModules(Generic[T]):
                 return self._names[end]
             end = end.partition(".")[2]
         for own, other, value in self._patterns:
-            if own.match(module) or other.match(bare):
+            if own.match(module) or (other is not None and other.match(bare)):
                 return value
         return _NOTHING
 
