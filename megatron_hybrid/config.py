@@ -12,6 +12,7 @@ from megatron_hybrid.rank_layout import ParallelSizes
 from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8", "fp8_block")
 MOST_SPECULATIVE_TOKENS = 32
 MOST_WRITE_INTERVAL = 16
 PREFIX = "inference_dynamic_batching_"
@@ -47,6 +48,12 @@ class EngineConfig(Settings):
         "type of weights and activations; left out: the checkpoint's, but float32 on a CPU, "
         "which is slower in 16 bits",
         DTYPES,
+    )
+    quantization: str | None = option(
+        None,
+        "round the weights of a checkpoint in 16 or 32 bits while they are read. fp8: a scale for "
+        "each output; fp8_block: for each block of 128x128; left out: as the checkpoint has them",
+        QUANTIZATIONS,
     )
     device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
     kernels: str = option(

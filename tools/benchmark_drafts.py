@@ -73,7 +73,8 @@ def make_answers_repeat(model: HybridModel) -> None:
         tokens = torch.arange(len(embedding), device=embedding.device)
         last = (tokens + PERIOD - 1).clamp(max=len(embedding) - 1)
         before = torch.where(tokens % PERIOD == 0, last, tokens - 1)
-        head = model.lm_head.weight
+        head = model.lm_head.row_range(0, model.lm_head.outputs)
+        assert isinstance(head, torch.Tensor)
         head.copy_(embedding[before] * (head.float().std() / embedding.float().std()))
 
 

@@ -37,7 +37,7 @@ from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.checkpoints.weights import load_model
+from megatron_hybrid.models.checkpoints.weights import formats_of, load_model
 from megatron_hybrid.models.config import (
     MAMBA,
     SHARED_TRANSFORMER,
@@ -256,7 +256,8 @@ class _Plan:
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = _dtypes(config, model_config, device)
         with torch.device("meta"):  # so that memory is planned before anything large is read
-            shapes = HybridModel(model_config, parallel, *dtypes, mtp)
+            formats = formats_of(folder, config.quantization)
+            shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
@@ -270,6 +271,7 @@ def _load(plan: _Plan) -> HybridModel:
         seed=plan.config.seed,
         progress=plan.parallel.is_first,
         mtp=plan.mtp,
+        quantization=plan.config.quantization,
         **_dtypes(plan.config, plan.model_config, plan.device)._asdict(),
     )
 

@@ -18,6 +18,7 @@ from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
+from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
@@ -45,6 +46,7 @@ class KernelSet:
     gated_delta_rule: Scan[kinds.DeltaRuleTokens, kinds.DeltaRuleConstants]
     norm: kinds.Norm
     activation: kinds.Activation
+    linear: kinds.Linear
     experts: kinds.Experts
     rope: kinds.Rope
     sampling: kinds.Sampling
@@ -62,6 +64,7 @@ REFERENCE = KernelSet(
     gated_delta_rule=gated_delta_rule,
     norm=norm,
     activation=activation,
+    linear=linear,
     experts=experts,
     rope=rope,
     sampling=sampling,
@@ -82,6 +85,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
@@ -97,6 +101,7 @@ def _gpu() -> KernelSet:
         gated_delta_rule=gated_delta_rule,
         norm=norm,
         activation=activation,
+        linear=linear,
         experts=experts,
         captures=True,
     )

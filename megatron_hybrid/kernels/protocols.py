@@ -19,6 +19,7 @@ from megatron_hybrid.kernels.contract import (
     PagedSequences,
     PrefillSegments,
 )
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
 
 Plan = Any
 Rings = tuple[Tensor, ...]  # [rows, R, ...] each: what `kept` was of earlier tokens
@@ -191,10 +192,15 @@ class Attention(Protocol):
 
 
 class Norm(Protocol):
-    """RMS norms (Zhang and Sennrich, 2019) with statistics in float32."""
+    """RMS norms (Zhang and Sennrich, 2019) with statistics in float32. `into`: who reads the
+    result, which is left rounded for them then."""
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
         `dtype`, by default the weight's, in which it is computed."""
@@ -207,7 +213,8 @@ class Norm(Protocol):
         weight: Tensor,
         eps: float,
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        into: Reader | None = None,
+    ) -> tuple[Inputs, Tensor]:
         """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place.
 
         x [tokens, size], residual [tokens, size] (float32, or x's dtype; rows may be strided) ->
@@ -226,7 +233,8 @@ class Norm(Protocol):
         group_size: int,
         eps: float,
         norm_first: bool = False,
-    ) -> Tensor:
+        into: Reader | None = None,
+    ) -> Inputs:
         """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate);
         each group of channels is normalised by itself.
 
@@ -246,23 +254,64 @@ class Rope(Protocol):
 
 
 class Activation(Protocol):
-    """`activation` is a key of activation.reference.ACTIVATIONS."""
+    """`activation` is a key of activation.reference.ACTIVATIONS; `into`: see Norm."""
 
-    def activate(self, x: Tensor, activation: str, gated: bool) -> Tensor:
+    def activate(
+        self, x: Tensor, activation: str, gated: bool, into: Reader | None = None
+    ) -> Inputs:
         """act(x), or, where `gated`, act(first half of the columns) * second half.
 
         x [tokens, columns] (rows may be strided) -> [tokens, columns or columns / 2] in x's dtype.
         """
 
-    def gate(self, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    def gate(self, x: Tensor, gate: Tensor, activation: str, into: Reader | None = None) -> Inputs:
         """act(gate) * x, both [tokens, columns] (rows may be strided) -> the same in x's dtype."""
 
 
-class ExpertWeights(NamedTuple):
-    """A layer's experts on this rank, and what they compute."""
+class QuantizedRows(NamedTuple):
+    """Inputs of linear layers with 8-bit products: x[t, k] = values[t, k] * scale[t, k // group]"""
 
-    up: Tensor  # [experts, inner (twice that where gated: gate, then up), width]
-    down: Tensor  # [experts, width, inner]
+    values: Tensor  # [T, K] float8_e4m3fn or int8
+    scale: Tensor  # [T, 1] or [T, K / group] (rounded up) float32
+    dtype: torch.dtype  # of the products
+    plain: Tensor | None = None  # [T, K] before rounding, where a layer reads it
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K]"""
+        return self.values.shape
+
+
+Inputs = Tensor | QuantizedRows
+
+
+class Reader(NamedTuple):
+    """How the linear layers that read a result take it."""
+
+    format: WeightFormat
+    input_scale: Tensor | None  # [] float32, where the format has a constant one
+    plain: bool = False  # somebody also reads it as it is
+
+
+class Linear(Protocol):
+    """Products with quantised weights; see linear/formats.py."""
+
+    def quantize_rows(
+        self, x: Tensor, format: WeightFormat, input_scale: Tensor | None
+    ) -> QuantizedRows:
+        """x [T, K] (rows may be strided), as a layer with weights in this format takes it."""
+
+    def multiply(self, x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias: x [T, K], W [N, K] -> [T, N] in x's dtype. x is quantised as the format
+        says, unless it is already."""
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts on this rank, and what they compute. Of quantised weights the products are
+    those of their values with inputs in 16 or 32 bits."""
+
+    up: Weight  # [experts, inner (twice that where gated: gate, then up), width]
+    down: Weight  # [experts, width, inner]
     activation: str  # see Activation
     gated: bool
     # More experts that other ranks hold: an id past the last one here stands for any of them, and

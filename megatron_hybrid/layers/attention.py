@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -44,6 +44,7 @@ class Attention(Mixer):
         self.config = config
         self.layer = context.layer
         self.parallel = context.parallel
+        self.dtype = context.dtype
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
@@ -64,19 +65,22 @@ class Attention(Mixer):
 
     def kv_spec(self) -> KVSpec:
         """Of its cache on this rank."""
-        return KVSpec(self.kv_heads, self.config.head_dim, self.qkv_proj.weight.dtype)
+        return KVSpec(self.kv_heads, self.config.head_dim, self.dtype)
 
     def shape(self, block_size: int) -> AttentionShape:
         """What the kernels need to know of every attention layer of the model."""
-        config, dtype = self.config, self.qkv_proj.weight.dtype
+        config, dtype = self.config, self.dtype
         return AttentionShape(
             self.heads, self.kv_heads, config.head_dim, config.scale, block_size, dtype
         )
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.qkv_proj.reader
+
     def weight_parts(self) -> Parts:
-        config, projection = self.config, self.qkv_proj
-        rows = self._qkv_rows()
-        yield from fused(rows, projection.weight, projection.bias, config.input_multiplier)
+        config = self.config
+        yield from fused(self._qkv_rows(), self.qkv_proj, config.input_multiplier)
         yield from row_parallel("o_proj", self.o_proj, config.out_multiplier)
         if self.q_norm is not None and self.k_norm is not None:
             yield from prefixed("q_norm", self.q_norm.weight_parts())
@@ -99,16 +103,15 @@ class Attention(Mixer):
         kv = [Rows(name, self.kv_heads * dim, first_key, keys) for name in ("k_proj", "v_proj")]
         return [*q, *kv, *gates]
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
-        return self.attend(self.qkv_proj(x), plans, self.layer)
+        return self.attend(self.qkv_proj(x, plans.kernels), plans, self.layer)
 
     def store(self, x: Tensor, plans: KernelPlans) -> None:
         """Write the keys and values of tokens [tokens, hidden], and attend to nothing."""
         kernels, dim = plans.kernels, self.config.head_dim
-        rows = slice(self.heads * dim, (self.heads + 2 * self.kv_heads) * dim)
-        bias = self.qkv_proj.bias
-        projected = F.linear(x, self.qkv_proj.weight[rows], None if bias is None else bias[rows])
+        start, stop = self.heads * dim, (self.heads + 2 * self.kv_heads) * dim
+        projected = self.qkv_proj.rows(x, start, stop, kernels)
         key, value = projected.unflatten(1, (2 * self.kv_heads, dim)).chunk(2, dim=1)
         if self.k_norm is not None:
             key = self.k_norm(key, kernels)
@@ -132,5 +135,6 @@ class Attention(Mixer):
         kernels.attention.append(key, value, cache, plans.attention)
         out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
         if self.config.output_gate:
-            out = kernels.activation.gate(out, gate, "sigmoid")
-        return self.o_proj(out)
+            gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
+            return self.o_proj(gated, kernels)
+        return self.o_proj(out, kernels)

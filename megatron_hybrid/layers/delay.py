@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -22,10 +24,10 @@ class Delay(RecurrentMixer):
         self.conv_weight[:, 0] = 1
         self.conv_weight[:, 1] = 0
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], zeros for the first token of a sequence; reads and
         writes the sequences' states."""
-        return self.convolve(x, plans, silu=False)
+        return self.convolve(plain_rows(x), plans, silu=False)
 
     def last(
         self,

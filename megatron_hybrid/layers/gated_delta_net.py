@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
-from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel, shard, whole
@@ -74,6 +74,10 @@ class GatedDeltaNet(RecurrentMixer):
     def kernel(self, kernels: KernelSet) -> Scan[DeltaRuleTokens, DeltaRuleConstants]:
         return kernels.gated_delta_rule
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.in_proj.reader
+
     def weight_parts(self) -> Parts:
         rank, config = self.parallel.rank, self.config
         keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
@@ -81,7 +85,7 @@ class GatedDeltaNet(RecurrentMixer):
         starts = [rank * local_keys, keys + rank * local_keys, 2 * keys + rank * local_values]
         total = 2 * keys + values
         rows = self._interleaved() if config.interleaved else self._side_by_side(starts, total)
-        yield from fused(rows, self.in_proj.weight, None)
+        yield from fused(rows, self.in_proj)
         yield from self.conv_parts("conv1d", starts, total)
         yield shard("dt_bias", self.dt_bias, 0, rank, config.value_heads)
         yield shard("A_log", self.A_log, 0, rank, config.value_heads)
@@ -116,17 +120,23 @@ class GatedDeltaNet(RecurrentMixer):
         self.derive("A", -self.A_log.exp())
         self.derive("norm_weights", self.norm_weight.repeat(self.value_heads))
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         config = self.config
-        qkv, z, b, a = self.in_proj(x).split(self.in_sections, dim=1)
+        qkv, z, b, a = self.in_proj.split(x, self.in_sections, plans.kernels)
         q, k, v = self.convolve(qkv, plans).split(self.conv_sections, dim=1)
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)
         constants = DeltaRuleConstants(self.A, self.dt_bias)
         y = self.scan(plans.kernels.gated_delta_rule, tokens, constants, plans)
-        y = plans.kernels.norm.gated_rms_norm(
-            y.flatten(1), z, self.norm_weights, config.value_dim, self.eps, norm_first=True
+        normed = plans.kernels.norm.gated_rms_norm(
+            y.flatten(1),
+            z,
+            self.norm_weights,
+            config.value_dim,
+            self.eps,
+            True,
+            self.out_proj.reader,
         )
-        return self.out_proj(y)
+        return self.out_proj(normed, plans.kernels)

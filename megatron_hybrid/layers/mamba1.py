@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
-from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
+from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.linear import RowParallelLinear
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel, shard
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.parallel import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Mamba1(RecurrentMixer):
         self.low_sections = [config.dt_rank, size, size]  # of step sizes, B, C
         self.in_proj = context.to_rows(2 * inner, config.proj_bias)
         self.x_proj = RowParallelLinear(
-            config.inner_size, sum(self.low_sections), bias=False, dtype=dtype, parallel=parallel
+            inner, sum(self.low_sections), bias=False, dtype=dtype, parallel=parallel
         )
         self.dt_proj = context.to_rows(inner, bias=False, inputs=config.dt_rank)
         self.out_proj = context.to_hidden(inner, config.proj_bias)
@@ -73,17 +73,21 @@ class Mamba1(RecurrentMixer):
     def kernel(self, kernels: KernelSet) -> Scan[Mamba1Tokens, Mamba1Constants]:
         return kernels.mamba1_scan
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.in_proj.reader
+
     def weight_parts(self) -> Parts:
         rank, total = self.parallel.rank, self.config.inner_size
         first = rank * self.inner
         halves = [Rows("in_proj", self.inner, half + first, 2 * total) for half in (0, total)]
-        yield from fused(halves, self.in_proj.weight, self.in_proj.bias)
+        yield from fused(halves, self.in_proj)
         yield from self.conv_parts("conv1d", [first], total)
         yield from row_parallel("x_proj", self.x_proj)
         if self.config.norms == "learned":
             for name in ("dt_norm", "b_norm", "c_norm"):
                 yield from prefixed(name, getattr(self, name).weight_parts())
-        yield shard("dt_proj.weight", self.dt_proj.weight, 0, rank, total)
+        yield from fused([Rows("dt_proj", self.inner, first, total)], self.dt_proj)
         yield shard("dt_proj.bias", self.dt_bias, 0, rank, total)
         yield shard("A_log", self.A_log, 0, rank, total)
         yield shard("D", self.D, 0, rank, total)
@@ -97,14 +101,15 @@ class Mamba1(RecurrentMixer):
                 assert norm is not None
                 norm.weight.fill_(1)
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
-        x, z = self.in_proj(x).split([self.inner, self.inner], dim=1)
+        kernels = plans.kernels
+        x, z = self.in_proj.split(x, [self.inner, self.inner], kernels)
         x = self.convolve(x, plans)
-        low, b, c = self.x_proj(x).split(self.low_sections, dim=1)
+        low, b, c = self.x_proj(x, kernels).split(self.low_sections, dim=1)
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
-            kernels = plans.kernels
             low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
-        tokens = Mamba1Tokens(x, z, self.dt_proj(low), b, c)
+        tokens = Mamba1Tokens(x, z, self.dt_proj(low, kernels), b, c)
         constants = Mamba1Constants(self.A, self.D, self.dt_bias)
-        return self.out_proj(self.scan(plans.kernels.mamba1_scan, tokens, constants, plans))
+        y = self.scan(kernels.mamba1_scan, tokens, constants, plans)
+        return self.out_proj(y, kernels)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
-from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
+from megatron_hybrid.kernels.protocols import Inputs, Mamba2Constants, Mamba2Tokens, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
@@ -91,6 +91,10 @@ class Mamba2(RecurrentMixer):
     def kernel(self, kernels: KernelSet) -> Scan[Mamba2Tokens, Mamba2Constants]:
         return kernels.mamba2_scan
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.in_proj.reader
+
     def weight_parts(self) -> Parts:
         rank, config = self.parallel.rank, self.config
         all_groups = config.num_groups * config.state_size
@@ -112,7 +116,7 @@ class Mamba2(RecurrentMixer):
                 counts, in_starts, config.in_multipliers, strict=True
             )
         ]
-        yield from fused(rows, self.in_proj.weight, self.in_proj.bias, config.input_multiplier)
+        yield from fused(rows, self.in_proj, config.input_multiplier)
         yield from self.conv_parts("conv1d", starts, conv_total)
         for name in ("dt_bias", "A_log", "D"):
             yield shard(name, getattr(self, name), 0, rank, config.num_heads)
@@ -124,15 +128,18 @@ class Mamba2(RecurrentMixer):
         super().after_loading()
         self.derive("A", -self.A_log.exp())
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
-        gate, convolved, dt = self.in_proj(x).split(self.in_sections, dim=1)
-        x, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
-        x = x.unflatten(1, (self.heads, self.config.head_dim))
-        b, c = (values.unflatten(1, (self.groups, self.config.state_size)) for values in (b, c))
+        kernels = plans.kernels
+        gate, convolved, dt = self.in_proj.split(x, self.in_sections, kernels)
+        values, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
+        values = values.unflatten(1, (self.heads, self.config.head_dim))
+        b, c = (part.unflatten(1, (self.groups, self.config.state_size)) for part in (b, c))
         constants = Mamba2Constants(self.A, self.D, self.dt_bias, self.config.dt_limit)
-        scan, tokens = plans.kernels.mamba2_scan, Mamba2Tokens(x, b, c, dt)
+        scan, tokens = kernels.mamba2_scan, Mamba2Tokens(values, b, c, dt)
         y = self.scan(scan, tokens, constants, plans).view(-1, self.inner)
         if self.norm is None:
-            return self.out_proj(plans.kernels.activation.gate(y, gate, "silu"))
-        return self.out_proj(self.norm(y, gate, plans.kernels))
+            gated = kernels.activation.gate(y, gate, "silu", self.out_proj.reader)
+        else:
+            gated = self.norm(y, gate, kernels, self.out_proj.reader)
+        return self.out_proj(gated, kernels)

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.layers.linear import Linear, RowParallelLinear
 from megatron_hybrid.layers.parts import Parts, inner_parts
-from megatron_hybrid.parallel import (
-    ColumnParallelLinear,
-    ExpertRanks,
-    RankGroup,
-    RowParallelLinear,
-)
+from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 if TYPE_CHECKING:
     from megatron_hybrid.layers.attention import Attention
@@ -48,20 +45,14 @@ class LayerContext:
             )
         return max(total // ranks, 1)
 
-    def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> ColumnParallelLinear:
+    def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> Linear:
         """A projection of `inputs`, by default the hidden size, to so many rows on this rank."""
-        return ColumnParallelLinear(
-            inputs or self.hidden_size,
-            rows * self.parallel.size,
-            bias=bias,
-            dtype=self.dtype,
-            parallel=self.parallel,
-        )
+        return Linear(inputs or self.hidden_size, rows, bias=bias, dtype=self.dtype)
 
     def to_hidden(self, columns: int, bias: bool) -> RowParallelLinear:
         """A projection of this rank's columns to its part of a sum of the hidden size."""
         return RowParallelLinear(
-            columns * self.parallel.size,
+            columns,
             self.hidden_size,
             bias=bias,
             dtype=self.dtype,
@@ -78,9 +69,14 @@ class Mixer(nn.Module):
         """The weights that it needs on this rank."""
         return inner_parts(self)
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         raise NotImplementedError
+
+    @property
+    def reader(self) -> Reader | None:
+        """How it takes its input; None: in the model's type."""
+        return None
 
     def derive(self, name: str, value: Tensor) -> None:
         """Set an attribute that is made from weights; again, after new weights, in place: CUDA

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
@@ -34,6 +35,10 @@ class MLP(Mixer):
         self.up_proj = context.to_rows(2 * size if config.gated else size, config.bias)
         self.down_proj = context.to_hidden(size, config.bias)
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.up_proj.reader
+
     def weight_parts(self) -> Parts:
         config, total = self.config, self.config.intermediate_size
         size = total // self.parallel.size
@@ -41,16 +46,17 @@ class MLP(Mixer):
         if config.gated:
             gate = rows[0]._replace(role="gate_proj", multiplier=config.gate_multiplier)
             rows.insert(0, gate)
-        yield from fused(rows, self.up_proj.weight, self.up_proj.bias)
+        yield from fused(rows, self.up_proj)
         yield from row_parallel("down_proj", self.down_proj, config.out_multiplier)
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self.activate(self.up_proj(x), plans)
+        return self.activate(self.up_proj(x, plans.kernels), plans)
 
     def activate(self, inner: Tensor, plans: KernelPlans) -> Tensor:
         """What follows the first projection."""
-        config = self.config
-        return self.down_proj(
-            plans.kernels.activation.activate(inner, config.activation, config.gated)
+        config, kernels = self.config, plans.kernels
+        hidden = kernels.activation.activate(
+            inner, config.activation, config.gated, self.down_proj.reader
         )
+        return self.down_proj(hidden, kernels)

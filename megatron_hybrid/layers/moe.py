@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Reader
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
-from megatron_hybrid.layers.parts import Parts, prefixed, shard, whole
+from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, whole
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ class MoE(Mixer):
         width = config.latent_size or hidden_size
         local, num_local = size // ranks.tensor.size, self.dispatch.num_local
         rows = 2 * local if config.expert.gated else local
-        self.up_proj = parameter((num_local, rows, width), dtype)
-        self.down_proj = parameter((num_local, width, local), dtype)
+        # Those of all experts, one below the other.
+        self.up_proj = Linear(width, num_local * rows, bias=False, dtype=dtype)
+        self.down_proj = Linear(local, num_local * width, bias=False, dtype=dtype)
         self.shared = None
         if config.shared is not None:
             self.shared = MLP(config.shared, context)
@@ -146,13 +149,17 @@ class MoE(Mixer):
     def weight_parts(self) -> Parts:
         yield from self.router.weight_parts()
         names = ("gate_proj", "up_proj") if self.config.expert.gated else ("up_proj",)
-        rank, total = self.slices.rank, self.config.expert.intermediate_size
-        for expert in range(self.dispatch.num_local):
-            prefix = f"experts.{self.dispatch.first + expert}"
-            rows = self.up_proj[expert].chunk(len(names))
-            for name, target in zip(names, rows, strict=True):
-                yield shard(f"{prefix}.{name}.weight", target, 0, rank, total)
-            yield shard(f"{prefix}.down_proj.weight", self.down_proj[expert], 1, rank, total)
+        rank, total, inner = self.slices.rank, self.config.expert.intermediate_size, self.down_proj
+        experts = [f"experts.{self.dispatch.first + i}" for i in range(self.dispatch.num_local)]
+        rows = [
+            Rows(f"{expert}.{name}", inner.inputs, rank * inner.inputs, total)
+            for expert in experts
+            for name in names
+        ]
+        yield from fused(rows, self.up_proj)
+        width = inner.outputs // len(experts)
+        for i, expert in enumerate(experts):
+            yield columns(f"{expert}.down_proj", inner, rank, total, i * width, width)
         if self.shared is not None:
             yield from prefixed("shared", self.shared.weight_parts())
         if self.shared_gate is not None:
@@ -164,15 +171,20 @@ class MoE(Mixer):
                 if projection.bias is not None:
                     yield whole(f"{name}.bias", projection.bias)
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    @property
+    def reader(self) -> Reader | None:
+        reader = None if self.shared is None else self.shared.reader
+        return None if reader is None else reader._replace(plain=True)
+
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
+        shared_inputs, x = x, plain_rows(x)
         experts, weights = self.router(x, plans)
         inner = x if self.to_latent is None else self.to_latent(x)
-        expert, elsewhere = self.config.expert, self.config.num_experts - self.dispatch.num_local
-
-        layer = ExpertWeights(
-            self.up_proj, self.down_proj, expert.activation, expert.gated, elsewhere
-        )
+        expert, num_local = self.config.expert, self.dispatch.num_local
+        elsewhere = self.config.num_experts - num_local
+        up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
+        layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
         mix = partial(plans.kernels.experts.mix, layer=layer)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
@@ -180,7 +192,7 @@ class MoE(Mixer):
             routed = F.linear(routed, self.from_latent.weight, bias)
         if self.shared is None:
             return routed
-        shared = self.shared(x, plans)
+        shared = self.shared(shared_inputs, plans)
         if self.shared_gate is None:
             return routed + shared
         return torch.addcmul(routed, shared, F.linear(x, self.shared_gate).sigmoid())

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.parts import Parts, shard, whole
 from megatron_hybrid.parallel import RankGroup
 
@@ -42,16 +43,19 @@ class RMSNorm(nn.Module):
         multiplier: float,
         kernels: KernelSet,
         ranks: RankGroup,
-    ) -> tuple[Tensor, Tensor]:
+        into: Reader | None = None,
+    ) -> tuple[Inputs, Tensor]:
         """The norm of residual + multiplier * (sum of the ranks' x), and that sum; `residual` may
-        be overwritten."""
+        be overwritten. `into`: who reads the norm."""
         if ranks.size > 1:
             fused = kernels.norm.add_rms_norm_over_ranks
             shared = fused and ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)
             if fused and shared is not None:
                 return fused(x, residual, multiplier, self.weight, self.eps, self.dtype, shared)
             x = ranks.all_reduce(x)
-        return kernels.norm.add_rms_norm(x, residual, multiplier, self.weight, self.eps, self.dtype)
+        return kernels.norm.add_rms_norm(
+            x, residual, multiplier, self.weight, self.eps, self.dtype, into
+        )
 
 
 class GatedRMSNorm(nn.Module):
@@ -88,11 +92,14 @@ class GatedRMSNorm(nn.Module):
         """This rank's channels of its weight."""
         yield shard("weight", self.weight, 0, self.parallel.rank, self.channels)
 
-    def forward(self, x: Tensor, gate: Tensor, kernels: KernelSet) -> Tensor:
-        """x, gate [tokens, channels / ranks] -> the same in the weight's dtype."""
+    def forward(
+        self, x: Tensor, gate: Tensor, kernels: KernelSet, into: Reader | None = None
+    ) -> Inputs:
+        """x, gate [tokens, channels / ranks] -> the same in the weight's dtype, or rounded for who
+        reads it."""
         if not self.spans_ranks:
             return kernels.norm.gated_rms_norm(
-                x, gate, self.weight, self.group_size, self.eps, self.norm_first
+                x, gate, self.weight, self.group_size, self.eps, self.norm_first, into
             )
         gates = F.silu(gate.float())
         values = x.float() if self.norm_first else gates * x

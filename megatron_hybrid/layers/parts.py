@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from megatron_hybrid.parallel import RowParallelLinear
+from megatron_hybrid.layers.linear import Linear, LinearPart, RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def section(role: str, target: Tensor, dim: int, start: int, total: int) -> Weig
     return WeightPart(role, tuple(shape), tuple(source), target)
 
 
-Parts = Iterator[WeightPart]
+Part = WeightPart | LinearPart
+Parts = Iterator[Part]
 
 
 def prefixed(name: str, parts: Parts) -> Parts:
@@ -83,24 +84,38 @@ class Rows(NamedTuple):
     multiplier: float = 1.0
 
 
-def fused(
-    rows: Iterable[Rows], weight: Tensor, bias: Tensor | None, input_multiplier: float = 1.0
-) -> Parts:
+def fused(rows: Iterable[Rows], layer: Linear, input_multiplier: float = 1.0) -> Parts:
     """All rows of a projection, in order. input_multiplier: a constant factor of what goes in."""
+    rows, first = list(rows), 0
+    for role, size, start, total, own in rows:
+        source = slice(start, start + size), slice(0, layer.inputs)
+        shape, factor = (total, layer.inputs), own * input_multiplier
+        yield LinearPart(f"{role}.weight", shape, source, layer, first, factor)
+        first += size
+    if layer.bias is not None:
+        yield from sections("bias", rows, layer.bias)
+
+
+def sections(name: str, rows: Iterable[Rows], parameter: Tensor) -> Parts:
+    """All rows of a parameter, in order, which are in the weights `role`.`name`."""
     rows = list(rows)
-    for kind, parameter, factor in (("weight", weight, input_multiplier), ("bias", bias, 1.0)):
-        if parameter is not None:
-            targets = parameter.split([one.size for one in rows])
-            for (role, _, start, total, own), target in zip(rows, targets, strict=True):
-                part = section(f"{role}.{kind}", target, 0, start, total)
-                yield replace(part, multiplier=own * factor)
+    targets = parameter.split([one.size for one in rows])
+    for (role, _, start, total, multiplier), target in zip(rows, targets, strict=True):
+        yield replace(section(f"{role}.{name}", target, 0, start, total), multiplier=multiplier)
+
+
+def columns(role: str, layer: Linear, rank: int, total: int, first: int = 0, rows: int = 0) -> Part:
+    """A rank's columns of a weight that has `total`, for `rows` rows of a layer from `first` on; 0:
+    all."""
+    rows = rows or layer.outputs
+    source = slice(0, rows), slice(rank * layer.inputs, (rank + 1) * layer.inputs)
+    return LinearPart(f"{role}.weight", (rows, total), source, layer, first)
 
 
 def row_parallel(role: str, layer: RowParallelLinear, multiplier: float = 1.0) -> Parts:
     """This rank's columns, and the bias; multiplier: a constant factor of what they compute."""
     ranks = layer.parallel
-    total = layer.weight.shape[1] * ranks.size
-    parts = [shard(f"{role}.weight", layer.weight, 1, ranks.rank, total)]
+    parts = [columns(role, layer, ranks.rank, layer.inputs * ranks.size)]
     if layer.bias is not None:
         parts.append(whole(f"{role}.bias", layer.bias))
     for part in parts:

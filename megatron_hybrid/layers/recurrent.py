@@ -18,7 +18,7 @@ from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Plan,
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
-from megatron_hybrid.layers.parts import Parts, Rows, fused
+from megatron_hybrid.layers.parts import Parts, Rows, sections
 
 Tokens = TypeVar("Tokens")
 Constants = TypeVar("Constants")
@@ -134,9 +134,11 @@ class RecurrentMixer(Mixer):
     def conv_parts(self, name: str, starts: list[int], total: int) -> Parts:
         """The convolution's weights, `name`d so in a checkpoint that has `total` channels, where
         this rank's sections begin at `starts`."""
-        sections = zip(self.conv_sections, starts, strict=True)
-        rows = [Rows(name, count, start, total) for count, start in sections]
-        return fused(rows, self.conv_weight[:, None], self.conv_bias)
+        counts = zip(self.conv_sections, starts, strict=True)
+        rows = [Rows(name, count, start, total) for count, start in counts]
+        yield from sections("weight", rows, self.conv_weight[:, None])
+        if self.conv_bias is not None:
+            yield from sections("bias", rows, self.conv_bias)
 
     def after_loading(self) -> None:
         """What is made from the weights, again after new ones; what is in place stays there."""

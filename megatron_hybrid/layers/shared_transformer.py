@@ -66,7 +66,7 @@ class SharedTransformerUse(nn.Module):
             self.qkv_down = parameter((3, rank, 2 * hidden), dtype)
             self.qkv_up = parameter((3, rows, rank), dtype)
         self.mlp_down = parameter((rank, hidden), dtype)
-        self.mlp_up = parameter((mlp.up_proj.weight.shape[0], rank), dtype)
+        self.mlp_up = parameter((mlp.up_proj.outputs, rank), dtype)
         self.linear = parameter((hidden, hidden), dtype)
 
     def weight_parts(self) -> Parts:
@@ -90,13 +90,13 @@ class SharedTransformerUse(nn.Module):
         assert plans.embeddings is not None
         both = shared.input_norm(torch.cat((x, plans.embeddings.to(x.dtype)), dim=1), kernels)
         attention = shared.self_attn
-        qkv = attention.qkv_proj(both)
+        qkv = attention.qkv_proj(both, kernels)
         if self.qkv_down is not None and self.qkv_up is not None:
             down = torch.matmul(both, self.qkv_down.transpose(1, 2))  # [3, tokens, rank]
             up = torch.matmul(down, self.qkv_up.transpose(1, 2))
             qkv = qkv + up.transpose(0, 1).flatten(1)
         y = self.parallel.all_reduce(attention.attend(qkv, plans, self.layer))
         y = shared.mlp_norm(y, kernels)
-        inner = shared.mlp.up_proj(y) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
+        inner = shared.mlp.up_proj(y, kernels) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
         y = self.parallel.all_reduce(shared.mlp.activate(inner, plans))
         return F.linear(y, self.linear)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
@@ -33,16 +34,21 @@ class ShortConv(RecurrentMixer):
         self.in_proj = context.to_rows(3 * channels, config.bias)
         self.out_proj = context.to_hidden(channels, config.bias)
 
+    @property
+    def reader(self) -> Reader | None:
+        return self.in_proj.reader
+
     def weight_parts(self) -> Parts:
         first, total = self.parallel.rank * self.channels, self.parallel.size * self.channels
         thirds = [
             Rows("in_proj", self.channels, third * total + first, 3 * total) for third in range(3)
         ]
-        yield from fused(thirds, self.in_proj.weight, self.in_proj.bias)
+        yield from fused(thirds, self.in_proj)
         yield from self.conv_parts("conv", [first], total)
         yield from row_parallel("out_proj", self.out_proj)
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
-        b, c, x = self.in_proj(x).chunk(3, dim=1)
-        return self.out_proj(self.convolve(b * x, plans, silu=False).mul_(c))
+        kernels, sections = plans.kernels, [self.channels] * 3
+        b, c, x = self.in_proj.split(x, sections, kernels)
+        return self.out_proj(self.convolve(b * x, plans, silu=False).mul_(c), kernels)

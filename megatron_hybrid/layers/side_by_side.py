@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba2 import Mamba2, Mamba2Config
@@ -29,6 +32,14 @@ class SideBySide(Mixer):
     def recurrent(self) -> RecurrentMixer:
         return self.mamba
 
-    def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
+    @property
+    def reader(self) -> Reader | None:
+        mine, other = self.mamba.reader, self.self_attn.reader
+        if mine is None or other is None or mine.format.activations == "tensor":
+            return None
+        alike = replace(mine.format, rows=1) == replace(other.format, rows=1)
+        return mine._replace(plain=mine.plain or other.plain) if alike else None
+
+    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self.mamba(x, plans) + self.self_attn(x, plans)

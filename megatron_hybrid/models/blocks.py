@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.linear.formats import WeightFormat
+from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mamba1 import Mamba1
 from megatron_hybrid.layers.mamba2 import Mamba2
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, inner_parts
+from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
 from megatron_hybrid.layers.short_conv import ShortConv
 from megatron_hybrid.layers.side_by_side import SideBySide
@@ -32,6 +37,14 @@ from megatron_hybrid.models.config import (
     HybridModelConfig,
 )
 from megatron_hybrid.parallel import ParallelContext, RankGroup
+
+# Of a weight: its block, None for those outside of blocks, and its role there. None: the model's
+# type.
+ModelFormats = Callable[[int | None, str], WeightFormat | None]
+
+
+def in_one_type(block: int | None, role: str) -> None:
+    """Formats of a model that is not quantised."""
 
 
 class Block(nn.Module):
@@ -55,12 +68,14 @@ class Block(nn.Module):
 
     def enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         """What the mixer takes in, and the residual stream with `mixed`, which the last block has
         not added yet, in it; the sum may take `residual`'s place."""
         if mixed is None:
             return self.norm(residual, plans.kernels), residual
-        return self.norm.after_adding(mixed, residual, multiplier, plans.kernels, self.ranks)
+        return self.norm.after_adding(
+            mixed, residual, multiplier, plans.kernels, self.ranks, self.mixer.reader
+        )
 
 
 class SharedTransformerBlock(Block):
@@ -79,7 +94,7 @@ class SharedTransformerBlock(Block):
 
     def enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         """See Block.enter."""
         if mixed is not None:
             residual = residual + multiplier * self.ranks.all_reduce(mixed)
@@ -89,13 +104,15 @@ class SharedTransformerBlock(Block):
 @dataclass(frozen=True)
 class BlockBuilder:
     """Makes blocks of one model. Those that share a transformer are given the same one: `shared`
-    has them, by the block that uses each first in the whole model."""
+    has them, by the block that uses each first in the whole model. `formats`: of the weights of
+    linear layers."""
 
     config: HybridModelConfig
     parallel: ParallelContext
     dtype: torch.dtype
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
+    formats: ModelFormats = in_one_type
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self) -> RMSNorm:
@@ -122,7 +139,9 @@ class BlockBuilder:
         config, context = self.config, self.context(index)
         letter = config.pattern[index] if letter is None else letter
         if letter != SHARED_TRANSFORMER:
-            return Block(self.norm(), self._mixer(letter, context), self.parallel.tensor)
+            block = Block(self.norm(), self._mixer(letter, context), self.parallel.tensor)
+            allocate_linears(block.weight_parts(), partial(self.formats, index))
+            return block
         shared = config.shared_transformer
         if shared is None:
             raise self._undescribed(letter)
@@ -130,10 +149,14 @@ class BlockBuilder:
         uses = [i for i, other in enumerate(config.pattern) if other == SHARED_TRANSFORMER]
         first = uses[uses.index(index) % shared.num_blocks]
         if first not in self.shared:
-            self.shared[first] = SharedTransformer(shared, context)
+            made = self.shared[first] = SharedTransformer(shared, context)
+            parts = prefixed("transformer", made.weight_parts())
+            allocate_linears(parts, partial(self.formats, first))
         use = SharedTransformerUse(shared, self.shared[first], context)
         mixer = self._mixer(MAMBA, context)
-        return SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
+        block = SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
+        allocate_linears(block.weight_parts(), partial(self.formats, index))
+        return block
 
     def _mixer(self, letter: str, context: LayerContext) -> Mixer:
         config = self.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,21 +14,19 @@ from torch import Tensor, nn
 
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import WeightPart, prefixed, section
+from megatron_hybrid.layers.parts import Part, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
-from megatron_hybrid.models.blocks import Block, BlockBuilder
+from megatron_hybrid.models.blocks import Block, BlockBuilder, ModelFormats, in_one_type
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
-from megatron_hybrid.parallel import (
-    ColumnParallelLinear,
-    ParallelContext,
-    VocabParallelEmbedding,
-)
+from megatron_hybrid.parallel import ParallelContext, VocabParallelEmbedding
 
 
 class Hidden(NamedTuple):
@@ -60,9 +59,11 @@ class HybridModel(nn.Module):
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
         mtp: bool = False,
+        formats: ModelFormats = in_one_type,
     ) -> None:
-        """`mtp`: with the head that the configuration describes, for a model of one stage. Raises
-        ConfigurationError for one that is not supported."""
+        """`mtp`: with the head that the configuration describes, for a model of one stage.
+        `formats`: of the weights of linear layers. Raises ConfigurationError for a model that is
+        not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -73,7 +74,9 @@ class HybridModel(nn.Module):
         padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size
 
         def builder() -> BlockBuilder:
-            return BlockBuilder(config, parallel, dtype, conv_states_dtype, ssm_states_dtype)
+            return BlockBuilder(
+                config, parallel, dtype, conv_states_dtype, ssm_states_dtype, formats
+            )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
         self.stages = ModelStages.of(builder(), vocabulary_bytes)
@@ -87,13 +90,13 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(build.block(index) for index in self.stage)
         self._shared = build.shared
         self.final_norm: RMSNorm | None = None
-        self.lm_head: ColumnParallelLinear | None = None
+        self.lm_head: Linear | None = None
         if self.is_last_stage:
             self.final_norm = build.norm()
             if not (config.tie_word_embeddings and self.is_first_stage):
-                self.lm_head = ColumnParallelLinear(
-                    config.hidden_size, padded_vocab, bias=False, dtype=dtype, parallel=tensor
-                )
+                rows = padded_vocab // tensor.size
+                self.lm_head = Linear(config.hidden_size, rows, bias=False, dtype=dtype)
+                allocate_linears([self._head_part(self.lm_head)], partial(formats, None))
         self.mtp: MTPHead | None = None
         if mtp:
             assert pipeline.size == 1
@@ -155,12 +158,15 @@ class HybridModel(nn.Module):
         if self.mtp is not None:
             yield self.mtp.delay
 
-    def weight_parts(self) -> Iterator[tuple[int | None, WeightPart]]:
+    def weight_parts(self) -> Iterator[tuple[int | None, Part]]:
         """(block, part) for every weight of this rank; block None for those outside of blocks,
         whose roles are embedding, final_norm and lm_head. A transformer that blocks share counts
         to the first of them in the whole model; the blocks of an MTPHead come behind the last."""
         if self.embedding is not None:
-            yield None, self._vocabulary_part("embedding", self.embedding.weight)
+            weight = self.embedding.weight
+            start, real = self._vocabulary_rows(weight.shape[0])
+            weight[real:].zero_()
+            yield None, section("embedding", weight[:real], 0, start, self.config.vocab_size)
         for index, block in self._blocks():
             for part in block.weight_parts():
                 yield index, part
@@ -173,17 +179,22 @@ class HybridModel(nn.Module):
             for part in self.final_norm.weight_parts():
                 yield None, replace(part, role="final_norm")
         if self.lm_head is not None:
-            tied = self.config.tie_word_embeddings  # to the embedding of the first stage
-            role = "embedding" if tied else "lm_head"
-            yield None, self._vocabulary_part(role, self.lm_head.weight)
+            yield None, self._head_part(self.lm_head)
 
-    def _vocabulary_part(self, role: str, weight: Tensor) -> WeightPart:
-        """The last ranks' rows past the vocabulary are padding, set to zero here."""
-        rows, vocab = weight.shape[0], self.config.vocab_size
+    def _head_part(self, head: Linear) -> LinearPart:
+        vocab, columns = self.config.vocab_size, head.inputs
+        start, real = self._vocabulary_rows(head.outputs)
+        tied = self.config.tie_word_embeddings  # to the embedding of the first stage
+        role = "embedding" if tied else "lm_head"
+        source = slice(start, start + real), slice(0, columns)
+        return LinearPart(role, (vocab, columns), source, head, 0)
+
+    def _vocabulary_rows(self, rows: int) -> tuple[int, int]:
+        """Where this rank's rows begin in the vocabulary, and how many they are; the last ranks'
+        rows past its end are padding, set to zero."""
+        vocab = self.config.vocab_size
         start = min(self.parallel.tensor.rank * rows, vocab)
-        real = min(rows, vocab - start)
-        weight[real:].zero_()
-        return section(role, weight[:real], 0, start, vocab)
+        return start, min(rows, vocab - start)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: LayerCaches) -> Tensor:
@@ -249,13 +260,14 @@ class HybridModel(nn.Module):
         stage; writes the caches of the MTPHead."""
         config, norm = self.config, self.final_norm
         assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
-        normed, _ = norm.after_adding(
+        last, _ = norm.after_adding(
             hidden.mixed,
             hidden.residual,
             config.residual_multiplier,
             self.kernels,
             self.parallel.tensor,
         )
+        normed = plain_rows(last)
         if self.mtp is not None:
             plans = self._rotated(plans, inputs.positions)
             self.mtp.store(self._embeddings(inputs.token_ids), normed, plans)
@@ -278,17 +290,16 @@ class HybridModel(nn.Module):
     def _vocabulary_logits(self, normed: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size], the same on every rank."""
         config = self.config
-        logits = self.parallel.tensor.all_gather(F.linear(normed, self._head()))
+        if self.lm_head is not None:
+            logits = self.lm_head(normed, self.kernels)
+        else:
+            assert self.embedding is not None
+            logits = F.linear(normed, self.embedding.weight)
+        logits = self.parallel.tensor.all_gather(logits)
         logits = logits[:, : config.vocab_size]
         if config.logits_divisor != 1.0:
             logits = logits.float() / config.logits_divisor
         return logits
-
-    def _head(self) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        assert self.embedding is not None
-        return self.embedding.weight
 
     @torch.inference_mode()
     def fold(self, runs: DecodeRuns, caches: LayerCaches) -> None:

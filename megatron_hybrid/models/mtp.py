@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.delay import Delay
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import parameter
-from megatron_hybrid.layers.parts import WeightPart, prefixed, whole
+from megatron_hybrid.layers.parts import Part, prefixed, whole
 from megatron_hybrid.models.blocks import Block, BlockBuilder
 
 
@@ -76,7 +77,7 @@ class MTPHead(nn.Module):
         """Of its attention, in which position 0 is not seen."""
         return replace(self.attention.shape(block_size), first_position=1)
 
-    def weight_parts(self) -> Iterator[tuple[int, WeightPart]]:
+    def weight_parts(self) -> Iterator[tuple[int, Part]]:
         """(block, part): what is in no block counts to the first or the last one."""
         last = self.first + len(self.blocks) - 1
         for part in prefixed("mtp.embedding_norm", self.embedding_norm.weight_parts()):
@@ -112,7 +113,7 @@ class MTPHead(nn.Module):
         normed, _ = self.final_norm.after_adding(
             mixed, residual, config.residual_multiplier, plans.kernels, self.ranks
         )
-        return normed
+        return plain_rows(normed)
 
     def _join(self, embeddings: Tensor, hidden: Tensor, kernels: KernelSet) -> Tensor:
         normed = self.embedding_norm(embeddings, kernels), self.hidden_norm(hidden, kernels)

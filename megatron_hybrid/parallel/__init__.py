@@ -3,18 +3,14 @@ layers, collectives."""
 
 from megatron_hybrid.parallel.context import ExpertRanks, ParallelContext, initialize
 from megatron_hybrid.parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     VocabParallelEmbedding,
 )
 from megatron_hybrid.parallel.ranks import RankGroup
 
 __all__ = [
-    "ColumnParallelLinear",
     "ExpertRanks",
     "ParallelContext",
     "RankGroup",
-    "RowParallelLinear",
     "VocabParallelEmbedding",
     "initialize",
 ]

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.reference import rounded
+from megatron_hybrid.kernels.protocols import Inputs, Reader
+
 
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al., "Primer", 2021), as Nemotron has it."""
@@ -22,15 +25,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, into: Reader | None = None) -> Inputs:
     """As in Activation."""
     function = ACTIVATIONS[activation]
     if not gated:
-        return function(x)
+        return rounded(function(x), into)
     gate, up = x.chunk(2, dim=-1)
-    return function(gate).mul_(up)
+    return rounded(function(gate).mul_(up), into)
 
 
-def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+def gate(x: Tensor, gate: Tensor, activation: str, into: Reader | None = None) -> Inputs:
     """As in Activation."""
-    return ACTIVATIONS[activation](gate).mul_(x)
+    return rounded(ACTIVATIONS[activation](gate).mul_(x), into)

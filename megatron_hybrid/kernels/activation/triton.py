@@ -7,45 +7,51 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
+from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 
 
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+def activate(x: Tensor, activation: str, gated: bool, into: Reader | None = None) -> Inputs:
     """As in Activation."""
     half = x.shape[1] // 2
     if gated:
-        return _launch(x[:, :half], x[:, half:], activation)
-    return _launch(x, None, activation)
+        return _launch(x[:, :half], x[:, half:], activation, into)
+    return _launch(x, None, activation, into)
 
 
-def gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+def gate(x: Tensor, gate: Tensor, activation: str, into: Reader | None = None) -> Inputs:
     """As in Activation."""
-    return _launch(gate, x, activation)
+    return _launch(gate, x, activation, into)
 
 
-def _launch(x: Tensor, factor: Tensor | None, activation: str) -> Tensor:
+def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | None) -> Inputs:
     """act(x) * factor."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     tokens, columns = x.shape
     # Few columns a program where there are few elements, so that the device is filled.
     block = min(1024 if x.numel() >= 2**20 else 256, triton.next_power_of_2(columns))
-    out = x.new_empty((tokens, columns))
+    results = Results(x.new_empty((tokens, columns)), into)
+    block, warps = results.block(block, columns), max(block // 256, 1)
     if tokens:
         _activate_kernel[(tokens * triton.cdiv(columns, block),)](
-            x, factor, out, columns, x.stride(0), 0 if factor is None else factor.stride(0),
+            x, factor, *results.arguments, columns,
+            x.stride(0), 0 if factor is None else factor.stride(0), results.kind,
             ACTIVATION=activation,
-            BLOCK=block, num_warps=max(block // 256, 1),
+            BLOCK=block, num_warps=min(max(block // 1024, warps), 32),
         )  # fmt: skip
-    return out
+    return results.inputs
 
 
 @triton.jit
 def _activate_kernel(
-    x, factor, out, columns, x_row, factor_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    x, factor, out, codes, scale, scale_row, scale_group, columns, x_row, factor_row,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) % blocks * BLOCK
+    column = first + tl.arange(0, BLOCK)
     mask = column < columns
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0)
     values = inputs.to(tl.float32)
@@ -62,4 +68,11 @@ def _activate_kernel(
     if factor is not None:
         factors = tl.load(factor + row * factor_row + column, mask=mask, other=0)
         values = values.to(inputs.dtype).to(tl.float32) * factors.to(tl.float32)
-    tl.store(out + row * columns + column, values, mask=mask)
+    if out is not None:
+        tl.store(out + row * columns + column, values, mask=mask)
+    if KIND is not None:
+        values = values.to(inputs.dtype).to(tl.float32)
+        store_rounded(
+            values, codes + row * columns, scale + row * scale_row, scale_group, first, columns,
+            KIND, BLOCK,
+        )  # fmt: skip

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
+from megatron_hybrid.kernels.linear.formats import Weight
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import ExpertWeights
 
 
@@ -31,9 +33,16 @@ def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     inputs = x.index_select(0, tokens)
     outputs = torch.zeros_like(inputs)
     for expert, begin, end in _ranges(flat, layer.up.shape[0]):
-        up = activate(F.linear(inputs[begin:end], layer.up[expert]), layer.activation, layer.gated)
-        outputs[begin:end] = F.linear(up, layer.down[expert])
+        up = F.linear(inputs[begin:end], _weight(layer.up, expert, x.dtype))
+        hidden = plain_rows(activate(up, layer.activation, layer.gated))
+        outputs[begin:end] = F.linear(hidden, _weight(layer.down, expert, x.dtype))
     return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
+
+
+def _weight(weights: Weight, expert: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weights, Tensor):
+        return weights[expert]
+    return weights.expert(expert).dequantize(dtype)
 
 
 def _ranges(flat: Tensor, num_experts: int) -> Iterator[tuple[int, int, int]]:

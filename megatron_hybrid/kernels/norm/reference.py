@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.reference import rounded
+from megatron_hybrid.kernels.protocols import Inputs, Reader
+
 
 def inverse_rms(x: Tensor, size: int, eps: float) -> Tensor:
     """1 / sqrt(sum of squares over the last dimension / size + eps), [..., 1] float32.
@@ -29,11 +32,12 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: Reader | None = None,
+) -> tuple[Inputs, Tensor]:
     """As in Norm."""
     # In float32: on a CPU a sum of bfloat16 would round the multiplier to bfloat16 first.
     total = torch.add(residual.float(), x.float(), alpha=multiplier).to(residual.dtype)
-    return rms_norm(total, weight, eps, dtype), total
+    return rounded(rms_norm(total, weight, eps, dtype), into), total
 
 
 # add_rms_norm of the sum over ranks, where a kernel can do both; see triton.py.
@@ -41,12 +45,19 @@ add_rms_norm_over_ranks = None
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
-) -> Tensor:
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    norm_first: bool = False,
+    into: Reader | None = None,
+) -> Inputs:
     """As in Norm."""
     gates = F.silu(gate.float())
     values = x.float() if norm_first else gates.mul_(x)
     by_group = values.reshape(values.shape[0], -1, group_size)
     normed = (by_group * inverse_rms(by_group, group_size, eps)).view(values.shape)
     normed = normed.to(weight.dtype).mul_(weight)
-    return gates.mul_(normed).to(weight.dtype) if norm_first else normed
+    y = gates.mul_(normed).to(weight.dtype) if norm_first else normed
+    return rounded(y, into)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
+from megatron_hybrid.kernels.linear.triton import quantize_rows
 from megatron_hybrid.kernels.over_ranks import (
     SharedRows,
     address,
@@ -18,6 +20,7 @@ from megatron_hybrid.kernels.over_ranks import (
     load_theirs,
     wait_for_turns,
 )
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,17 +46,18 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: Reader | None = None,
+) -> tuple[Inputs, Tensor]:
     """As in Norm; the sum is in `residual`'s place."""
     tokens, size = x.shape
-    out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    results = Results(torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device), into)
+    block = results.block(triton.next_power_of_2(size), size)
     if tokens:
         _add_rms_norm_kernel[(tokens,)](
-            x, residual, weight, out, size, x.stride(0), residual.stride(0), multiplier, eps,
-            BLOCK=block, num_warps=_warps(block),
+            x, residual, weight, *results.arguments, size, x.stride(0), residual.stride(0),
+            multiplier, eps, results.kind, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return out, residual
+    return results.inputs, residual
 
 
 def add_rms_norm_over_ranks(
@@ -83,18 +87,35 @@ def add_rms_norm_over_ranks(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool = False
-) -> Tensor:
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    norm_first: bool = False,
+    into: Reader | None = None,
+) -> Inputs:
     """As in Norm."""
     tokens, channels = x.shape
-    block = triton.next_power_of_2(group_size)
-    out = torch.empty((tokens, channels), dtype=weight.dtype, device=x.device)
+    block, groups = triton.next_power_of_2(group_size), channels // group_size
+    results = Results(torch.empty((tokens, channels), dtype=weight.dtype, device=x.device), into)
+    each = 1  # groups of a program
+    if (kind := results.kind) is not None:
+        each = groups if kind.whole_row else 1
+        gaps = groups > 1 and block != group_size
+        if gaps or each & (each - 1) or block * each < kind.group:
+            y = gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
+            assert into is not None and isinstance(y, Tensor)
+            rows = quantize_rows(y, into.format, into.input_scale)
+            return rows._replace(plain=y if into.plain else None)
     if tokens:
-        _gated_rms_norm_kernel[(tokens * (channels // group_size),)](
-            x, gate, weight, out, channels, group_size, x.stride(0), gate.stride(0), eps,
-            NORM_FIRST=norm_first, BLOCK=block, num_warps=_warps(block, per_thread=8),
+        _gated_rms_norm_kernel[(tokens * (groups // each),)](
+            x, gate, weight, *results.arguments, channels, group_size,
+            x.stride(0), gate.stride(0), eps, kind,
+            NORM_FIRST=norm_first, GROUPS=each, BLOCK=block,
+            num_warps=_warps(each * block, per_thread=8),
         )  # fmt: skip
-    return out
+    return results.inputs
 
 
 def _warps(elements: int, per_thread: int = 16) -> int:
@@ -118,8 +139,9 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, residual, weight, out, size, x_row, residual_row, multiplier, eps, BLOCK: tl.constexpr
-):
+    x, residual, weight, out, codes, scale, scale_row, scale_group, size, x_row, residual_row,
+    multiplier, eps, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < size
@@ -130,7 +152,13 @@ def _add_rms_norm_kernel(
     total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
     normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
-    tl.store(out + row * size + column, normed, mask=mask)
+    if out is not None:
+        tl.store(out + row * size + column, normed, mask=mask)
+    if KIND is not None:
+        normed = tl.reshape(normed, (BLOCK,)).to(x.dtype.element_ty).to(tl.float32)
+        store_rounded(
+            normed, codes + row * size, scale + row * scale_row, scale_group, 0, size, KIND, BLOCK
+        )
 
 
 @triton.jit
@@ -166,14 +194,16 @@ def _add_rms_norm_over_ranks_kernel(
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    x, gate, weight, out, channels, group_size, x_row, gate_row, eps,
-    NORM_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    x, gate, weight, out, codes, scale, scale_row, scale_group, channels, group_size,
+    x_row, gate_row, eps, KIND: tl.constexpr,
+    NORM_FIRST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    groups = channels // group_size
-    row = (tl.program_id(0) // groups).to(tl.int64)
+    programs = channels // group_size // GROUPS
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first = tl.program_id(0) % programs * GROUPS * group_size
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < group_size
-    column += tl.program_id(0) % groups * group_size
+    column += first + tl.arange(0, GROUPS)[:, None] * group_size
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + column, mask=mask, other=0).to(tl.float32)
     weights = tl.load(weight + column, mask=mask, other=0)
@@ -182,7 +212,14 @@ def _gated_rms_norm_kernel(
     normed = _scaled(values, _inverse_rms(values, group_size, eps), weights)
     if NORM_FIRST:
         normed = normed.to(weights.dtype).to(tl.float32) * gates
-    tl.store(out + row * channels + column, normed, mask=mask)
+    if out is not None:
+        tl.store(out + row * channels + column, normed, mask=mask)
+    if KIND is not None:
+        normed = normed.to(weights.dtype).to(tl.float32)
+        store_rounded(
+            tl.reshape(normed, (GROUPS * BLOCK,)), codes + row * channels, scale + row * scale_row,
+            scale_group, first, channels, KIND, GROUPS * BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 
 if TYPE_CHECKING:
+    from megatron_hybrid.models.checkpoints.quantization import Quantization
     from megatron_hybrid.models.config import HybridModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -113,6 +114,18 @@ class ModelFolder:
         if not config.eos_token_ids and self.tokenizer_model is not None:
             config = replace(config, eos_token_ids=end_tokens(self.tokenizer_model))
         return config
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantised; None: they are not. Raises ConfigurationError for a way
+        that is not supported."""
+        from megatron_hybrid.models.checkpoints.quantization import Quantization
+
+        folder = self.described
+        if folder is None or self.is_megatron:
+            return None
+        other = _read_json(folder / "hf_quant_config.json")
+        return Quantization.of(_read_json(folder / CONFIG), str(folder / CONFIG), other or None)
 
     def _of_arguments(self) -> HybridModelConfig:
         """From the training job's arguments, and the end tokens of what else is in the folder."""

@@ -70,6 +70,9 @@ class MegatronSource(WeightSource):
         first = self._checkpoint.shapes[rows[0].name][len(rows[0].lead) :]
         return (sum(self._count(one) for one in rows), *first[1:])
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32  # or bfloat16: these checkpoints are not quantised
+
     def read(self, name: str, index: Index) -> Tensor:
         """A rectangle of a role, put together from rows of what is stored."""
         first, *rest = index

@@ -20,11 +20,18 @@ from torch import Tensor
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
+from megatron_hybrid.models.checkpoints.quantization import Quantization
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
 from megatron_hybrid.models.families.registry import family_of
 
 Index = tuple[slice | int, ...]
+# safetensors' names of types that quantised weights may have
+_TYPES = {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
+    "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16,
+}  # fmt: skip
+KV_SCALE = r"\.(?:[kvq]_scale|kv_scale|prob_output_scale)$"
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -34,6 +41,7 @@ class WeightSource(ABC):
 
     where: str  # for messages
     names: Mapping[str, str]  # canonical name -> the source's own
+    quantization: Quantization | None = None  # of what is stored
 
     def __init__(self, config: HybridModelConfig) -> None:
         self.config = config
@@ -43,7 +51,9 @@ class WeightSource(ABC):
         return family_of(self.config.model_type).places(self.config, block, role)
 
     def ignores(self, name: str) -> bool:
-        """See Family.ignores."""
+        """See Family.ignores; what scales a quantised KV cache is no part of the model."""
+        if self.quantization is not None and re.search(KV_SCALE, name):
+            return True
         return family_of(self.config.model_type).ignores(self.config, name)
 
     def file_of(self, name: str) -> str:
@@ -53,6 +63,10 @@ class WeightSource(ABC):
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a whole tensor."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
 
     @abstractmethod
     def read(self, name: str, index: Index) -> Tensor:
@@ -132,6 +146,7 @@ class FolderSource(WeightSource):
         folder: Path,
         file_names: Mapping[str, str],
         files: Mapping[str, Any],
+        quantization: Quantization | None = None,
     ) -> None:
         """`file_names`: by the names in the files. Raises WeightsError for two names of one
         weight."""
@@ -139,6 +154,7 @@ class FolderSource(WeightSource):
         self.where = str(folder)
         self.names = _canonical(config, file_names, self.where)
         self._file_names, self._files = file_names, files
+        self.quantization = quantization
 
     def file_of(self, name: str) -> str:
         return self._file_names[self.names[name]]
@@ -146,7 +162,12 @@ class FolderSource(WeightSource):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.stored(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        return _TYPES.get(self.stored(name).get_dtype(), torch.float32)
+
     def read(self, name: str, index: Index) -> Tensor:
+        if not index:  # a scalar, which has no slices
+            return self._files[self.file_of(name)].get_tensor(self.names[name])
         values: Tensor = self.stored(name)[index]
         return values
 
@@ -180,6 +201,9 @@ class TensorSource(WeightSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[self.names[name]].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[self.names[name]].dtype
 
     def read(self, name: str, index: Index) -> Tensor:
         return self._tensors[self.names[name]][index]
@@ -216,7 +240,7 @@ def open_folder(model: ModelFolder, config: HybridModelConfig) -> Iterator[Folde
                 opened(file)
         else:
             own = dict.fromkeys(opened(single.name).keys(), single.name)
-        yield FolderSource(config, folder, own, files)
+        yield FolderSource(config, folder, own, files, model.quantization)
 
 
 def _unreadable(folder: Path, file: str, error: Exception) -> str:

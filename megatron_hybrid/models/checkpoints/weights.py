@@ -3,10 +3,11 @@ or a Megatron checkpoint when the model is made, and new ones later."""
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
-from megatron_hybrid.layers.parts import WeightPart
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.layers.parts import Part
+from megatron_hybrid.models.blocks import ModelFormats
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.quantized_weights import StoredWeight, weight_format
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
     TensorSource,
@@ -26,6 +30,7 @@ from megatron_hybrid.models.checkpoints.weight_source import (
 )
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.families.family import Location
+from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, RankGroup
 
@@ -42,13 +47,15 @@ def load_model(
     seed: int = 1234,
     progress: bool = True,
     mtp: bool = False,
+    quantization: str | None = None,
 ) -> HybridModel:
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
 
     `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
-    config.json. `mtp`: with its head for multi-token prediction. Raises ConfigurationError for
+    config.json. `mtp`: with its head for multi-token prediction. `quantization`: see `formats_of`.
+    Raises ConfigurationError for
     what is not supported, before any weight is read, and WeightsError, naming the weight, for a
     checkpoint that does not fit its configuration.
     """
@@ -58,7 +65,13 @@ def load_model(
     dtype = resolve_dtype(dtype, folder.config.dtype)
     with torch.device(device):
         model = HybridModel(
-            folder.config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype, mtp
+            folder.config,
+            parallel,
+            dtype,
+            conv_states_dtype or dtype,
+            ssm_states_dtype,
+            mtp,
+            formats_of(folder, quantization),
         )
     model.eval()
     if load_format == "dummy":
@@ -70,6 +83,39 @@ def load_model(
             _put(placed, source, progress and parallel.is_first)
     model.after_loading()
     return model
+
+
+_NOT_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
+# Formats that weights in 16 or 32 bits are rounded to while they are read.
+ON_THE_FLY = {
+    "fp8": WeightFormat("float8_e4m3fn", activations="token"),
+    "fp8_block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
+}
+# What stays as it is: the vocabulary's, and what step sizes and gates of recurrences come from.
+_NEVER_ROUNDED = re.compile(r"lm_head|embedding|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj)\.weight")
+
+
+def formats_of(folder: ModelFolder, quantization: str | None) -> ModelFormats:
+    """How a model keeps its weights: as the folder has them, or, if they are not quantised there,
+    as `quantization` says, a key of ON_THE_FLY. Raises ConfigurationError for both at once."""
+    stored = folder.quantization
+    if quantization is not None and stored is not None:
+        raise ConfigurationError(
+            f"--quantization is {quantization}, but the weights in {folder.path} are quantised "
+            f"already ({stored.where}); leave the flag out."
+        )
+    config = folder.config
+    family = family_of(config.model_type)
+
+    def format_of(block: int | None, role: str) -> WeightFormat | None:
+        if stored is not None:
+            place = family.places(config, block, role)[0]
+            return weight_format(stored.format_of(place.name.removesuffix(".weight")))
+        if quantization is None or _NEVER_ROUNDED.search(role):
+            return None
+        return ON_THE_FLY[quantization]
+
+    return format_of
 
 
 def has_mtp_weights(folder: ModelFolder) -> bool:
@@ -156,9 +202,17 @@ def _open(folder: ModelFolder, config: HybridModelConfig) -> Iterator[WeightSour
 class _Placed(NamedTuple):
     """A part of the model, where a source has it, and where it has it once more."""
 
-    part: WeightPart
+    part: Part
     place: Location
     copies: list[Location]
+    quantized: StoredWeight | None  # how it is stored there
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors that it is read from."""
+        if self.quantized is not None:
+            return self.quantized.all_names
+        return {place.name for place in (self.place, *self.copies)}
 
 
 def _place(model: HybridModel, source: WeightSource, *, some: bool = False) -> list[_Placed]:
@@ -167,27 +221,55 @@ def _place(model: HybridModel, source: WeightSource, *, some: bool = False) -> l
     placed = []
     for block, part in model.weight_parts():
         places = source.places(block, part.role)
+        if (quantized := _quantized(part, places, source)) is not None:
+            quantized.check()
+            placed.append(_Placed(part, quantized.place, [], quantized))
+            continue
         stored = [place for place in places if place.name in source.names]
         for place in stored:
             source.check_shape(place, part.shape)
         if stored:
-            placed.append(_Placed(part, stored[0], stored[1:]))
+            _check_number_type(source, stored[0])
+            placed.append(_Placed(part, stored[0], stored[1:], None))
         elif not some:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
     return sorted(placed, key=lambda one: source.file_of(one.place.name))
+
+
+def _quantized(part: Part, places: list[Location], source: WeightSource) -> StoredWeight | None:
+    """A part that its checkpoint says to be quantised: in the place that has any of it, or the
+    usual one."""
+    if source.quantization is None or len(part.shape) != 2:
+        return None
+    found = []
+    for place in places:
+        stored = source.quantization.format_of(place.name.removesuffix(".weight"))
+        if stored is not None:
+            found.append(StoredWeight(source, place, stored, *part.shape))
+    there = [one for one in found if one.is_there]
+    return next(iter(there or found), None)
+
+
+def _check_number_type(source: WeightSource, place: Location) -> None:
+    dtype = source.dtype(place.name)
+    if dtype not in _NOT_QUANTIZED:
+        raise WeightsError(
+            f"Weight {place.name!r} in {source.where} is {dtype}, but its configuration does not "
+            "say that it is quantised."
+        )
 
 
 def _check(model: HybridModel, placed: list[_Placed], source: WeightSource) -> None:
     """Raise WeightsError, on every rank, for a weight that has no place on any rank, or that is
     stored twice with different values."""
     lockstep = model.parallel.lockstep
-    own = {place.name for one in placed for place in (one.place, *one.copies)}
+    own = set[str]().union(*(one.names for one in placed))
     everywhere = set[str]().union(*lockstep.gather_objects(own))
     refused: WeightsError | None = None
     try:
         source.check_all_used(everywhere)
         source.check_rotary_tables()
-        for part, place, copies in placed:
+        for part, place, copies, _ in placed:
             for copy in copies:
                 source.check_same(place, copy, partial(_loaded, source, part))
     except Exception as error:  # of tensors in memory each rank has its own
@@ -195,19 +277,40 @@ def _check(model: HybridModel, placed: list[_Placed], source: WeightSource) -> N
     _refuse_together(lockstep, refused)
 
 
-def _loaded(source: WeightSource, part: WeightPart, place: Location) -> Tensor:
+def _loaded(source: WeightSource, part: Part, place: Location) -> Tensor:
     """A part's values in one of its places, in the type that the model has them in."""
-    return source.read(place.name, _slices(part, place)).to(part.target.dtype)
+    values = source.read(place.name, _slices(part, place))
+    return values.to(part.target.dtype) if isinstance(part.target, Tensor) else values
 
 
 @torch.no_grad()
 def _put(placed: list[_Placed], source: WeightSource, progress: bool = False) -> None:
-    for part, place, _ in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
-        if part.target.numel():  # the last ranks may have nothing of a small vocabulary
-            part.put(source.read(place.name, _slices(part, place)))
+    for one in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
+        part, quantized = one.part, one.quantized
+        if any(rows.start == rows.stop for rows in part.source):
+            continue  # the last ranks may have nothing of a small vocabulary
+        target = part.target
+        device = target.device
+        if quantized is None:
+            part.put(source.read(one.place.name, _slices(part, one.place)))
+            continue
+        rows, columns = part.source
+        if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):
+            weight = quantized.read(rows, columns, target.format, device)
+            target.copy_(weight.times(part.multiplier))
+        else:
+            part.put(quantized.values(rows, columns, device))
 
 
-def _slices(part: WeightPart, place: Location) -> tuple[slice | int, ...]:
+def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:
+    """Whether a format's blocks are those of a checkpoint, or parts of them."""
+    stored = weight_format(quantized.stored)
+    return stored is not None and format == replace(
+        stored, rows=format.rows, columns=format.columns
+    )
+
+
+def _slices(part: Part, place: Location) -> tuple[slice | int, ...]:
     offset = place.part * part.shape[0]
     first = slice(part.source[0].start + offset, part.source[0].stop + offset)
     rest = (first, *part.source[1:])
@@ -241,7 +344,7 @@ def _fill_randomly(model: HybridModel, seed: int) -> None:
         part.put(whole[1][part.source])
 
 
-def _random(part: WeightPart, seed: int) -> Tensor:
+def _random(part: Part, seed: int) -> Tensor:
     device = part.target.device
     generator = torch.Generator(device).manual_seed(seed)
     name = part.role.rsplit(".", 1)[-1]

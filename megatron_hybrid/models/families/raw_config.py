@@ -87,15 +87,12 @@ class RawConfig(ModelSettings):
 
     @classmethod
     def from_folder(cls, folder: Path) -> RawConfig:
-        """Raises ConfigurationError for a folder without one that can be read, or with weights that
-        are quantised."""
+        """Raises ConfigurationError for a folder without one that can be read."""
         path = folder / "config.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder} is not a model folder: it has no config.json.")
         generation = folder / "generation_config.json"
-        raw = cls(_read(path), str(path), _read(generation) if generation.is_file() else {})
-        raw.refuse_unless("quantization_config", None)
-        return raw
+        return cls(_read(path), str(path), _read(generation) if generation.is_file() else {})
 
     def part(self, name: str) -> RawConfig:
         """The configuration inside this one, for instance of a model's text part; itself where it

@@ -1,0 +1,113 @@
+"""How Triton kernels leave rows in 8 bits for the products that follow: see QuantizedRows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.linear.formats import WeightFormat
+from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows, Reader
+
+
+class Rounding(NamedTuple):
+    """A compile-time constant of kernels."""
+
+    is_fp8: bool
+    constant: bool  # the scale is read, not taken from the values
+    group: int  # columns that share a scale; 0: all
+
+    @property
+    def whole_row(self) -> bool:
+        """Whether a program has to see a whole row."""
+        return not self.group and not self.constant
+
+
+def rounding(format: WeightFormat) -> Rounding:
+    """Of the inputs of layers in a format."""
+    by_group = format.activations == "group"
+    assert not by_group or format.columns is not None
+    group = format.columns if by_group and format.columns is not None else 0
+    constant = format.activations == "tensor"
+    return Rounding(format.numbers == "float8_e4m3fn", constant, group)
+
+
+def empty_rows(
+    tokens: int, columns: int, format: WeightFormat, input_scale: Tensor | None, like: Tensor
+) -> QuantizedRows:
+    """Memory for rounded rows; a constant scale is there already."""
+    kind, device = rounding(format), like.device
+    dtype = torch.float8_e4m3fn if kind.is_fp8 else torch.int8
+    values = torch.empty(tokens, columns, dtype=dtype, device=device)
+    if kind.constant:
+        assert input_scale is not None
+        return QuantizedRows(values, input_scale.expand(tokens, 1), like.dtype)
+    # Scales of a group of columns side by side, as cuBLASLt takes them.
+    groups = -(-columns // kind.group) if kind.group else 1
+    scale = torch.empty(groups, -(-tokens // 4) * 4, device=device)
+    return QuantizedRows(values, scale.t()[:tokens], like.dtype)
+
+
+class Results:
+    """What a kernel leaves of [tokens, columns]: `plain`, memory for it, or rounded, or both."""
+
+    def __init__(self, plain: Tensor, into: Reader | None) -> None:
+        self.kind: Rounding | None = None
+        self.inputs: Inputs = plain
+        # of the kernel: plain, codes, scales, their strides
+        self.arguments: tuple[Tensor | int | None, ...] = (plain, None, None, 0, 0)
+        if into is None:
+            return
+        self.kind = rounding(into.format)
+        tokens, columns = plain.shape
+        rows = empty_rows(tokens, columns, into.format, into.input_scale, plain)
+        kept = plain if into.plain else None
+        self.inputs = rows._replace(plain=kept)
+        self.arguments = (kept, rows.values, rows.scale, *rows.scale.stride())
+
+    def block(self, block: int, columns: int) -> int:
+        """Columns of a program that had so many."""
+        if self.kind is None:
+            return block
+        if self.kind.whole_row:
+            return triton.next_power_of_2(columns)
+        return max(block, self.kind.group)
+
+
+@triton.jit
+def store_rounded(
+    numbers, values, scale, scale_group, first, columns, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """numbers [BLOCK] float32 of one row, from column `first` on, zeros past the end -> codes in
+    `values` and their scales in `scale`, which point at the row's beginning."""
+    largest: tl.constexpr = 448.0 if KIND.is_fp8 else 127.0
+    column = first + tl.arange(0, BLOCK)
+    if KIND.constant:
+        codes = _to_code(numbers / tl.load(scale), KIND.is_fp8)
+    elif KIND.group:
+        groups: tl.constexpr = BLOCK // KIND.group
+        grouped = tl.reshape(numbers, (groups, KIND.group))
+        factor = tl.max(tl.abs(grouped), axis=1) / largest
+        factor = tl.where(factor > 0, factor, 1.0)
+        group = first // KIND.group + tl.arange(0, groups)
+        tl.store(scale + group * scale_group, factor, mask=group * KIND.group < columns)
+        codes = tl.reshape(_to_code(grouped / factor[:, None], KIND.is_fp8), (BLOCK,))
+    else:
+        factor = tl.max(tl.abs(numbers), axis=0) / largest
+        factor = tl.where(factor > 0, factor, 1.0)
+        tl.store(scale, factor)
+        codes = _to_code(numbers / factor, KIND.is_fp8)
+    tl.store(values + column, codes, mask=column < columns)
+
+
+@triton.jit
+def _to_code(numbers, IS_FP8: tl.constexpr):
+    if IS_FP8:
+        return tl.minimum(tl.maximum(numbers, -448.0), 448.0).to(tl.float8e4nv)
+    else:
+        # Added and taken away again, 1.5 * 2^23 leaves the nearest whole number, or the even one.
+        numbers = tl.minimum(tl.maximum(numbers, -127.0), 127.0)
+        return ((numbers + 12582912.0) - 12582912.0).to(tl.int8)

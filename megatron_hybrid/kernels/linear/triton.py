@@ -1,0 +1,318 @@
+"""Products with quantised weights in Triton, and by cuBLASLt where that is faster: many rows of
+inputs in 8 bits. The meaning and the roundings are reference.py's.
+
+Few rows: what counts is how fast weights arrive. A program has some rows of the weight, or a part
+of their columns, and all inputs; the weight is the left side of its products, so that 16 inputs
+fill a tile, and both sides come through tensor descriptors (TMA). Weights of 4 bits become 16-bit
+numbers in registers. Sums are in float32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_hybrid.kernels.linear import reference
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.linear.rounding import empty_rows, rounding, store_rounded
+from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
+
+
+class Tile(NamedTuple):
+    """How a program covers a product."""
+
+    tokens: int  # of the inputs
+    rows: int  # of the weight
+    depth: int  # columns, a step
+    warps: int
+    stages: int
+    splits: int = 1  # parts that the columns are cut into
+
+
+# Up to so many tokens products with weights of 4 bits are ours; of more, they are written out in 16
+# bits first.
+FEW_TOKENS = 64
+# Programs that count those of their tile that are done: tiles of one product at most.
+COUNTERS = 65536
+
+
+def choose_tile(tokens: int, rows: int, columns: int, format: WeightFormat) -> Tile:
+    """Of products in 8 bits, by what was fast on an H200 (tools/benchmark_kernels.py)."""
+    by_group = format.columns is not None
+    if tokens <= 64:
+        across = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+        if rows > 8192:
+            return Tile(across, 64, 128, 4, 4)
+        splits = _splits(triton.cdiv(rows, 64), 4 if tokens <= 16 or by_group else 2, columns)
+        return Tile(across, 64, 128 if by_group else 256, 4, 6 if across == 64 else 4, splits)
+    if rows > 8192:
+        return Tile(128, 64, 128, 4, 3)
+    splits = 2 if tokens > 128 or columns <= 8192 else 4
+    return Tile(128, 64, 128, 4, 4, _splits(triton.cdiv(rows, 64), splits, columns))
+
+
+def _splits(tiles: int, most: int, columns: int) -> int:
+    """So many that there are about twice as many programs as processors."""
+    return max(1, min(most, 256 // tiles, columns // 1024))
+
+
+def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -> QuantizedRows:
+    """As in Linear."""
+    tokens, columns = x.shape
+    if format.columns is not None and format.columns & (format.columns - 1):
+        return reference.quantize_rows(x, format, input_scale)  # of blocks unlike all that are used
+    out = empty_rows(tokens, columns, format, input_scale, x)
+    kind = rounding(format)
+    # A row with one scale is one program's; groups are independent.
+    block = triton.next_power_of_2(columns)
+    if not kind.whole_row:
+        block = min(block, max(1024, kind.group))
+    if tokens:
+        _quantize_kernel[(tokens, triton.cdiv(columns, block))](
+            x, out.values, out.scale, columns, x.stride(0), *out.scale.stride(),
+            kind, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
+        )  # fmt: skip
+    return out
+
+
+def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """As in Linear."""
+    format = weight.format
+    (rows, columns), tokens = weight.shape, x.shape[0]
+    if format.activations == "none":
+        x = plain_rows(x)
+        if format.bits == 4 and tokens <= FEW_TOKENS:
+            return multiply_nibbles(x, weight, bias)
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+    if isinstance(x, Tensor):
+        x = quantize_rows(x, format, weight.input_scale)
+    if columns % 16 or (format.columns or 16) % 16 or (format.columns or 256) < 32:
+        # Tensor descriptors have rows of 16 bytes; nothing that a model has is so narrow.
+        return reference.multiply(x, weight, bias)
+    if format.numbers == "float8_e4m3fn" and rows % 16 == 0:
+        if format.columns is None and (tokens > 256 or (tokens > 128 and rows > 8192)):
+            return _scaled_mm_by_row(x, weight, bias)
+        if (format.rows, format.columns) == (128, 128) and tokens > 256 and columns % 128 == 0:
+            return _scaled_mm_by_block(x, weight, bias)
+    return multiply_bytes(x, weight, bias)
+
+
+def _scaled_mm_by_row(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    y = torch._scaled_mm(
+        x.values, weight.values.t(), x.scale.contiguous(), weight.scale.t(), out_dtype=x.dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return y if bias is None else y.add_(bias)
+
+
+def _scaled_mm_by_block(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    scales = weight.scale
+    if padding := -scales.shape[1] % 4:  # which cuBLASLt reads
+        scales = F.pad(scales, (0, padding))
+    y = F.scaled_mm(
+        x.values, weight.values.t(), x.scale, F.ScalingType.BlockWise1x128, scales.t(),
+        F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
+    )  # fmt: skip
+    return y if bias is None else y.add_(bias)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, which every product leaves as zeros: products of a device run one after the other."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def multiply_bytes(
+    x: QuantizedRows, weight: QuantizedWeight, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """By our own kernel, of inputs and weights in 8 bits."""
+    format, (rows, columns), tokens = weight.format, weight.shape, x.shape[0]
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.values.device)
+    if not tokens:
+        return y
+    tile = choose_tile(tokens, rows, columns, format) if tile is None else tile
+    group = format.columns or 0
+    depth = min(tile.depth, group) if group else tile.depth
+    partial = y
+    if tile.splits > 1:
+        partial = torch.empty(tile.splits, tokens, rows, device=y.device)
+    _bytes_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)](
+        TensorDescriptor(x.values, [tokens, columns], [columns, 1], [tile.tokens, depth]),
+        TensorDescriptor(weight.values, [rows, columns], [columns, 1], [tile.rows, depth]),
+        x.scale, weight.scale, bias, y, partial, _counters(y.device),
+        tokens, rows, columns, *x.scale.stride(), weight.scale.stride(0),
+        group, format.rows, format.activations == "group",
+        tile.tokens, tile.rows, depth, tile.stages, tile.splits, tile.tokens <= 64,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+def multiply_nibbles(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """By our own kernel, of weights in 4 bits and inputs in 16 or 32."""
+    format, (rows, columns), tokens = weight.format, weight.shape, len(x)
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return y
+    if tile is None:
+        tile = Tile(max(16, triton.next_power_of_2(tokens)), 32, 128, 4, 4)
+    _nibbles_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens))](
+        x, weight.values, weight.scale, weight.zero, weight.row_scale, bias, y,
+        tokens, rows, columns, x.stride(0), weight.scale.stride(0),
+        format.columns or columns, format.numbers == "float4_e2m1", columns % tile.depth == 0,
+        tile.tokens, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _quantize_kernel(
+    x, values, scale, columns, x_row, scale_row, scale_group, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    numbers = tl.load(x + row * x_row + column, mask=column < columns, other=0).to(tl.float32)
+    store_rounded(
+        numbers, values + row * columns, scale + row * scale_row, scale_group, first, columns,
+        KIND, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _bytes_kernel(
+    x, weight, x_scale, scale, bias, y, partial, counter, tokens, rows, columns,
+    x_scale_row, x_scale_group, scale_row,
+    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BY_GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+):  # fmt: skip
+    """x, weight: tensor descriptors. GROUP: columns that share a scale (0: all); BY_GROUP: inputs
+    have one for each of them. WEIGHT_FIRST: as the left side of the products."""
+    first_row = tl.program_id(0) * ROWS
+    first_token = tl.program_id(1) * TOKENS
+    split = tl.program_id(2)
+    n = first_row + tl.arange(0, ROWS)
+    m = first_token + tl.arange(0, TOKENS)
+    row = tl.minimum(n, rows - 1)
+    token = tl.minimum(m, tokens - 1)
+    steps = tl.cdiv(columns, DEPTH)
+    each = tl.cdiv(steps, SPLITS)
+    kind: tl.constexpr = tl.int32 if weight.dtype == tl.int8 else tl.float32
+    if WEIGHT_FIRST:
+        total = tl.zeros((ROWS, TOKENS), tl.float32)
+    else:
+        total = tl.zeros((TOKENS, ROWS), tl.float32)
+    for step in tl.range(split * each, tl.minimum(split * each + each, steps), num_stages=STAGES):
+        w = weight.load([first_row, step * DEPTH])
+        a = x.load([first_token, step * DEPTH])
+        # Added up outside of the product: inside, sums of 8-bit products have 14 bits.
+        if WEIGHT_FIRST:
+            part = tl.dot(w, a.T, out_dtype=kind).to(tl.float32)
+        else:
+            part = tl.dot(a, w.T, out_dtype=kind).to(tl.float32)
+        if GROUP:
+            group = step * DEPTH // GROUP
+            factor = tl.load(scale + row // BLOCK_ROWS * scale_row + group)
+            part *= factor[:, None] if WEIGHT_FIRST else factor[None, :]
+            if BY_GROUP:
+                factor = tl.load(x_scale + token * x_scale_row + group * x_scale_group)
+                part *= factor[None, :] if WEIGHT_FIRST else factor[:, None]
+        total += part
+    if WEIGHT_FIRST:
+        total = total.T
+    mask = (m < tokens)[:, None] & (n < rows)[None, :]
+    place = m[:, None].to(tl.int64) * rows + n[None, :]
+    if SPLITS > 1:
+        # Whoever comes last adds all parts up, in their order.
+        size = tokens.to(tl.int64) * rows
+        tl.store(partial + split * size + place, total, mask=mask)
+        tl.debug_barrier()
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        total = tl.zeros((TOKENS, ROWS), tl.float32)
+        for part in tl.static_range(SPLITS):
+            values = partial + part * size + place
+            total += tl.load(values, mask=mask, other=0, cache_modifier=".cg")
+        tl.store(counter + tile, 0)
+    if not GROUP:
+        total *= tl.load(scale + row * scale_row)[None, :]
+    if not BY_GROUP:
+        total *= tl.load(x_scale + token * x_scale_row)[:, None]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _number(code, IS_FP4: tl.constexpr, dtype: tl.constexpr):
+    """What 4 bits mean: as an integer, or, of float4_e2m1, divided by 64."""
+    if IS_FP4:
+        # The same exponent and mantissa in the places of float8_e4m3fn, whose bias is 6 more.
+        bits = ((code & 8) << 4) | ((code & 7) << 2)
+        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        return code.to(dtype)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _nibbles_kernel(
+    x, weight, scale, zero, row_scale, bias, y, tokens, rows, columns, x_row, scale_row,
+    GROUP: tl.constexpr, IS_FP4: tl.constexpr, EVEN: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """GROUP: columns that share a scale. Even and odd columns, which share bytes, are two products."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.minimum(n, rows - 1)
+    token = tl.minimum(m, tokens - 1)
+    k = tl.arange(0, DEPTH // 2)  # bytes
+    weights = weight + row[:, None].to(tl.int64) * (columns // 2) + k[None, :]
+    inputs = x + token[None, :].to(tl.int64) * x_row + 2 * k[:, None]
+    kind: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in tl.range(0, columns, DEPTH, num_stages=STAGES):
+        group = row[:, None] * scale_row + ((start + 2 * k) // GROUP)[None, :]
+        if EVEN:
+            packed = tl.load(weights + start // 2)
+            even = tl.load(inputs + start)
+            odd = tl.load(inputs + start + 1)
+            factor = tl.load(scale + group).to(tl.float32)
+        else:
+            inside = 2 * k < columns - start
+            packed = tl.load(weights + start // 2, mask=inside[None, :], other=0)
+            even = tl.load(inputs + start, mask=inside[:, None], other=0.0)
+            odd = tl.load(inputs + start + 1, mask=inside[:, None], other=0.0)
+            factor = tl.load(scale + group, mask=inside[None, :], other=0.0).to(tl.float32)
+        low = _number(packed & 15, IS_FP4, tl.float32)
+        high = _number(packed >> 4, IS_FP4, tl.float32)
+        if not IS_FP4:
+            middle = 8.0
+            if zero is not None:
+                if EVEN:
+                    middle = tl.load(zero + group).to(tl.float32)
+                else:
+                    middle = tl.load(zero + group, mask=inside[None, :], other=0).to(tl.float32)
+            low -= middle
+            high -= middle
+        total = tl.dot((low * factor).to(kind), even, total, input_precision="ieee")
+        total = tl.dot((high * factor).to(kind), odd, total, input_precision="ieee")
+    if IS_FP4:
+        total *= tl.load(row_scale + row)[:, None] * 64.0
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    mask = (n < rows)[:, None] & (m < tokens)[None, :]
+    target = y + m[None, :].to(tl.int64) * rows + n[:, None]
+    tl.store(target, total.to(y.dtype.element_ty), mask=mask)

@@ -1,0 +1,278 @@
+"""Linear layers, whose weights may be quantised; tensor-parallel ranks have some of the rows, or of
+the columns, of a checkpoint's weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.parallel import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """Some rows of a linear layer on this rank, and where a checkpoint has them.
+
+    `role`: the weight's name inside its layer, `shape` the whole weight's, `source` the rows and
+    columns of it that are this rank's; they are the layer's from row `first` on. The weight is kept
+    as `multiplier` * value.
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    layer: Linear
+    first: int
+    multiplier: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return self.source[0].stop - self.source[0].start
+
+    @property
+    def target(self) -> Weight:
+        """The layer's memory for them."""
+        return self.layer.row_range(self.first, self.first + self.size)
+
+    def put(self, values: Tensor) -> None:
+        """Write the checkpoint's values, shaped like the target, in place, rounded to its format."""
+        target = self.target
+        if isinstance(target, QuantizedWeight):
+            target.copy_(target.format.quantize(values.to(target.device).float() * self.multiplier))
+            return
+        target.copy_(values)
+        if self.multiplier != 1.0:  # rounded once more to the weight's dtype
+            target.copy_(target.float() * self.multiplier)
+
+
+# The format of a role's weight; None: the model's type.
+Formats = Callable[[str], WeightFormat | None]
+
+
+def in_one_type(role: str) -> None:
+    """Formats of a model that is not quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows of a layer in one format."""
+
+    start: int
+    stop: int
+    weight: Weight
+
+
+class Linear(nn.Module):
+    """y = x W^T + b on this rank. W is there after `allocate`: in one piece, or, where formats
+    differ between rows that are computed together, in several runs of rows."""
+
+    bias: Tensor | None
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.dtype = inputs, outputs, dtype
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False)
+        self._runs: list[_Run] = []
+        self.reader: Reader | None = None
+
+    def allocate(self, parts: Iterable[LinearPart], formats: Formats) -> None:
+        """Memory for all rows, which `parts` say in order. Raises ConfigurationError for a split
+        over ranks that a format does not allow."""
+        chosen = [(formats(part.role), part) for part in parts]
+        start = 0
+        for format, group in groupby(chosen, key=lambda one: one[0]):
+            rows = [part for _, part in group]
+            stop = rows[-1].first + rows[-1].size
+            if rows[-1] is chosen[-1][1]:
+                stop = self.outputs  # the last ranks have some rows past the end of a vocabulary
+            weight: Weight
+            if format is None:
+                weight = torch.empty(stop - start, self.inputs, dtype=self.dtype)
+            else:
+                weight = _fitting(format, rows, start).empty(stop - start, self.inputs)
+            self._keep(weight, len(self._runs))
+            if stop > rows[-1].first + rows[-1].size:
+                for tensor in [weight] if isinstance(weight, Tensor) else weight.tensors().values():
+                    tensor.zero_()
+            self._runs.append(_Run(start, stop, weight))
+            start = stop
+        assert start == self.outputs
+        self.reader = self._reader()
+
+    def _reader(self) -> Reader | None:
+        """How the layer takes its inputs, where whoever makes them can round them: all runs that
+        round them have to do it alike."""
+        rounding = [
+            run.weight
+            for run in self._runs
+            if isinstance(run.weight, QuantizedWeight) and run.weight.format.activations != "none"
+        ]
+        if not rounding or self.inputs % 16:
+            return None
+        alike = {
+            (one.format.numbers, one.format.activations, one.format.columns) for one in rounding
+        }
+        if len(alike) > 1 or (len(rounding) > 1 and rounding[0].input_scale is not None):
+            return None
+        first = rounding[0]
+        return Reader(first.format, first.input_scale, len(rounding) < len(self._runs))
+
+    def _keep(self, weight: Weight, run: int) -> None:
+        """Registered, so that it is counted with the model's memory."""
+        tensors = {"": weight} if isinstance(weight, Tensor) else weight.tensors()
+        for name, tensor in tensors.items():
+            kept = nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(f"run{run}{name and '_'}{name}", kept)
+
+    @property
+    def weight(self) -> Weight:
+        """Of a layer in one format."""
+        (run,) = self._runs
+        return run.weight
+
+    def stacked(self, experts: int) -> Weight:
+        """The weight [experts, outputs / experts, inputs] of as many layers that lie one below the
+        other. Raises ConfigurationError where they are in several formats."""
+        if len(self._runs) > 1:
+            raise ConfigurationError(
+                "The experts of one layer are in several formats "
+                f"({', '.join(sorted({str(format) for format, _ in self.formats}))}), which is not "
+                "supported."
+            )
+        weight = self.weight
+        if isinstance(weight, Tensor):
+            return weight.view(experts, -1, self.inputs)
+        return weight.stacked(experts)
+
+    @property
+    def formats(self) -> list[tuple[WeightFormat | None, int]]:
+        """Of each run the format, and how many rows it has."""
+        return [
+            (None if isinstance(run.weight, Tensor) else run.weight.format, run.stop - run.start)
+            for run in self._runs
+        ]
+
+    def row_range(self, start: int, stop: int) -> Weight:
+        """Memory of rows that are in one format."""
+        for run in self._runs:
+            if run.start <= start and stop <= run.stop:
+                if isinstance(run.weight, Tensor):
+                    return run.weight[start - run.start : stop - run.start]
+                return run.weight.row_range(start - run.start, stop - run.start)
+        raise ValueError(f"Rows {start} to {stop} are not in one run.")
+
+    def forward(self, x: Inputs, kernels: KernelSet) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        if len(self._runs) == 1:
+            return self._product(x, self._runs[0], kernels)
+        return torch.cat([self._product(x, run, kernels) for run in self._runs], dim=1)
+
+    def split(self, x: Inputs, sections: list[int], kernels: KernelSet) -> list[Tensor]:
+        """What `forward` gives, cut into columns; without a copy where formats change there."""
+        bounds = {sum(sections[:i]) for i in range(len(sections))}
+        if len(self._runs) == 1 or not all(run.start in bounds for run in self._runs):
+            return list(self.forward(x, kernels).split(sections, dim=1))
+        cut: list[Tensor] = []
+        for run in self._runs:
+            covered, sizes = 0, list[int]()
+            while covered < run.stop - run.start:
+                sizes.append(sections[len(cut) + len(sizes)])
+                covered += sizes[-1]
+            cut += self._product(x, run, kernels).split(sizes, dim=1)
+        return cut
+
+    def rows(self, x: Tensor, start: int, stop: int, kernels: KernelSet) -> Tensor:
+        """Some of the outputs alone: [tokens, inputs] -> [tokens, stop - start]."""
+        if len(self._runs) > 1 or isinstance(self.weight, QuantizedWeight):
+            return self.forward(x, kernels)[:, start:stop]
+        bias = None if self.bias is None else self.bias[start:stop]
+        return F.linear(x, self.weight[start:stop], bias)
+
+    def _product(self, x: Inputs, run: _Run, kernels: KernelSet) -> Tensor:
+        bias = self._bias
+        if bias is not None and len(self._runs) > 1:
+            bias = bias[run.start : run.stop]
+        if isinstance(run.weight, QuantizedWeight):
+            return kernels.linear.multiply(x, run.weight, bias)
+        return F.linear(plain_rows(x), run.weight, bias)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.bias
+
+
+class RowParallelLinear(Linear):
+    """y = sum over ranks of x_rank W_rank^T, plus the bias once.
+
+    `sums`: False leaves the sum to whoever uses the result, which is this rank's part of it then.
+    """
+
+    def __init__(
+        self,
+        columns: int,
+        outputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        parallel: RankGroup,
+        sums: bool = True,
+    ) -> None:
+        """`columns`: this rank's."""
+        super().__init__(columns, outputs, bias=bias, dtype=dtype)
+        self.parallel = parallel
+        self.sums = sums
+
+    def forward(self, x: Inputs, kernels: KernelSet) -> Tensor:
+        """[tokens, this rank's columns] -> [tokens, outputs]."""
+        y = super().forward(x, kernels)
+        return self.parallel.all_reduce(y) if self.sums else y
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.bias if self.parallel.is_first else None
+
+
+def allocate_linears(parts: Iterable[object], formats: Formats = in_one_type) -> None:
+    """Memory for the linear layers that these parts of a model belong to."""
+    linear = [part for part in parts if isinstance(part, LinearPart)]
+    for layer in dict.fromkeys(part.layer for part in linear):
+        own = sorted((part for part in linear if part.layer is layer), key=lambda part: part.first)
+        layer.allocate(own, formats)
+
+
+def _fitting(format: WeightFormat, parts: list[LinearPart], start: int) -> WeightFormat:
+    """The format with blocks so fine that each lies within one block of the checkpoint's: a rank's
+    rows and columns may begin inside of those."""
+    rows, columns = format.rows, format.columns
+    for part in parts:
+        rows = math.gcd(rows, part.source[0].start, part.first - start)
+        if part is not parts[-1]:
+            rows = math.gcd(rows, part.size)
+        if columns is not None:
+            inputs = part.source[1]
+            columns = math.gcd(columns, inputs.start)
+            if inputs.stop != part.shape[1]:
+                columns = math.gcd(columns, inputs.stop)
+    least = 16 if format.numbers == "float4_e2m1" else 8
+    if columns is not None and columns < min(least, format.columns or 0):
+        part = parts[0]
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size splits {part.role}, whose weights are quantised in "
+            f"groups of {format.columns} columns, at column {part.source[1].stop}: a rank must "
+            f"have a multiple of {least}."
+        )
+    return replace(format, rows=rows, columns=columns)

@@ -1,0 +1,33 @@
+"""Products with quantised weights on a GPU, against reference.py on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.linear_cases import FORMATS, check_multiply, check_quantize_rows
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 200, 300])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (4096, 2048), (80, 160), (10304, 2688)])
+def test_every_format(name: str, tokens: int, rows: int, columns: int) -> None:
+    check_multiply(
+        linear, FORMATS[name], tokens, rows, columns, torch.bfloat16, bias=tokens == 17,
+        device="cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, format in FORMATS.items() if format.activations != "none"]
+)
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (5, 21504), (300, 300), (1000, 4096)])
+def test_inputs_are_rounded_alike(name: str, tokens: int, columns: int) -> None:
+    check_quantize_rows(
+        linear, FORMATS[name], tokens, columns, torch.bfloat16, "cuda", differing=0.001
+    )

@@ -1,0 +1,100 @@
+"""Cases of products with quantised weights: an implementation against reference.py and, with
+weights and inputs that a format holds exactly, against a plain product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.linear import reference
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.protocols import Inputs
+
+FORMATS = {
+    "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
+    "fp8 by row, constant inputs": WeightFormat("float8_e4m3fn", activations="tensor"),
+    "fp8 by block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
+    "fp8 by small block": WeightFormat("float8_e4m3fn", 32, 64, activations="group"),
+    "fp8 by block, weights alone": WeightFormat("float8_e4m3fn", 128, 128),
+    "int8": WeightFormat("int8", activations="token"),
+    "4 bits": WeightFormat("uint4", 1, 128),
+    "4 bits with zero points": WeightFormat("uint4", 1, 32, zero_points=True),
+    "4 bits, a scale a row": WeightFormat("uint4"),
+    "8 bits in groups": WeightFormat("uint8", 1, 32, zero_points=True),
+    "fp4": WeightFormat("float4_e2m1", 1, 16),
+}
+
+
+def some_weight(
+    format: WeightFormat, rows: int, columns: int, device: str | torch.device = "cpu"
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(rows * columns)
+    values = torch.randn(rows, columns, generator=generator)
+    values[: rows // 3] *= 4  # scales that differ
+    weight = format.quantize(values.to(device))
+    if weight.row_scale is not None:  # Triton's interpreter reads float8 from 256 on as infinite
+        halves = (weight.scale.float() / 2).to(weight.scale.dtype)
+        weight = replace(weight, scale=halves, row_scale=weight.row_scale * 2)
+    if weight.input_scale is not None:
+        weight.input_scale.fill_(0.01)
+    return weight
+
+
+def some_inputs(
+    tokens: int, columns: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens + columns)
+    x = torch.randn(tokens, columns + 16, generator=generator)[:, :columns]  # strided rows
+    x *= torch.logspace(-2, 1, max(tokens, 1))[:tokens, None]
+    return x.to(device, dtype)
+
+
+def check_multiply(
+    implementation: ModuleType,
+    format: WeightFormat,
+    tokens: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool = False,
+    device: str | torch.device = "cpu",
+) -> None:
+    weight = some_weight(format, rows, columns, device)
+    x = some_inputs(tokens, columns, dtype, device)
+    added = torch.randn(rows).to(device, dtype) if bias else None
+    inputs: Inputs = x
+    if format.activations != "none":  # rounded once: a quotient between two codes may go to either
+        inputs = reference.quantize_rows(x, format, weight.input_scale)
+    expected = reference.multiply(inputs, weight, added)
+    actual = implementation.multiply(inputs, weight, added)
+    assert actual.dtype == dtype
+    scale = max(float(expected.abs().max()), 1e-6) if expected.numel() else 1.0
+    # in 16 bits weights of 4 bits are rounded once more, and so is the result
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
+
+
+def check_quantize_rows(
+    implementation: ModuleType,
+    format: WeightFormat,
+    tokens: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    differing: float = 0.001,
+) -> None:
+    """`differing`: the share of codes that may be others: quotients between two of them."""
+    x = some_inputs(tokens, columns, dtype, device)
+    if tokens:
+        x[-1] = 0  # a row without a largest value
+    given = torch.tensor(0.01, device=device)
+    expected = reference.quantize_rows(x, format, given)
+    actual = implementation.quantize_rows(x, format, given)
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-6, atol=0)
+    differ = (actual.values.float() - expected.values.float()).abs()
+    assert not differ.numel() or float((differ > 0).float().mean()) <= differing
+    assert actual.dtype == expected.dtype == dtype

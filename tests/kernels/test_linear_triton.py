@@ -1,0 +1,34 @@
+"""The Triton products with quantised weights in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.kernels.linear_cases import FORMATS, check_multiply, check_quantize_rows
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"), [(0, 16, 256), (1, 48, 256), (3, 70, 160), (18, 33, 512)]
+)
+def test_every_format(name: str, tokens: int, rows: int, columns: int) -> None:
+    check_multiply(linear, FORMATS[name], tokens, rows, columns, torch.float32, bias=tokens == 3)
+
+
+QUANTIZE = [name for name, format in FORMATS.items() if format.activations != "none"]
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 64), (1, 160), (5, 300)])
+def test_inputs_are_rounded_alike(name: str, dtype: torch.dtype, tokens: int, columns: int) -> None:
+    # The interpreter does not carry from a mantissa of float8 that is rounded up to its exponent.
+    differing = 0.1 if FORMATS[name].numbers == "float8_e4m3fn" else 0.001
+    check_quantize_rows(linear, FORMATS[name], tokens, columns, dtype, differing=differing)
