@@ -246,6 +246,14 @@ def test_a_linears_tensors_are_those_of_the_format(make: Make, format: str) -> N
     assert {name: (t.dtype, tuple(t.shape)) for name, t in parts.items()} == LAYOUTS[format]
 
 
+@pytest.mark.parametrize("format", ["gptq_act_order", "compressed_w4a16_actorder"])
+def test_groups_in_the_order_of_activations_are_of_any_columns(make: Make, format: str) -> None:
+    parts = make("nemotron_h", format).stored()["backbone.layers.0.mixer.out_proj"]
+    groups = (parts["g_idx"] if "g_idx" in parts else parts["weight_g_idx"]).tolist()
+    assert groups != sorted(groups)
+    assert [groups.count(group) for group in range(8)] == [16] * 8
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", usually(("qwen3_5_moe",), FAMILIES))
 def test_what_is_left_is_what_the_config_leaves(make: Make, family: str, format: str) -> None:
@@ -349,6 +357,7 @@ def test_compressed_tensors_scales_have_the_sources_dtype(make: Make, tmp_path: 
     source = make("lfm2", "compressed_w4a16").source
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "source")
+    assert json.loads((tmp_path / "source" / "config.json").read_text())["dtype"] == "bfloat16"
     for format in ("compressed_w4a16", "compressed_fp8_channel", "modelopt_fp8", "gptq"):
         folders = Folders(tmp_path / "source", tmp_path / format, tmp_path / f"{format}-oracle")
         write(folders.source, format, folders.quantized, folders.oracle)
@@ -358,6 +367,7 @@ def test_compressed_tensors_scales_have_the_sources_dtype(make: Make, tmp_path: 
         assert scale.dtype == expected.get(format, torch.bfloat16)
         assert read(folders.quantized)["lm_head.weight"].dtype == torch.bfloat16
         assert {tensor.dtype for tensor in read(folders.oracle).values()} == {torch.float32}
+        assert AutoModelForCausalLM.from_pretrained(folders.oracle).dtype == torch.float32
         before, after = folders.weights(folders.source), folders.weights(folders.oracle)
         size = before["model.layers.0.conv.in_proj"].float()
         error = (after["model.layers.0.conv.in_proj"] - size).std() / size.std()
