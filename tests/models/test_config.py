@@ -119,7 +119,7 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
         ({"model_type": "mixtral"}, "type 'mixtral' are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"vocab_size": None}, "has no 'vocab_size'"),
         ({"dtype": "float8"}, "dtype 'float8'"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window = True"),

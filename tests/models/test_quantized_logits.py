@@ -21,8 +21,6 @@ from tests.rounded_activations import RoundedActivations
 from tests.thorough import usually
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.skip("the engine does not load quantised folders yet")
-
 FAMILIES = ("nemotron_h", "qwen3_5_moe", "lfm2")
 # Several blocks in a weight, the last rows ragged; None where the format has no blocks.
 BLOCK = (48, 32)

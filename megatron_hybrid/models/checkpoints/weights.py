@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.layers.linear import LinearPart
 from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.blocks import ModelFormats
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
@@ -208,6 +209,11 @@ class _Placed(NamedTuple):
     quantized: StoredWeight | None  # how it is stored there
 
     @property
+    def name(self) -> str:
+        """Of the tensor that its values are in."""
+        return self.place.name if self.quantized is None else self.quantized.names["codes"]
+
+    @property
     def names(self) -> set[str]:
         """Of the tensors that it is read from."""
         if self.quantized is not None:
@@ -233,12 +239,13 @@ def _place(model: HybridModel, source: WeightSource, *, some: bool = False) -> l
             placed.append(_Placed(part, stored[0], stored[1:], None))
         elif not some:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
-    return sorted(placed, key=lambda one: source.file_of(one.place.name))
+    return sorted(placed, key=lambda one: source.file_of(one.name))
 
 
 def _quantized(part: Part, places: list[Location], source: WeightSource) -> StoredWeight | None:
     """A part that its checkpoint says to be quantised: in the place that has any of it, or the
-    usual one."""
+    usual one. Of what the model keeps in its own type (a router, an embedding) only the tensors
+    tell: some configurations name kinds of layers."""
     if source.quantization is None or len(part.shape) != 2:
         return None
     found = []
@@ -247,7 +254,9 @@ def _quantized(part: Part, places: list[Location], source: WeightSource) -> Stor
         if stored is not None:
             found.append(StoredWeight(source, place, stored, *part.shape))
     there = [one for one in found if one.is_there]
-    return next(iter(there or found), None)
+    if isinstance(part, LinearPart):
+        return next(iter(there or found), None)
+    return next((one for one in there if one.names["scale"] in source.names), None)
 
 
 def _check_number_type(source: WeightSource, place: Location) -> None:
