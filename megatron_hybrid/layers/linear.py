@@ -47,7 +47,7 @@ class LinearPart:
         return self.layer.row_range(self.first, self.first + self.size)
 
     def put(self, values: Tensor) -> None:
-        """Write the checkpoint's values, shaped like the target, in place, rounded to its format."""
+        """Write the checkpoint's values, shaped like the target, in place and in its format."""
         target = self.target
         if isinstance(target, QuantizedWeight):
             target.copy_(target.format.quantize(values.to(target.device).float() * self.multiplier))

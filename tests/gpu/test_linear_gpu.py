@@ -7,9 +7,12 @@ import torch
 
 from tests.kernels.linear_cases import FORMATS, check_multiply, check_quantize_rows
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 
 

@@ -273,7 +273,7 @@ def _nibbles_kernel(
     GROUP: tl.constexpr, IS_FP4: tl.constexpr, EVEN: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP: columns that share a scale. Even and odd columns, which share bytes, are two products."""
+    """GROUP: columns that share a scale. Even and odd columns share bytes: two products."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.minimum(n, rows - 1)
