@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.experts.reference import plain_weight
+from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
 from megatron_hybrid.kernels.protocols import ExpertWeights
 
 
@@ -17,8 +20,8 @@ class Mixture(NamedTuple):
     x: Tensor
     experts: Tensor
     weights: Tensor
-    up_proj: Tensor
-    down_proj: Tensor
+    up_proj: Weight
+    down_proj: Weight
     activation: str
     gated: bool
 
@@ -69,6 +72,47 @@ def shared_out(m: Mixture, ranks: int) -> list[Mixture]:
         ids = torch.where((ids >= 0) & (ids < local), ids, local)
         parts.append(m._replace(experts=ids, up_proj=m.up_proj[mine], down_proj=m.down_proj[mine]))
     return parts
+
+
+def quantized_mixture(m: Mixture, format: WeightFormat) -> tuple[Mixture, Mixture]:
+    """With weights in a format, and with what these mean."""
+    packed: list[Weight] = []
+    for weight in (m.up_proj, m.down_proj):
+        assert isinstance(weight, Tensor)
+        rounded = format.quantize(weight.flatten(0, 1))
+        if (
+            rounded.row_scale is not None
+        ):  # Triton's interpreter reads float8 from 256 on as infinite
+            halves = (rounded.scale.float() / 2).to(rounded.scale.dtype)
+            rounded = replace(rounded, scale=halves, row_scale=rounded.row_scale * 2)
+        packed.append(rounded.stacked(len(weight)))
+    up, down = packed
+    plain = m._replace(up_proj=plain_weight(up, m.x.dtype), down_proj=plain_weight(down, m.x.dtype))
+    return m._replace(up_proj=up, down_proj=down), plain
+
+
+def check_quantized(
+    experts: Any,
+    format: WeightFormat,
+    tokens: int,
+    activation: str,
+    gated: bool,
+    inner: int,
+    width: int = 64,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+) -> None:
+    """mix of quantised weights against what these mean."""
+    m = mixture(
+        tokens, chosen=3, width=width, inner=inner, activation=activation, gated=gated,
+        device=device, dtype=dtype,
+    )  # fmt: skip
+    packed, plain = quantized_mixture(m, format)
+    expected = by_hand(plain)
+    actual = experts.mix(*packed.arguments()).double()
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
 
 
 def route_by_hand(logits: Tensor, chosen: int, normalize: bool) -> tuple[list[list[int]], Tensor]:

@@ -15,7 +15,15 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from megatron_hybrid.kernels.experts import triton  # noqa: E402
-from tests.kernels.experts_by_hand import by_hand, mixture, route_by_hand, shared_out  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
+from tests.kernels.experts_by_hand import (  # noqa: E402
+    by_hand,
+    check_quantized,
+    mixture,
+    quantized_mixture,
+    route_by_hand,
+    shared_out,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +133,33 @@ def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> N
     experts, weights = triton.route(torch.zeros(2, 6), 3, normalize)
     assert experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights, torch.full((2, 3), share))
+
+
+QUANTIZED = {
+    "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
+    "fp8 by block": WeightFormat("float8_e4m3fn", 32, 64, activations="group"),
+    "int8": WeightFormat("int8"),
+    "4 bits": WeightFormat("uint4", 1, 32, zero_points=True),
+    "fp4": WeightFormat("float4_e2m1", 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS + 1, 60])
+@pytest.mark.parametrize(
+    ("activation", "gated", "inner"), [("silu", True, 64), ("relu2", False, 96)]
+)
+def test_quantized_weights(
+    name: str, tokens: int, activation: str, gated: bool, inner: int
+) -> None:
+    check_quantized(triton, QUANTIZED[name], tokens, activation, gated, inner)
+
+
+def test_ranks_with_quantized_weights_add_up_to_all() -> None:
+    for tokens in (2, 30):
+        m = mixture(tokens, chosen=3, width=64, inner=64)
+        format = QUANTIZED["int8"]
+        whole, _ = quantized_mixture(m, format)
+        parts = [quantized_mixture(part, format)[0] for part in shared_out(m, 4)]
+        mixed = [triton.mix(*part.arguments(6)) for part in parts]
+        torch.testing.assert_close(sum(mixed), triton.mix(*whole.arguments()))

@@ -45,6 +45,11 @@ def _weight(weights: Weight, expert: int, dtype: torch.dtype) -> Tensor:
     return weights.expert(expert).dequantize(dtype)
 
 
+def plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """What weights are, in 16 or 32 bits."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
 def _ranges(flat: Tensor, num_experts: int) -> Iterator[tuple[int, int, int]]:
     """(expert, begin, end) of the sorted assignments, for experts that have any."""
     begin = 0

@@ -21,6 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.experts import triton_quantized
+from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.reference import plain_weight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.protocols import ExpertWeights
 
 
@@ -41,8 +45,6 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# At most so many tokens go pair by pair: more would read experts that they share too often.
-FEW_TOKENS = 4
 FEW_UP = Tile(columns=8, depth=512, warps=4, stages=1)
 FEW_DOWN = Tile(columns=8, depth=512, warps=4, stages=1)
 
@@ -85,6 +87,11 @@ def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     if tokens == 0:
         return torch.empty_like(x)
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
+    up, down = layer.up, layer.down
+    if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if triton_quantized.can_mix(layer):
+            return triton_quantized.mix(x, experts, weights, layer)
+        layer = layer._replace(up=plain_weight(up, x.dtype), down=plain_weight(down, x.dtype))
     if tokens <= FEW_TOKENS:
         return mix_few(x, experts, weights, layer)
     every = layer.up.shape[0] + layer.elsewhere
@@ -130,39 +137,7 @@ def mix_grouped(
         hidden, layer.down, weights, parts, groups.order, groups.blocks, count, width, inner,
         tiles.rows, **_options(tiles.down),
     )  # fmt: skip
-    # Of each token's pairs the sum, without those whose expert is elsewhere.
-    y = x.new_empty(tokens, width)
-    block = min(triton.next_power_of_2(width), 1024)
-    _sum_kernel[(tokens, triton.cdiv(width, block))](
-        parts, experts, y, chosen, width, num_experts if partial else 0, block, num_warps=4
-    )
-    return y
-
-
-class Groups(NamedTuple):
-    """Pairs by expert, cut into blocks of at most `rows` that share an expert."""
-
-    order: Tensor  # [pairs] int32: pairs sorted by expert, then by pair
-    blocks: Tensor  # [3, blocks] int32: expert, first row in `order`, end row; empty where equal
-
-
-def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -> Groups:
-    """experts [tokens, chosen] -> Groups. `partial`: ids past the last expert are in no block, and
-    as many places at the end of the order are of no use.
-
-    The number of blocks depends on shapes only: expert e's blocks begin at (rows of experts before
-    e) // rows + e, which leaves room for its last, partly filled block and makes
-    pairs // rows + experts in all."""
-    pairs = experts.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    make = torch.zeros if partial else torch.empty  # then no expert's blocks reach the end
-    blocks = make(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
-    chunk = min(max(triton.next_power_of_2(pairs), 128), 8192)
-    _group_kernel[(num_experts,)](
-        experts, order, blocks, pairs, blocks.shape[1], rows, chunk,
-        num_warps=min(max(chunk // 512, 1), 16),
-    )  # fmt: skip
-    return Groups(order, blocks)
+    return sum_pairs(parts, experts, num_experts if partial else 0)
 
 
 def _options(tile: Tile) -> dict[str, Any]:
@@ -208,54 +183,6 @@ def _route_kernel(
     valid = (row < tokens)[:, None] & (place < CHOSEN)[None, :]
     tl.store(experts + target, expert, mask=valid)
     tl.store(weights + target, share, mask=valid)
-
-
-@triton.jit(do_not_specialize=["pairs", "num_blocks"])
-def _group_kernel(
-    experts, order, blocks, pairs, num_blocks, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
-):
-    """One program an expert: it counts the pairs of lower experts, which gives its first row,
-    and its own, then places these."""
-    expert = tl.program_id(0)
-    offset = tl.arange(0, CHUNK)
-    lower = tl.zeros((CHUNK,), tl.int32)
-    own = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        pair = start + offset
-        chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
-        lower += (chosen < expert).to(tl.int32)
-        own += (chosen == expert).to(tl.int32)
-    begin = tl.sum(lower, axis=0)
-    end = begin + tl.sum(own, axis=0)
-
-    first = begin // BLOCK_M + expert
-    last = end // BLOCK_M + expert + 1  # where the next expert's blocks begin
-    step = tl.arange(0, 64)
-    for start in range(first, last, 64):
-        block = start + step
-        valid = block < last
-        row = tl.minimum(begin + (block - first) * BLOCK_M, end)
-        tl.store(blocks + block, expert + 0 * block, mask=valid)
-        tl.store(blocks + num_blocks + block, row, mask=valid)
-        tl.store(blocks + 2 * num_blocks + block, tl.minimum(row + BLOCK_M, end), mask=valid)
-
-    place = begin
-    for start in range(0, pairs, CHUNK):
-        pair = start + offset
-        chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
-        mine = (chosen == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(mine, axis=0) - 1, pair, mask=mine != 0)
-        place += tl.sum(mine, axis=0)
-
-
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return x * tl.sigmoid(x)
-    else:
-        tl.static_assert(ACTIVATION == "relu2", "activations are silu and relu2")
-        positive = tl.maximum(x, 0.0)
-        return positive * positive
 
 
 @triton.jit
@@ -309,13 +236,13 @@ def _up_kernel(
             up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
             first = tl.dot(rows, tl.trans(gate), first, input_precision="ieee")
             second = tl.dot(rows, tl.trans(up), second, input_precision="ieee")
-        first = _activate(first, ACTIVATION) * second
+        first = activated(first, ACTIVATION) * second
     else:
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
             up = _load_weights(weights, start, WIDTH, BLOCK_K)
             first = tl.dot(rows, tl.trans(up), first, input_precision="ieee")
-        first = _activate(first, ACTIVATION)
+        first = activated(first, ACTIVATION)
     target = hidden + row[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
 
@@ -351,26 +278,6 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(
-    parts, experts, y,
-    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """EXPERTS: 0, or how many there are: other ids' parts hold anything."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = column < WIDTH
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + j
-        end = WIDTH
-        if EXPERTS:
-            end = tl.where(tl.load(experts + pair) < EXPERTS, WIDTH, 0)
-        part = tl.load(parts + pair * WIDTH + column, mask=column < end, other=0.0)
-        total += part.to(tl.float32)
-    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=valid)
-
-
-@triton.jit
 def _few_up_kernel(
     x, experts, weight, hidden, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr,
@@ -396,7 +303,7 @@ def _few_up_kernel(
         if GATED:
             up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
             second += up.to(tl.float32) * row[None, :]
-    value = _activate(tl.sum(first, axis=1), ACTIVATION)
+    value = activated(tl.sum(first, axis=1), ACTIVATION)
     if GATED:
         value *= tl.sum(second, axis=1)
     tl.store(hidden + pair * INNER + n, value.to(hidden.dtype.element_ty), mask=n < INNER)

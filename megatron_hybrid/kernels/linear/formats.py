@@ -32,7 +32,7 @@ NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`numbers`: a key of NUMBERS; of codes of 4 bits two share a byte, the even column's below.
+    """`numbers`: a key of NUMBERS; of codes of 4 bits two share a byte (pack_codes).
     `rows`, `columns`: that share a scale; None: all columns. `zero_points`: unsigned codes have
     one for each block, otherwise half of their range is subtracted.
 
@@ -157,6 +157,16 @@ class QuantizedWeight:
             row_scale=None if self.row_scale is None else view(self.row_scale),
         )
 
+    def flat(self) -> QuantizedWeight:
+        """The reverse of `stacked`."""
+        return replace(
+            self,
+            values=self.values.flatten(0, 1),
+            scale=self.scale.flatten(0, 1),
+            zero=None if self.zero is None else self.zero.flatten(0, 1),
+            row_scale=None if self.row_scale is None else self.row_scale.flatten(),
+        )
+
     def expert(self, index: int) -> QuantizedWeight:
         """One of [experts, N, K]."""
         return replace(
@@ -213,17 +223,19 @@ Weight = Tensor | QuantizedWeight
 
 
 def pack_codes(codes: Tensor, format: WeightFormat) -> Tensor:
-    """[..., K] codes as they are kept."""
+    """[..., K] codes as they are kept: of 16 columns the first 8 in the lower halves of bytes."""
     if format.bits == 8:
         return codes
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    halves = codes.unflatten(-1, (-1, 2, 8))
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 
 def unpack_codes(values: Tensor, format: WeightFormat) -> Tensor:
     """The reverse."""
     if format.bits == 8:
         return values
-    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    halves = values.unflatten(-1, (-1, 1, 8))
+    return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
 def _largest_number(numbers: str) -> float:

@@ -41,13 +41,14 @@ def empty_rows(
     """Memory for rounded rows; a constant scale is there already."""
     kind, device = rounding(format), like.device
     dtype = torch.float8_e4m3fn if kind.is_fp8 else torch.int8
-    values = torch.empty(tokens, columns, dtype=dtype, device=device)
+    # Of groups the scales of one side by side, and rows to a multiple of 4, as cuBLASLt takes them.
+    rows = -(-tokens // 4) * 4
+    values = torch.empty(rows, columns, dtype=dtype, device=device)[:tokens]
     if kind.constant:
         assert input_scale is not None
         return QuantizedRows(values, input_scale.expand(tokens, 1), like.dtype)
-    # Scales of a group of columns side by side, as cuBLASLt takes them.
     groups = -(-columns // kind.group) if kind.group else 1
-    scale = torch.empty(groups, -(-tokens // 4) * 4, device=device)
+    scale = torch.empty(groups, rows, device=device)
     return QuantizedRows(values, scale.t()[:tokens], like.dtype)
 
 

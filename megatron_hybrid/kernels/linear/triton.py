@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.linear import reference
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.linear.rounding import empty_rows, rounding, store_rounded
 from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
@@ -37,8 +38,8 @@ class Tile(NamedTuple):
     splits: int = 1  # parts that the columns are cut into
 
 
-# Up to so many tokens products with weights of 4 bits are ours; of more, they are written out in 16
-# bits first.
+# Up to so many tokens products with inputs in 16 bits are ours; for more, weights are written out
+# in 16 bits first.
 FEW_TOKENS = 64
 # Programs that count those of their tile that are done: tiles of one product at most.
 COUNTERS = 65536
@@ -74,7 +75,8 @@ def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -
     # A row with one scale is one program's; groups are independent.
     block = triton.next_power_of_2(columns)
     if not kind.whole_row:
-        block = min(block, max(1024, kind.group))
+        block = min(block, 1024)
+    block = max(block, kind.group)
     if tokens:
         _quantize_kernel[(tokens, triton.cdiv(columns, block))](
             x, out.values, out.scale, columns, x.stride(0), *out.scale.stride(),
@@ -89,8 +91,8 @@ def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> 
     (rows, columns), tokens = weight.shape, x.shape[0]
     if format.activations == "none":
         x = plain_rows(x)
-        if format.bits == 4 and tokens <= FEW_TOKENS:
-            return multiply_nibbles(x, weight, bias)
+        if tokens <= FEW_TOKENS and columns * format.bits % 128 == 0:  # of tensor descriptors
+            return multiply_plain_inputs(x, weight, bias)
         return F.linear(x, weight.dequantize(x.dtype), bias)
     if isinstance(x, Tensor):
         x = quantize_rows(x, format, weight.input_scale)
@@ -117,11 +119,20 @@ def _scaled_mm_by_block(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor 
     scales = weight.scale
     if padding := -scales.shape[1] % 4:  # which cuBLASLt reads
         scales = F.pad(scales, (0, padding))
+    tokens, values, mine = x.shape[0], x.values, x.scale
+    padded = -(-tokens // 4) * 4  # it takes no other numbers of rows
+    if mine.stride() == (1, padded):  # the memory is there: see empty_rows
+        values = values.as_strided((padded, values.shape[1]), (values.shape[1], 1))
+        mine = mine.as_strided((padded, mine.shape[1]), (1, padded))
+    else:
+        below = (0, 0, 0, padded - tokens)
+        values = F.pad(values.view(torch.uint8), below).view(values.dtype)
+        mine = F.pad(mine, below).t().contiguous().t()
     y = F.scaled_mm(
-        x.values, weight.values.t(), x.scale, F.ScalingType.BlockWise1x128, scales.t(),
+        values, weight.values.t(), mine, F.ScalingType.BlockWise1x128, scales.t(),
         F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
     )  # fmt: skip
-    return y if bias is None else y.add_(bias)
+    return y[:tokens] if bias is None else y[:tokens].add_(bias)
 
 
 @functools.cache
@@ -156,20 +167,20 @@ def multiply_bytes(
     return y
 
 
-def multiply_nibbles(
+def multiply_plain_inputs(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """By our own kernel, of weights in 4 bits and inputs in 16 or 32."""
-    format, (rows, columns), tokens = weight.format, weight.shape, len(x)
+    """By our own kernel, of inputs in 16 or 32 bits."""
+    (rows, columns), tokens = weight.shape, len(x)
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if not tokens:
         return y
     if tile is None:
-        tile = Tile(max(16, triton.next_power_of_2(tokens)), 32, 128, 4, 4)
-    _nibbles_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens))](
-        x, weight.values, weight.scale, weight.zero, weight.row_scale, bias, y,
-        tokens, rows, columns, x.stride(0), weight.scale.stride(0),
-        format.columns or columns, format.numbers == "float4_e2m1", columns % tile.depth == 0,
+        across = max(16, triton.next_power_of_2(min(tokens, 64)))
+        tile = Tile(across, 64, 128 if x.dtype.itemsize == 2 else 64, 4, 4)
+    _plain_inputs_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens))](
+        x, descriptor(weight, tile.rows, tile.depth), weight.scale, weight.zero, weight.row_scale,
+        bias, y, tokens, rows, columns, x.stride(0), weight.scale.stride(0), Kept.of(weight, x),
         tile.tokens, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return y
@@ -256,63 +267,26 @@ def _bytes_kernel(
     tl.store(y + place, total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _number(code, IS_FP4: tl.constexpr, dtype: tl.constexpr):
-    """What 4 bits mean: as an integer, or, of float4_e2m1, divided by 64."""
-    if IS_FP4:
-        # The same exponent and mantissa in the places of float8_e4m3fn, whose bias is 6 more.
-        bits = ((code & 8) << 4) | ((code & 7) << 2)
-        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
-    else:
-        return code.to(dtype)
-
-
 @triton.jit(do_not_specialize=["tokens"])
-def _nibbles_kernel(
+def _plain_inputs_kernel(
     x, weight, scale, zero, row_scale, bias, y, tokens, rows, columns, x_row, scale_row,
-    GROUP: tl.constexpr, IS_FP4: tl.constexpr, EVEN: tl.constexpr,
+    KEPT: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP: columns that share a scale. Even and odd columns share bytes: two products."""
+    """weight: a tensor descriptor."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.minimum(n, rows - 1)
-    token = tl.minimum(m, tokens - 1)
-    k = tl.arange(0, DEPTH // 2)  # bytes
-    weights = weight + row[:, None].to(tl.int64) * (columns // 2) + k[None, :]
-    inputs = x + token[None, :].to(tl.int64) * x_row + 2 * k[:, None]
-    kind: tl.constexpr = x.dtype.element_ty
+    valid = (m < tokens)[None, :]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in tl.range(0, columns, DEPTH, num_stages=STAGES):
-        group = row[:, None] * scale_row + ((start + 2 * k) // GROUP)[None, :]
-        if EVEN:
-            packed = tl.load(weights + start // 2)
-            even = tl.load(inputs + start)
-            odd = tl.load(inputs + start + 1)
-            factor = tl.load(scale + group).to(tl.float32)
-        else:
-            inside = 2 * k < columns - start
-            packed = tl.load(weights + start // 2, mask=inside[None, :], other=0)
-            even = tl.load(inputs + start, mask=inside[:, None], other=0.0)
-            odd = tl.load(inputs + start + 1, mask=inside[:, None], other=0.0)
-            factor = tl.load(scale + group, mask=inside[None, :], other=0.0).to(tl.float32)
-        low = _number(packed & 15, IS_FP4, tl.float32)
-        high = _number(packed >> 4, IS_FP4, tl.float32)
-        if not IS_FP4:
-            middle = 8.0
-            if zero is not None:
-                if EVEN:
-                    middle = tl.load(zero + group).to(tl.float32)
-                else:
-                    middle = tl.load(zero + group, mask=inside[None, :], other=0).to(tl.float32)
-            low -= middle
-            high -= middle
-        total = tl.dot((low * factor).to(kind), even, total, input_precision="ieee")
-        total = tl.dot((high * factor).to(kind), odd, total, input_precision="ieee")
-    if IS_FP4:
-        total *= tl.load(row_scale + row)[:, None] * 64.0
+    total = accumulate(
+        total, weight, scale, zero, x + m[None, :].to(tl.int64) * x_row, valid,
+        tl.program_id(0) * ROWS, row, columns, scale_row, KEPT, DEPTH, STAGES,
+    )  # fmt: skip
+    total = finish(total, scale, row_scale, row, scale_row, KEPT)
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
-    mask = (n < rows)[:, None] & (m < tokens)[None, :]
-    target = y + m[None, :].to(tl.int64) * rows + n[:, None]
+    total = total.T
+    mask = (m < tokens)[:, None] & (n < rows)[None, :]
+    target = y + m[:, None].to(tl.int64) * rows + n[None, :]
     tl.store(target, total.to(y.dtype.element_ty), mask=mask)

@@ -17,7 +17,6 @@ from megatron_hybrid.kernels.linear.formats import (
     QuantizedWeight,
     WeightFormat,
     pack_codes,
-    unpack_codes,
 )
 from megatron_hybrid.models.checkpoints.quantization import StoredFormat
 from megatron_hybrid.models.checkpoints.weight_source import WeightSource
@@ -298,7 +297,7 @@ class StoredWeight:
             return self._read("codes", rows, columns)
         if stored.numbers == "float4_e2m1":
             packed = self._read("codes", rows, _covering(columns, 2))
-            codes = unpack_codes(packed, WeightFormat(stored.numbers))
+            codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
             return codes[:, _within(columns, 2)]
         per_word = 32 // bits
         if stored.layout == "gptq":

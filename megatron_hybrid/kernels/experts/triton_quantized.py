@@ -1,0 +1,192 @@
+"""Experts with quantised weights: the ways of triton.py, whose products read codes and scales.
+
+Inputs stay in 16 or 32 bits. The weight is the left side of the products, so that 16 pairs fill a
+tile; weights become 16-bit numbers in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish
+from megatron_hybrid.kernels.protocols import ExpertWeights
+
+
+class Tile(NamedTuple):
+    """How a program covers a product: `pairs` of inputs, `rows` of the weight, `depth` columns a
+    step."""
+
+    pairs: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_tile(pairs: int, num_experts: int, bits: int, dtype: torch.dtype) -> Tile:
+    """By how many rows an expert has on average."""
+    average = pairs / num_experts
+    if dtype.itemsize > 2:
+        return Tile(16 if average < 32 else 64, 32, 64, 4, 2)
+    if average <= 32:
+        return Tile(16 if average <= 8 else 32, 64, 128, 4, 4)
+    return Tile(64 if average <= 96 else 128, 128, 64, 8, 3)
+
+
+def can_mix(layer: ExpertWeights) -> bool:
+    """Whether these kernels read the layer's weights: in rows of 16 bytes, as descriptors have."""
+    return all(
+        isinstance(weight, QuantizedWeight) and weight.values.shape[-1] % 16 == 0
+        for weight in (layer.up, layer.down)
+    )
+
+
+def mix(
+    x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tile: Tile | None = None
+) -> Tensor:
+    """As in Experts, of `experts` and so on as triton.mix has them."""
+    up, down = layer.up, layer.down
+    assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+    (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
+    pairs, partial = tokens * chosen, layer.elsewhere > 0
+    if tile is None:
+        every = num_experts + layer.elsewhere
+        tile = choose_tile(pairs, every, up.format.bits, x.dtype)
+    # Of few tokens each pair is a block of its own.
+    single = tokens <= FEW_TOKENS
+    order = blocks = experts
+    count = pairs
+    if not single:
+        order, blocks = group(experts, num_experts, tile.pairs, partial)
+        count = blocks.shape[1]
+    hidden = x.new_empty(pairs, inner)
+    limit = num_experts if partial else 0
+    tensors = _Flat.of(up, x, tile)
+    _up_kernel[(count * triton.cdiv(inner, tile.rows),)](
+        x, *tensors[:4], hidden, order, blocks, count, width, inner, tensors.scale_row,
+        chosen, layer.activation, layer.gated, single, limit, tensors.kept,
+        tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    parts = x.new_empty(pairs, width)
+    tensors = _Flat.of(down, x, tile)
+    _down_kernel[(count * triton.cdiv(width, tile.rows),)](
+        hidden, *tensors[:4], weights, parts, order, blocks, count, inner, width,
+        tensors.scale_row, single, limit, tensors.kept,
+        tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return sum_pairs(parts, experts, limit)
+
+
+class _Flat(NamedTuple):
+    """The experts' weights below one another, as kernels take them."""
+
+    weight: object  # a tensor descriptor
+    scale: Tensor
+    zero: Tensor | None
+    row_scale: Tensor | None
+    scale_row: int
+    kept: Kept
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, x: Tensor, tile: Tile) -> _Flat:
+        """[experts, N, K]"""
+        flat = weight.flat()
+        return cls(
+            descriptor(flat, tile.rows, tile.depth), flat.scale, flat.zero, flat.row_scale,
+            flat.scale.stride(0), Kept.of(flat, x),
+        )  # fmt: skip
+
+
+@triton.jit
+def _block(order, blocks, num_blocks, tiles, SINGLE: tl.constexpr, PAIRS: tl.constexpr):
+    """Of this program: expert, rows [PAIRS] of the sorted pairs, whether they are there, pairs."""
+    block = tl.program_id(0) // tiles
+    if SINGLE:
+        expert = tl.load(blocks + block)
+        row = block + tl.arange(0, PAIRS)
+        valid = tl.arange(0, PAIRS) < 1
+        pair = row
+    else:
+        expert = tl.load(blocks + block)
+        row = tl.load(blocks + num_blocks + block) + tl.arange(0, PAIRS)
+        valid = row < tl.load(blocks + 2 * num_blocks + block)
+        pair = tl.load(order + row, mask=valid, other=0)
+    return expert.to(tl.int32), row.to(tl.int64), valid, pair.to(tl.int64)
+
+
+@triton.jit
+def _is_empty(blocks, num_blocks, tiles, SINGLE: tl.constexpr, EXPERTS: tl.constexpr):
+    """EXPERTS: 0, or how many there are: single pairs with other ids are left out."""
+    block = tl.program_id(0) // tiles
+    if SINGLE:
+        empty = EXPERTS != 0 and tl.load(blocks + block) >= EXPERTS
+    else:
+        begin = tl.load(blocks + num_blocks + block)
+        empty = begin >= tl.load(blocks + 2 * num_blocks + block)
+    return empty
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _up_kernel(
+    x, weight, scale, zero, row_scale, hidden, order, blocks, num_blocks, width, inner, scale_row,
+    CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SINGLE: tl.constexpr,
+    EXPERTS: tl.constexpr, KEPT: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(inner, ROWS)
+    if _is_empty(blocks, num_blocks, tiles, SINGLE, EXPERTS):
+        return
+    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, SINGLE, PAIRS)
+    inputs = x + (pair // CHOSEN)[None, :] * width
+    first = tl.program_id(0) % tiles * ROWS
+    n = first + tl.arange(0, ROWS)
+    begin = expert * inner * (2 if GATED else 1)
+    column = begin + tl.minimum(n, inner - 1)
+    total = tl.zeros((ROWS, PAIRS), tl.float32)
+    total = accumulate(
+        total, weight, scale, zero, inputs, valid[None, :], begin + first, column, width,
+        scale_row, KEPT, DEPTH, STAGES,
+    )  # fmt: skip
+    total = activated(finish(total, scale, row_scale, column, scale_row, KEPT), ACTIVATION)
+    if GATED:
+        up = tl.zeros((ROWS, PAIRS), tl.float32)
+        up = accumulate(
+            up, weight, scale, zero, inputs, valid[None, :], begin + inner + first, column + inner,
+            width, scale_row, KEPT, DEPTH, STAGES,
+        )  # fmt: skip
+        total *= finish(up, scale, row_scale, column + inner, scale_row, KEPT)
+    target = hidden + row[:, None] * inner + n[None, :]
+    total = total.T.to(hidden.dtype.element_ty)
+    tl.store(target, total, mask=valid[:, None] & (n < inner)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _down_kernel(
+    hidden, weight, scale, zero, row_scale, shares, parts, order, blocks, num_blocks, inner, width,
+    scale_row, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, KEPT: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(width, ROWS)
+    if _is_empty(blocks, num_blocks, tiles, SINGLE, EXPERTS):
+        return
+    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, SINGLE, PAIRS)
+    first = tl.program_id(0) % tiles * ROWS
+    n = first + tl.arange(0, ROWS)
+    column = expert * width + tl.minimum(n, width - 1)
+    total = tl.zeros((ROWS, PAIRS), tl.float32)
+    total = accumulate(
+        total, weight, scale, zero, hidden + row[None, :] * inner, valid[None, :],
+        expert * width + first, column, inner, scale_row, KEPT, DEPTH, STAGES,
+    )  # fmt: skip
+    total = finish(total, scale, row_scale, column, scale_row, KEPT).T
+    total *= tl.load(shares + pair, mask=valid, other=0.0)[:, None]
+    target = parts + pair[:, None] * width + n[None, :]
+    mask = valid[:, None] & (n < width)[None, :]
+    tl.store(target, total.to(parts.dtype.element_ty), mask=mask)

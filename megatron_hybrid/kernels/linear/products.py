@@ -1,0 +1,195 @@
+"""The inner loop of Triton kernels that multiply inputs in 16 or 32 bits with quantised weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+
+# Of float4_e2m1: its codes in the places of a bfloat16's bits mean 2^-126 of what they stand for.
+# With a scale that is 2^119 times too large the products are 2^-7 of the weights, and exact.
+FP4_FACTOR = 128.0
+FP4_ASM = """
+{
+.reg .b32 high, low, lift, part;
+prmt.b32 high, $4, 0, 0x1404;
+shr.b32 part, high, 6;
+and.b32 part, part, 0x01C001C0;
+and.b32 lift, high, 0x80008000;
+or.b32 part, part, lift;
+mul.bf16x2 $2, part, $5;
+shl.b32 low, high, 4;
+shr.b32 part, low, 6;
+and.b32 part, part, 0x01C001C0;
+and.b32 lift, low, 0x80008000;
+or.b32 part, part, lift;
+mul.bf16x2 $0, part, $5;
+prmt.b32 high, $4, 0, 0x3424;
+shr.b32 part, high, 6;
+and.b32 part, part, 0x01C001C0;
+and.b32 lift, high, 0x80008000;
+or.b32 part, part, lift;
+mul.bf16x2 $3, part, $6;
+shl.b32 low, high, 4;
+shr.b32 part, low, 6;
+and.b32 part, part, 0x01C001C0;
+and.b32 lift, low, 0x80008000;
+or.b32 part, part, lift;
+mul.bf16x2 $1, part, $6;
+}
+"""
+
+
+class Kept(NamedTuple):
+    """How a kernel finds a weight: compile-time constants."""
+
+    numbers: str
+    group: int  # columns that share a scale; 0: all
+    rows: int  # that share a scale
+    in_assembler: bool  # float4_e2m1, four bytes at a time, into bfloat16
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, inputs: Tensor) -> Kept:
+        """Of a weight [N, K], for these inputs."""
+        format = weight.format
+        is_fast = inputs.is_cuda and inputs.element_size() == 2
+        return cls(
+            format.numbers, format.columns or 0, format.rows,
+            format.numbers == "float4_e2m1" and is_fast and "bfloat16" in str(inputs.dtype),
+        )  # fmt: skip
+
+    @property
+    def halves(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.numbers in ("float4_e2m1", "uint4")
+
+
+def descriptor(weight: QuantizedWeight, rows: int, depth: int) -> TensorDescriptor:
+    """Of a weight [N, K], for tiles of so many rows and columns. Its rows must be a multiple of 16
+    bytes."""
+    length, width = weight.values.shape
+    return TensorDescriptor(
+        weight.values, [length, width], [width, 1], [rows, depth * weight.format.bits // 8]
+    )
+
+
+@triton.jit
+def accumulate(
+    total, weight, scale, zero, inputs, valid, first_row, row, columns, scale_row,
+    KEPT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """total [ROWS, TOKENS] float32 + W[rows] x[tokens]^T, without what is the same for a whole row:
+    see `finish`. weight: a descriptor; row [ROWS]: numbers of the rows from `first_row` on, all of
+    them there; inputs, valid [1, TOKENS]: where the tokens' rows begin, and whether they are there.
+    """
+    kind: tl.constexpr = inputs.dtype.element_ty
+    for start in tl.range(0, columns, DEPTH, num_stages=STAGES):
+        if KEPT.halves:
+            codes = weight.load([first_row, start // 2])
+            byte = tl.arange(0, DEPTH // 2)
+            k = start + byte // 8 * 16 + byte % 8
+            inside = valid & (k < columns)[:, None]
+            low_inputs = tl.load(inputs + k[:, None], mask=inside, other=0)
+            high_inputs = tl.load(inputs + k[:, None] + 8, mask=inside, other=0)
+            low, high = _halves(
+                codes, scale, zero, row, start, columns, scale_row, KEPT, DEPTH, kind
+            )
+            if KEPT.group >= DEPTH and KEPT.numbers == "uint4":
+                part = tl.dot(low, low_inputs, input_precision="ieee")
+                part = tl.dot(high, high_inputs, part, input_precision="ieee")
+                total += part * tl.load(scale + row * scale_row + start // KEPT.group)[:, None]
+            else:
+                total = tl.dot(low, low_inputs, total, input_precision="ieee")
+                total = tl.dot(high, high_inputs, total, input_precision="ieee")
+        else:
+            codes = weight.load([first_row, start])
+            k = start + tl.arange(0, DEPTH)
+            inside = valid & (k < columns)[:, None]
+            values = tl.load(inputs + k[:, None], mask=inside, other=0)
+            numbers = codes.to(kind)
+            if KEPT.numbers == "uint8":
+                numbers = codes.to(tl.float32)
+                middle = 128.0
+                if zero is not None:
+                    place = _places(row, k, columns, scale_row, KEPT)
+                    middle = tl.load(zero + place).to(tl.float32)
+                numbers = (numbers - middle).to(kind)
+            if KEPT.group == 0:
+                total = tl.dot(numbers, values, total, input_precision="ieee")
+            elif KEPT.group >= DEPTH:
+                part = tl.dot(numbers, values, input_precision="ieee")
+                place = row // KEPT.rows * scale_row + start // KEPT.group
+                total += part * tl.load(scale + place)[:, None]
+            else:
+                factor = tl.load(scale + _places(row, k, columns, scale_row, KEPT))
+                numbers = (numbers.to(tl.float32) * factor).to(kind)
+                total = tl.dot(numbers, values, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def finish(total, scale, row_scale, row, scale_row, KEPT: tl.constexpr):
+    """What `accumulate` gave, times what is the same for a whole row."""
+    if KEPT.group == 0:
+        total *= tl.load(scale + row // KEPT.rows * scale_row)[:, None]
+    if row_scale is not None:
+        factor = tl.load(row_scale + row)[:, None]
+        total *= factor * 128.0 if KEPT.in_assembler else factor
+    return total
+
+
+@triton.jit
+def _places(row, k, columns, scale_row, KEPT: tl.constexpr):
+    """Of the scales of columns k, [ROWS, DEPTH]."""
+    group = tl.minimum(k, columns - 1) // KEPT.group if KEPT.group else k * 0
+    return (row // KEPT.rows * scale_row)[:, None] + group[None, :]
+
+
+@triton.jit
+def _halves(
+    codes, scale, zero, row, start, columns, scale_row,
+    KEPT: tl.constexpr, DEPTH: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """Weights of the lower and of the upper codes of bytes [ROWS, DEPTH / 2]."""
+    byte = tl.arange(0, DEPTH // 2)
+    place = _places(row, start + byte // 8 * 16, columns, scale_row, KEPT)
+    if KEPT.in_assembler:
+        lift: tl.constexpr = 2.0**119
+        factor = (tl.load(scale + place).to(tl.float32) * lift).to(tl.bfloat16)
+        low, high = tl.inline_asm_elementwise(
+            FP4, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+        return low, high
+    low = _number(codes & 15, KEPT)
+    high = _number(codes >> 4, KEPT)
+    if KEPT.numbers == "uint4":
+        middle = 8.0
+        if zero is not None:
+            middle = tl.load(zero + place).to(tl.float32)
+        low -= middle
+        high -= middle
+    if KEPT.numbers == "float4_e2m1" or (KEPT.group != 0 and KEPT.group < DEPTH):
+        factor = tl.load(scale + place).to(tl.float32)
+        low *= factor
+        high *= factor
+    return low.to(kind), high.to(kind)
+
+
+@triton.jit
+def _number(code, KEPT: tl.constexpr):
+    """What 4 bits mean, float32."""
+    if KEPT.numbers == "float4_e2m1":
+        # The same exponent and mantissa in the places of float8_e4m3fn, whose bias is 6 more.
+        bits = ((code & 8) << 4) | ((code & 7) << 2)
+        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
+    else:
+        return code.to(tl.float32)
+
+
+FP4: tl.constexpr = tl.constexpr(FP4_ASM)
