@@ -11,7 +11,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
-from tests.kernels.experts_by_hand import Mixture, by_hand, mixture, shared_out  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
+from tests.kernels.experts_by_hand import (  # noqa: E402
+    Mixture,
+    by_hand,
+    mixture,
+    quantized_mixture,
+    shared_out,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,3 +152,27 @@ def test_groups(pairs: int) -> None:
     in_order = experts.flatten()[groups.order.long()]
     assert torch.equal(in_order[begin[used]], expert[used])
     assert torch.equal(in_order[end[used] - 1], expert[used])
+
+
+QUANTIZED = {
+    "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
+    "fp8 by block": WeightFormat("float8_e4m3fn", 64, 128, activations="group"),
+    "int8": WeightFormat("int8"),
+    "4 bits": WeightFormat("uint4", 1, 128),
+    "4 bits with zero points": WeightFormat("uint4", 1, 32, zero_points=True),
+    "fp4": WeightFormat("float4_e2m1", 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("tokens", [1, 4, 32, 256, 2000])
+@pytest.mark.parametrize("shape", ["granite", "nemotron"])
+def test_quantized_weights(shape: str, tokens: int, name: str) -> None:
+    m = make(shape, tokens)
+    packed, plain = quantized_mixture(m, QUANTIZED[name])
+    torch.use_deterministic_algorithms(True)
+    try:
+        result = triton.mix(*packed.arguments())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(result, plain)
