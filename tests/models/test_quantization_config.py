@@ -290,6 +290,8 @@ def test_a_cache_alone_may_be_quantised() -> None:
     found = Quantization.of({}, "folder/config.json", old)
     assert found is not None and found.kv_cache == "fp8_e4m3"
     assert found.format_of("model.layers.0.mlp.up_proj") is None
+    newer = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": "FP8"}
+    assert of(newer).kv_cache == "fp8_e4m3" and of(newer).format_of("a.up_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -359,6 +361,10 @@ def test_fp8_without_blocks_has_a_scale_for_each_weight() -> None:
             "weight_block_size = [128] is not supported, it has to be [rows, columns].",
         ),
         (
+            {"weight_block_size": [0, 128]},
+            "weight_block_size = [0, 128] is not supported, it has to be [rows, columns].",
+        ),
+        (
             {"modules_to_convert": ["embed_tokens"]},
             "modules_to_convert = ['embed_tokens'] is not supported.",
         ),
@@ -380,6 +386,7 @@ def test_fp8_keeps_heads_routers_and_embeddings_that_nobody_listed() -> None:
         "model.layers.0.mlp.gate",
         "model.layers.0.mlp.shared_expert_gate",
         "model.layers.0.feed_forward.router",
+        "model.layers.0.block_sparse_moe.router.layer",
     ):
         assert found.format_of(kept) is None
     for quantised in ("model.layers.0.mlp.gate_proj", "model.layers.0.linear_attn.in_proj_z"):
@@ -599,6 +606,13 @@ def test_fused_names_count_for_their_parts_and_the_other_way_round(
             f"folder/config.json says different things of {', '.join(parts)} in a, which are one "
             f"weight, {whole}, in the checkpoint."
         )
+
+
+def test_a_pattern_for_one_part_says_nothing_of_the_others() -> None:
+    """Although it matches the name of the fused weight too."""
+    found = of(COMPRESSED | {"ignore": ["re:.*gate", "re:.*[.]q.*"]})
+    assert found.format_of("a.gate_proj") is None and found.format_of("a.up_proj") == FLOAT
+    assert found.format_of("a.q_proj") is None and found.format_of("a.k_proj") == FLOAT
 
 
 # --- compressed-tensors
