@@ -290,6 +290,8 @@ def test_a_cache_alone_may_be_quantised() -> None:
     found = Quantization.of({}, "folder/config.json", old)
     assert found is not None and found.kv_cache == "fp8_e4m3"
     assert found.format_of("model.layers.0.mlp.up_proj") is None
+    newer = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": "FP8"}
+    assert of(newer).kv_cache == "fp8_e4m3" and of(newer).format_of("a.up_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -319,9 +321,16 @@ def test_the_two_files_must_not_contradict_each_other() -> None:
         "folder/config.json says that the weights were quantised with 'fp8', and "
         "folder/hf_quant_config.json that they were with 'modelopt'; remove what is wrong."
     )
+    of(FP8, {"producer": {"name": "modelopt"}, "quantization": {"exclude_modules": []}})
     of(MODELOPT, {"quantization": {"quant_algo": "fp8"}})
     blocks = {"quantization": {"quant_algo": "fp8_pb_wo"}}
     of(MODELOPT | {"quant_algo": "FP8_BLOCK_SCALES"}, blocks)
+
+
+def test_what_only_the_older_file_says_is_refused_in_its_name() -> None:
+    old = {"quantization": {"quant_algo": "MXFP8"}}
+    with pytest.raises(ConfigurationError, match="^folder/hf_quant_config.json: .*MXFP8"):
+        Quantization.of({}, "folder/config.json", old)
 
 
 def test_what_config_json_does_not_say_the_older_file_does() -> None:
@@ -359,6 +368,10 @@ def test_fp8_without_blocks_has_a_scale_for_each_weight() -> None:
             "weight_block_size = [128] is not supported, it has to be [rows, columns].",
         ),
         (
+            {"weight_block_size": [0, 128]},
+            "weight_block_size = [0, 128] is not supported, it has to be [rows, columns].",
+        ),
+        (
             {"modules_to_convert": ["embed_tokens"]},
             "modules_to_convert = ['embed_tokens'] is not supported.",
         ),
@@ -380,6 +393,7 @@ def test_fp8_keeps_heads_routers_and_embeddings_that_nobody_listed() -> None:
         "model.layers.0.mlp.gate",
         "model.layers.0.mlp.shared_expert_gate",
         "model.layers.0.feed_forward.router",
+        "model.layers.0.block_sparse_moe.router.layer",
     ):
         assert found.format_of(kept) is None
     for quantised in ("model.layers.0.mlp.gate_proj", "model.layers.0.linear_attn.in_proj_z"):
@@ -545,7 +559,8 @@ def test_caches_with_one_fp8_scale_for_a_layer_are_known(scheme: Any, kv_cache: 
     [
         ("mtp*", "mtp2.layers.0.mlp.up_proj", "model.layers.0.mtp_proj"),
         ("*.shared_expert.*", "model.layers.3.mlp.shared_expert.up_proj", "model.shared_expert"),
-        ("*.layers.?.mixer", "model.layers.3.mixer", "model.layers.31.mixer"),
+        ("model.layers.?.mixer", "model.layers.3.mixer", "model.layers.31.mixer"),
+        ("*.mlp.gate", "model.layers.3.mlp.gate", "model.layers.3.mlp.gate_proj"),
         ("model.layers.1.linear_attn*", "model.layers.1.linear_attn.x", "model.layersX1.linear_a"),
         ("lm_head", "lm_head", "model.layers.0.lm_head_2"),
     ],
@@ -599,6 +614,13 @@ def test_fused_names_count_for_their_parts_and_the_other_way_round(
             f"folder/config.json says different things of {', '.join(parts)} in a, which are one "
             f"weight, {whole}, in the checkpoint."
         )
+
+
+def test_a_pattern_for_one_part_says_nothing_of_the_others() -> None:
+    """Although it matches the name of the fused weight too."""
+    found = of(COMPRESSED | {"ignore": ["re:.*gate", "re:.*[.]q.*"]})
+    assert found.format_of("a.gate_proj") is None and found.format_of("a.up_proj") == FLOAT
+    assert found.format_of("a.q_proj") is None and found.format_of("a.k_proj") == FLOAT
 
 
 # --- compressed-tensors
@@ -822,6 +844,27 @@ GROUP = COMPRESSED["config_groups"]["group_0"]
             "config_groups.group_0.weights.group_size = 32 is not supported, only 16 is.",
         ),
         (
+            compressed("float-quantized", weights("float", 8, "channel", dynamic=True)),
+            "config_groups.group_0.weights.dynamic = True is not supported.",
+        ),
+        (
+            compressed(
+                "int-quantized",
+                weights("int", 8, "channel"),
+                inputs("int", "token") | {"num_bits": 4},
+            ),
+            "config_groups.group_0.input_activations.num_bits = 4 is not supported, only 8 is.",
+        ),
+        (
+            compressed(
+                "float-quantized",
+                weights("float", 8, "channel"),
+                inputs("float", "group", group_size=128),
+            ),
+            "config_groups.group_0.input_activations.group_size = 128 is not supported, it has to "
+            "be the columns of the weights' blocks.",
+        ),
+        (
             compressed("float-quantized", weights("float", 8, "tensor"), inputs("int", "token")),
             "config_groups.group_0.input_activations.type = 'int' is not supported, only 'float' "
             "is.",
@@ -1029,9 +1072,11 @@ def test_formats_of_awq() -> None:
 
 def test_awq_keeps_what_a_name_is_anywhere_in() -> None:
     names = ["visual", "linear_attn.in_proj", "model.layers.1", "language_model.layers.7.mlp"]
+    names.append("art.fc1")
     found = of(AWQ | {"modules_to_not_convert": names})
     for kept in (
         "model.visual_tower.x",
+        "model.part.fc1",
         "model.layers.5.linear_attn.in_proj_qkvz",
         "model.layers.1.mlp.up_proj",
         "model.layers.7.mlp.up_proj",

@@ -139,6 +139,8 @@ def _pair(said: Said, name: str) -> tuple[int, int]:
     try:
         rows, columns = map(int, value.split("x") if isinstance(value, str) else value)
     except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
         said.refuse(name, "it has to be [rows, columns]")
     return rows, columns
 
@@ -152,7 +154,9 @@ def _columns(said: Said) -> int | None:
 
 
 # What these libraries never quantise and need not list: it is no linear layer there, or left out.
-_NEVER = ("gate", "router", "shared_expert_gate", "embed_tokens", "embeddings", "conv1d")
+_NEVER = (
+    "gate", "router", "router.layer", "shared_expert_gate", "embed_tokens", "embeddings", "conv1d",
+)  # fmt: skip
 
 
 # --- fp8: transformers' FineGrainedFP8Config
@@ -200,8 +204,9 @@ def modelopt_values(file: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _modelopt(said: Said) -> Rule:
     algo, ignored = said.algo("quant_algo"), said.names("ignore")
-    if algo is None and said.get("quant_method") is None and said.get("producer") is None:
-        return lambda module: None  # the older file of a checkpoint with an FP8 cache alone
+    says_of_weights = said.get("config_groups") or said.get("quantized_layers")
+    if algo is None and not says_of_weights and said.get("kv_cache_scheme") is not None:
+        return lambda module: None  # only the cache is in FP8
     if algo == "MIXED_PRECISION":
         formats = [(name, _algo(layer)) for name, layer in said.inners("quantized_layers")]
         if not formats:

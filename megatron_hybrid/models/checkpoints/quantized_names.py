@@ -60,9 +60,9 @@ class NamedModules(Generic[T]):
                 globs.setdefault(value, []).append(entry)
             else:
                 self._names.setdefault(entry, value)
-                self._bare.setdefault(without_prefix(entry), value)
+                self._bare.setdefault(_without_prefix(entry), value)
         for value, those in globs.items():
-            self._patterns.append((_globs(those), _globs(map(without_prefix, those)), value))
+            self._patterns.append((_globs(those), _globs(map(_without_prefix, those)), value))
 
     def find(self, module: str, default: Default) -> T | Default:
         """What is said of a module, by its name in the checkpoint; `default` where nothing is.
@@ -72,8 +72,8 @@ class NamedModules(Generic[T]):
         """
         found = self._find(module)
         parent, dot, last = module.rpartition(".")
-        if found is _NOTHING and last in _WHOLE:
-            found = self._find(parent + dot + _WHOLE[last])
+        if found is _NOTHING and last in _WHOLE:  # not by patterns: ".*gate" means no up_proj
+            found = self._named(parent + dot + _WHOLE[last])
         if found is _NOTHING and last in _PARTS:
             of_parts = {self._find(parent + dot + part) for part in _PARTS[last]}
             if len(of_parts) > 1:
@@ -85,7 +85,16 @@ class NamedModules(Generic[T]):
         return default if found is _NOTHING else found
 
     def _find(self, module: str) -> Any:
-        bare = without_prefix(module)
+        found, bare = self._named(module), _without_prefix(module)
+        if found is not _NOTHING:
+            return found
+        for own, other, value in self._patterns:
+            if own.match(module) or (other is not None and other.match(bare)):
+                return value
+        return _NOTHING
+
+    def _named(self, module: str) -> Any:
+        bare = _without_prefix(module)
         for names, name in ((self._names, module), (self._bare, bare)):
             while name:
                 if name in names:
@@ -96,9 +105,6 @@ class NamedModules(Generic[T]):
             if end in self._names:
                 return self._names[end]
             end = end.partition(".")[2]
-        for own, other, value in self._patterns:
-            if own.match(module) or (other is not None and other.match(bare)):
-                return value
         return _NOTHING
 
     def _compiled(self, pattern: str) -> re.Pattern[str]:
@@ -111,8 +117,7 @@ class NamedModules(Generic[T]):
             ) from error
 
 
-def without_prefix(name: str) -> str:
-    """A name as it would be without what libraries put before "layers.0..."."""
+def _without_prefix(name: str) -> str:
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name[len(prefix) :]
