@@ -137,7 +137,7 @@ def build_engine(
     )
     if sizes := _graph_sizes(plan, geometry.max_requests):
         runner.capture_graphs(sizes, progress=parallel.is_first)
-    return DynamicInferenceEngine(
+    engine = DynamicInferenceEngine(
         context,
         runner,
         vocab_size=model_config.vocab_size,
@@ -154,6 +154,10 @@ def build_engine(
         is_alone=parallel.lockstep.size == 1,
         speculation=_speculation(plan, context),
     )
+    engine.statistics.weight_bytes = weights = model.weight_bytes()
+    if parallel.is_first:
+        logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
+    return engine
 
 
 def _speculation(plan: _Plan, context: DynamicInferenceContext) -> Speculation | None:
@@ -256,7 +260,7 @@ class _Plan:
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = _dtypes(config, model_config, device)
         with torch.device("meta"):  # so that memory is planned before anything large is read
-            formats = formats_of(folder, config.quantization)
+            formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)

@@ -48,6 +48,7 @@ class Statistics:
         self.requests_finished: Counter[str] = Counter()  # by finish reason
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
         self._accepted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by position
+        self.weight_bytes: dict[str, int] = {}  # by format; of whoever loads the model
         self.step = 0
         self.running = 0
         self.waiting = 0
@@ -118,6 +119,7 @@ class Statistics:
         return {
             **figures,
             **self._cache.occupancy()._asdict(),
+            "weight_bytes": self.weight_bytes,
             "last_step": {"step": self.step, **_difference(figures, self._before)},
         }
 

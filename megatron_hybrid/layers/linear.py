@@ -4,7 +4,7 @@ the columns, of a checkpoint's weight."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -90,8 +90,8 @@ class Linear(nn.Module):
         self.reader: Reader | None = None
 
     def allocate(self, parts: Iterable[LinearPart], formats: Formats) -> None:
-        """Memory for all rows, which `parts` say in order. Raises ConfigurationError for a split
-        over ranks that a format does not allow."""
+        """Memory for all rows, which `parts` say in order. What a format cannot keep, a few columns
+        that a split over ranks leaves, is kept in the layer's type."""
         chosen = [(formats(part.role), part) for part in parts]
         start = 0
         for format, group in groupby(chosen, key=lambda one: one[0]):
@@ -100,10 +100,11 @@ class Linear(nn.Module):
             if rows[-1] is chosen[-1][1]:
                 stop = self.outputs  # the last ranks have some rows past the end of a vocabulary
             weight: Weight
-            if format is None:
+            fitting = None if format is None else _fitting(format, rows, start)
+            if fitting is None:
                 weight = torch.empty(stop - start, self.inputs, dtype=self.dtype)
             else:
-                weight = _fitting(format, rows, start).empty(stop - start, self.inputs)
+                weight = fitting.empty(stop - start, self.inputs)
             self._keep(weight, len(self._runs))
             if stop > rows[-1].first + rows[-1].size:
                 for tensor in [weight] if isinstance(weight, Tensor) else weight.tensors().values():
@@ -157,6 +158,12 @@ class Linear(nn.Module):
         if isinstance(weight, Tensor):
             return weight.view(experts, -1, self.inputs)
         return weight.stacked(experts)
+
+    def quantized_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Of each run that is quantised its format and what it is kept in."""
+        for run in self._runs:
+            if isinstance(run.weight, QuantizedWeight):
+                yield str(run.weight.format), list(run.weight.tensors().values())
 
     @property
     def formats(self) -> list[tuple[WeightFormat | None, int]]:
@@ -254,9 +261,10 @@ def allocate_linears(parts: Iterable[object], formats: Formats = in_one_type) ->
         layer.allocate(own, formats)
 
 
-def _fitting(format: WeightFormat, parts: list[LinearPart], start: int) -> WeightFormat:
+def _fitting(format: WeightFormat, parts: list[LinearPart], start: int) -> WeightFormat | None:
     """The format with blocks so fine that each lies within one block of the checkpoint's: a rank's
-    rows and columns may begin inside of those."""
+    rows and columns may begin inside of those. None where too few columns would share a scale, or
+    a byte."""
     rows, columns = format.rows, format.columns
     for part in parts:
         rows = math.gcd(rows, part.source[0].start, part.first - start)
@@ -267,12 +275,7 @@ def _fitting(format: WeightFormat, parts: list[LinearPart], start: int) -> Weigh
             columns = math.gcd(columns, inputs.start)
             if inputs.stop != part.shape[1]:
                 columns = math.gcd(columns, inputs.stop)
-    least = 16 if format.numbers == "float4_e2m1" else 8
-    if columns is not None and columns < min(least, format.columns or 0):
-        part = parts[0]
-        raise ConfigurationError(
-            f"--tensor-model-parallel-size splits {part.role}, whose weights are quantised in "
-            f"groups of {format.columns} columns, at column {part.source[1].stop}: a rank must "
-            f"have a multiple of {least}."
-        )
+    odd = format.bits == 4 and parts[0].layer.inputs % 16
+    if odd or (columns is not None and columns < 8):
+        return None
     return replace(format, rows=rows, columns=columns)

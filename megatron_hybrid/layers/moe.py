@@ -171,6 +171,11 @@ class MoE(Mixer):
                 if projection.bias is not None:
                     yield whole(f"{name}.bias", projection.bias)
 
+    def after_loading(self) -> None:
+        """Raises ConfigurationError for experts in several formats."""
+        for layer in (self.up_proj, self.down_proj):
+            layer.stacked(self.dispatch.num_local)
+
     @property
     def reader(self) -> Reader | None:
         reader = None if self.shared is None else self.shared.reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -144,6 +145,20 @@ class HybridModel(nn.Module):
             prepare = getattr(module, "after_loading", None)
             if prepare is not None and module is not self:
                 prepare()
+
+    def weight_bytes(self) -> dict[str, int]:
+        """What this rank's weights take, by the format that they are kept in."""
+        found = Counter[str]()
+        quantized = set[int]()
+        for layer in self.modules():
+            if isinstance(layer, Linear):
+                for name, tensors in layer.quantized_tensors():
+                    found[name] += sum(tensor.nbytes for tensor in tensors)
+                    quantized.update(tensor.data_ptr() for tensor in tensors)
+        for weight in self.parameters():
+            if weight.data_ptr() not in quantized:
+                found[str(weight.dtype).removeprefix("torch.")] += weight.nbytes
+        return dict(found)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         """This stage's, with their indices in the whole model."""

@@ -13,6 +13,7 @@ from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.parallel.ranks import start_ranks
 from tests.parallel.worker import mixed_steps
+from tests.quantized_folders import write
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
 }
 ON_FOUR_RANKS = ("nemotron_h", "bamba")
+# Weights alone: inputs that are rounded are rounded by each rank for itself.
+QUANTIZED = {
+    "nemotron_h in NVFP4": ("nemotron_h", "compressed_nvfp4"),
+    "qwen3_5_moe in 4 bits": ("qwen3_5_moe", "compressed_w4a16"),
+    "lfm2 by GPTQ": ("lfm2", "gptq_v2"),
+    "nemotron_h by GPTQ with act_order": ("nemotron_h", "gptq_act_order"),
+    "llama by AWQ": ("llama", "awq"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for name, (family, overrides) in MODELS.items():
         make_tiny_model(family, root / name, **overrides)
-    return {name: root / name for name in MODELS}
+    for name, (family, format) in QUANTIZED.items():
+        write(root / family, format, root / name, root / f"oracle of {name}")
+    return {name: root / name for name in (*MODELS, *QUANTIZED)}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def check(name: str, folder: Path, results: Path, ranks: int, alone: ParallelCon
         assert result["ssm"] == {(shape[0] // ranks, *shape[1:]) for shape in whole}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *QUANTIZED])
 def test_two_ranks_give_the_logits_of_one(
     name: str, folders: dict[str, Path], two_ranks: Path, alone: ParallelContext
 ) -> None:

@@ -218,6 +218,7 @@ class FakeEngine(DynamicInferenceEngine):
             "accepted_by_position": {},
             "requests_running": len(self._running),
             "requests_waiting": 0,
+            "weight_bytes": {"bfloat16": 1000},
             "kv_blocks": 4,
             "kv_free": 1,
             "kv_used": 1,

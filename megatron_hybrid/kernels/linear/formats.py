@@ -195,11 +195,7 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[N, K] or [experts, N, K], computed in float32."""
-        numbers = unpack_codes(self.values, self.format).float()
-        if self.format.numbers == "float4_e2m1":
-            table = torch.tensor(FP4_NUMBERS, device=numbers.device)
-            magnitude = table[(numbers % 8).long()]
-            numbers = torch.where(numbers >= 8, -magnitude, magnitude)
+        numbers = code_numbers(unpack_codes(self.values, self.format), self.format)
         if self.format.numbers.startswith("uint"):
             zero = 2 ** (self.format.bits - 1) if self.zero is None else self._spread(self.zero)
             numbers = numbers - zero
@@ -236,6 +232,14 @@ def unpack_codes(values: Tensor, format: WeightFormat) -> Tensor:
         return values
     halves = values.unflatten(-1, (-1, 1, 8))
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
+
+
+def code_numbers(codes: Tensor, format: WeightFormat) -> Tensor:
+    """What codes stand for, float32."""
+    if format.numbers != "float4_e2m1":
+        return codes.float()
+    magnitude = torch.tensor(FP4_NUMBERS, device=codes.device)[(codes % 8).long()]
+    return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def _largest_number(numbers: str) -> float:

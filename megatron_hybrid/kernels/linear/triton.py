@@ -102,7 +102,7 @@ def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> 
     if format.numbers == "float8_e4m3fn" and rows % 16 == 0:
         if format.columns is None and (tokens > 256 or (tokens > 128 and rows > 8192)):
             return _scaled_mm_by_row(x, weight, bias)
-        if (format.rows, format.columns) == (128, 128) and tokens > 256 and columns % 128 == 0:
+        if (format.rows, format.columns) == (128, 128) and tokens > 64 and columns % 128 == 0:
             return _scaled_mm_by_block(x, weight, bias)
     return multiply_bytes(x, weight, bias)
 

@@ -5,8 +5,8 @@ A rank reads its rectangle of a weight: codes, and of the scales those that it n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from megatron_hybrid.kernels.linear.formats import (
     NUMBERS,
     QuantizedWeight,
     WeightFormat,
+    code_numbers,
     pack_codes,
 )
-from megatron_hybrid.models.checkpoints.quantization import StoredFormat
+from megatron_hybrid.models.checkpoints.quantization import Quantization, StoredFormat
 from megatron_hybrid.models.checkpoints.weight_source import WeightSource
 from megatron_hybrid.models.families.family import Location
 
@@ -43,6 +44,20 @@ def weight_format(stored: StoredFormat | None) -> WeightFormat | None:
         columns = stored.group_size
     activations = "token" if stored.activations == "tensor_dynamic" else stored.activations
     return WeightFormat(stored.numbers, rows, columns, not stored.symmetric, activations)
+
+
+def stored_format(
+    said: Quantization | None, name: str, names: Collection[str] | None
+) -> StoredFormat | None:
+    """How a weight is stored of which the configuration says something. `name`: where it were if
+    it was not quantised; `names`: of the tensors that are there, None if nobody has looked. Some
+    configurations do not list what was left in 16 bits: then there is the weight, and no scale."""
+    module = name.removesuffix(".weight")
+    stored = None if said is None else said.format_of(module)
+    if stored is None or names is None or name not in names:
+        return stored
+    scales = (f"{name}_scale", f"{name}_scale_inv", f"{module}.scales")
+    return stored if any(scale in names for scale in scales) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +144,16 @@ class StoredWeight:
                 f"{self.stored.numbers})."
             )
 
+    def check_values(self) -> None:
+        """Raise WeightsError for scales that are no positive numbers, or zero points where there
+        are none. Reads those alone."""
+        self._scale()
+        for kind in ("whole", "input"):
+            if kind in self.names:
+                self._number(kind)
+        if self.stored.layout == "gptq" and self.stored.symmetric:
+            self._check_middle(self._zeros())
+
     def _code_types(self) -> tuple[torch.dtype, ...]:
         if self.stored.numbers == "float8_e4m3fn":
             return (torch.float8_e4m3fn,)
@@ -146,6 +171,8 @@ class StoredWeight:
             scale.append((grid[0],))
         if grid == (1, 1):
             scale.append(())
+        if stored.scales == "block":  # ModelOpt's
+            scale.append((grid[0], 1, grid[1], 1))
         codes: Shape = (rows, columns)
         if stored.layout == "gptq":
             codes = (columns // per_word, rows)
@@ -196,11 +223,8 @@ class StoredWeight:
         codes = self._codes(rows, columns).to(device)
         scale = self._on_grid(self._scale(), rows, columns, format).to(device)
         zero = row_scale = given = None
-        if format.zero_points or self.stored.layout == "gptq":
+        if format.zero_points:
             zero = self._on_grid(self._zeros(), rows, columns, format).to(device)
-            if not format.zero_points:
-                self._check_middle(zero, format)
-                zero = None
         if format.numbers == "float4_e2m1":
             row_scale = self._whole_scale().to(device).expand(codes.shape[0])
             scale = scale.to(torch.float8_e4m3fn)
@@ -210,22 +234,24 @@ class StoredWeight:
 
     def values(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
         """A rectangle as float32 values."""
-        format = weight_format(replace(self.stored, act_order=False))
-        assert format is not None
-        inner = self._rows_in_tensor(rows)
-        block, (start, stop) = self._block, (columns.start, columns.stop)
-        if not self.stored.act_order:
-            format = replace(format, rows=1, columns=None if format.columns is None else 1)
-            return self.read(rows, columns, format, device).dequantize()
-        codes = self._codes(inner, columns).float()
-        groups = self._read("order")[start:stop].long()
-        if groups.min() < 0 or groups.max() >= -(-self.columns // block[1]):
+        stored, rows = self.stored, self._rows_in_tensor(rows)
+        codes = self._codes(rows, columns)
+        numbers = code_numbers(codes, WeightFormat(stored.numbers))
+        # Of each column its place in the table of scales.
+        places = torch.arange(columns.start, columns.stop) // self._block[1]
+        if stored.act_order:
+            places = self._read("order")[columns].long()
+        scale = self._scale()
+        if places.min() < 0 or places.max() >= scale.shape[1]:
             raise WeightsError(f"Weight {self.names['order']!r} names groups that do not exist.")
-        zero: Tensor | float = 2.0 ** (self._bits - 1)
-        if "zero" in self.names:
-            zero = self._zeros()[inner][:, groups].float()
-        scale = self._scale()[inner][:, groups].float()
-        return ((codes - zero) * scale).to(device)
+        lines = torch.arange(rows.start, rows.stop) // self._block[0]
+        if stored.numbers.startswith("uint"):
+            middle: Tensor | float = 2.0 ** (self._bits - 1)
+            if "zero" in self.names:
+                middle = self._zeros()[lines][:, places].float()
+            numbers = numbers - middle
+        values = numbers * scale[lines][:, places]
+        return (values * self._whole_scale() if "whole" in self.names else values).to(device)
 
     def _rows_in_tensor(self, rows: slice) -> slice:
         offset = self.place.part * self.rows
@@ -275,8 +301,8 @@ class StoredWeight:
             return self._from_words(words.t())[:, : self.rows * self.place.parts].t()
         return (words + 2 ** (self._bits - 1)).to(torch.uint8)
 
-    def _check_middle(self, zero: Tensor, format: WeightFormat) -> None:
-        if not bool((zero == 2 ** (format.bits - 1)).all()):
+    def _check_middle(self, zero: Tensor) -> None:
+        if not bool((zero == 2 ** (self._bits - 1)).all()):
             raise WeightsError(
                 f"Weight {self.names['zero']!r} in {self.source.where} holds zero points, but the "
                 "configuration says that the weights are symmetric."

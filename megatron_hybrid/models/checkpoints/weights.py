@@ -22,7 +22,11 @@ from megatron_hybrid.layers.linear import LinearPart
 from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.blocks import ModelFormats
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.checkpoints.quantized_weights import StoredWeight, weight_format
+from megatron_hybrid.models.checkpoints.quantized_weights import (
+    StoredWeight,
+    stored_format,
+    weight_format,
+)
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
     TensorSource,
@@ -56,9 +60,8 @@ def load_model(
     `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
     config.json. `mtp`: with its head for multi-token prediction. `quantization`: see `formats_of`.
-    Raises ConfigurationError for
-    what is not supported, before any weight is read, and WeightsError, naming the weight, for a
-    checkpoint that does not fit its configuration.
+    Raises ConfigurationError for what is not supported, before any weight is read, and
+    WeightsError, naming the weight, for a checkpoint that does not fit its configuration.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigurationError(f"--load-format is {load_format!r}; it can be auto or dummy.")
@@ -72,7 +75,7 @@ def load_model(
             conv_states_dtype or dtype,
             ssm_states_dtype,
             mtp,
-            formats_of(folder, quantization),
+            formats_of(folder, quantization, load_format),
         )
     model.eval()
     if load_format == "dummy":
@@ -96,22 +99,27 @@ ON_THE_FLY = {
 _NEVER_ROUNDED = re.compile(r"lm_head|embedding|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj)\.weight")
 
 
-def formats_of(folder: ModelFolder, quantization: str | None) -> ModelFormats:
+def formats_of(
+    folder: ModelFolder, quantization: str | None, load_format: str = "auto"
+) -> ModelFormats:
     """How a model keeps its weights: as the folder has them, or, if they are not quantised there,
     as `quantization` says, a key of ON_THE_FLY. Raises ConfigurationError for both at once."""
-    stored = folder.quantization
-    if quantization is not None and stored is not None:
+    said, names = folder.quantization, None
+    if quantization is not None and said is not None:
         raise ConfigurationError(
             f"--quantization is {quantization}, but the weights in {folder.path} are quantised "
-            f"already ({stored.where}); leave the flag out."
+            f"already ({said.where}); leave the flag out."
         )
     config = folder.config
     family = family_of(config.model_type)
+    if said is not None and load_format == "auto":
+        with open_folder(folder, config) as source:
+            names = frozenset(source.names)
 
     def format_of(block: int | None, role: str) -> WeightFormat | None:
-        if stored is not None:
+        if said is not None:
             place = family.places(config, block, role)[0]
-            return weight_format(stored.format_of(place.name.removesuffix(".weight")))
+            return weight_format(stored_format(said, place.name, names))
         if quantization is None or _NEVER_ROUNDED.search(role):
             return None
         return ON_THE_FLY[quantization]
@@ -250,7 +258,7 @@ def _quantized(part: Part, places: list[Location], source: WeightSource) -> Stor
         return None
     found = []
     for place in places:
-        stored = source.quantization.format_of(place.name.removesuffix(".weight"))
+        stored = stored_format(source.quantization, place.name, source.names)
         if stored is not None:
             found.append(StoredWeight(source, place, stored, *part.shape))
     there = [one for one in found if one.is_there]
@@ -263,8 +271,8 @@ def _check_number_type(source: WeightSource, place: Location) -> None:
     dtype = source.dtype(place.name)
     if dtype not in _NOT_QUANTIZED:
         raise WeightsError(
-            f"Weight {place.name!r} in {source.where} is {dtype}, but its configuration does not "
-            "say that it is quantised."
+            f"Weight {place.name!r} in {source.where} is {dtype}, but it has no scale, or its "
+            "configuration does not say that it is quantised."
         )
 
 
@@ -278,9 +286,11 @@ def _check(model: HybridModel, placed: list[_Placed], source: WeightSource) -> N
     try:
         source.check_all_used(everywhere)
         source.check_rotary_tables()
-        for part, place, copies, _ in placed:
+        for part, place, copies, quantized in placed:
             for copy in copies:
                 source.check_same(place, copy, partial(_loaded, source, part))
+            if quantized is not None:
+                quantized.check_values()
     except Exception as error:  # of tensors in memory each rank has its own
         refused = _refusal(error)
     _refuse_together(lockstep, refused)

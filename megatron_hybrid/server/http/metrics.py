@@ -74,6 +74,9 @@ _GAUGES = {
     "kv_blocks": ("kv_blocks", "KV blocks in all"),
     "state_slots": ("state_slots", "Slots for recurrent states in all"),
 }
+_LABELLED_GAUGES = {
+    "weight_bytes": ("weight_bytes", "format", (), "Memory of one rank's weights"),
+}
 _SHARES = {
     "kv_cache_usage_perc": ("kv_used", "kv_blocks", "Share of KV blocks in use by requests, 0-1"),
     "state_cache_usage_perc": ("state_used", "state_slots", "Share of state slots in use, 0-1"),
@@ -135,10 +138,14 @@ class ServerMetrics:
         for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, (key, text) in table.items():
                 yield family(kind, name, text, [([e], one[key]) for e, one in each])
-        for name, (key, label, known, text) in _LABELLED_COUNTERS.items():
-            counts = [(e, dict.fromkeys(known, 0) | dict(one[key])) for e, one in each]
-            samples = [([e, name], count) for e, named in counts for name, count in named.items()]
-            yield family(CounterMetricFamily, name, text, samples, label)
+        for kind, labelled in (
+            (CounterMetricFamily, _LABELLED_COUNTERS),
+            (GaugeMetricFamily, _LABELLED_GAUGES),
+        ):
+            for name, (key, label, known, text) in labelled.items():
+                counts = [(e, dict.fromkeys(known, 0) | dict(one[key])) for e, one in each]
+                samples = [([e, value], n) for e, named in counts for value, n in named.items()]
+                yield family(kind, name, text, samples, label)
         for name, (part, whole, text) in _SHARES.items():
             shares = [([e], one[part] / one[whole] if one[whole] else 0.0) for e, one in each]
             yield family(GaugeMetricFamily, name, text, shares)

@@ -120,7 +120,10 @@ def _install_service(app: Flask, serving: Serving) -> None:
     @app.get("/server_info")
     def server_info() -> Response:
         """As SGLang has it: its router asks for the model's name here."""
-        return json_response({"served_model_name": serving.options.model_name})
+        info = {"served_model_name": serving.options.model_name}
+        for figures in serving.client.stats_by_engine().values():
+            return json_response({**info, "weight_bytes": figures["weight_bytes"]})
+        return json_response(info)
 
     @app.post("/tokenize")
     def tokenize() -> Response:

@@ -33,6 +33,7 @@ STATS: dict[str, Any] = {
     "time": 100.0,
     "uptime": 60.0,
     "engine": {
+        "weight_bytes": {"bfloat16": 1000},
         "kv_blocks": 1000,
         "kv_free": 600,
         "kv_used": 150,
