@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -34,7 +34,11 @@ class AttentionConfig:
 
 
 class Attention(Mixer):
-    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
+    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks.
+
+    `k_scale`, `v_scale`: what keys and values in FP8 are stored by (see KVCache). They are the
+    checkpoint's that is loaded at first: what is cached stays as it is when new weights come.
+    """
 
     def __init__(
         self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
@@ -43,6 +47,8 @@ class Attention(Mixer):
         super().__init__()
         self.config = config
         self.layer = context.layer
+        self.kv_dtype = context.kv_dtype
+        self.k_scale = self.v_scale = 1.0
         self.parallel = context.parallel
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
@@ -64,13 +70,14 @@ class Attention(Mixer):
 
     def kv_spec(self) -> KVSpec:
         """Of its cache on this rank."""
-        return KVSpec(self.kv_heads, self.config.head_dim, self.qkv_proj.weight.dtype)
+        return KVSpec(self.kv_heads, self.config.head_dim, self.kv_dtype)
 
     def shape(self, block_size: int) -> AttentionShape:
         """What the kernels need to know of every attention layer of the model."""
         config, dtype = self.config, self.qkv_proj.weight.dtype
+        dtypes = dtype, self.kv_dtype
         return AttentionShape(
-            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, dtype
+            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes
         )
 
     def weight_parts(self) -> Parts:
@@ -114,7 +121,7 @@ class Attention(Mixer):
             key = self.k_norm(key, kernels)
         if plans.rotation is not None:
             key = kernels.rope.rotate(key, plans.rotation)
-        kernels.attention.append(key, value, plans.caches.kv[self.layer], plans.attention)
+        kernels.attention.append(key, value, self._cache(plans, self.layer), plans.attention)
 
     def attend(self, projected: Tensor, plans: KernelPlans, layer: int) -> Tensor:
         """What follows the projection, in the KV cache of `layer`."""
@@ -128,9 +135,13 @@ class Attention(Mixer):
         if plans.rotation is not None:
             qk = kernels.rope.rotate(qk, plans.rotation)
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
-        cache = plans.caches.kv[layer]
+        cache = self._cache(plans, layer)
         kernels.attention.append(key, value, cache, plans.attention)
         out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
         if self.config.output_gate:
             out = kernels.activation.gate(out, gate, "sigmoid")
         return self.o_proj(out)
+
+    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
+        cache = plans.caches.kv[layer]
+        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)

@@ -96,6 +96,7 @@ class BlockBuilder:
     dtype: torch.dtype
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
+    kv_dtype: torch.dtype
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self) -> RMSNorm:
@@ -114,6 +115,7 @@ class BlockBuilder:
             self.parallel.experts,
             self.conv_states_dtype,
             self.ssm_states_dtype,
+            self.kv_dtype,
         )
 
     def block(self, index: int, letter: str | None = None) -> Block:

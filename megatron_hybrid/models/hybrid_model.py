@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
+from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.norm import RMSNorm
@@ -59,10 +60,12 @@ class HybridModel(nn.Module):
         dtype: torch.dtype,
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         mtp: bool = False,
     ) -> None:
-        """`mtp`: with the head that the configuration describes, for a model of one stage. Raises
-        ConfigurationError for one that is not supported."""
+        """`kv_dtype`: that keys and values are stored in; None: `dtype`. `mtp`: with the head that
+        the configuration describes, for a model of one stage. Raises ConfigurationError for one
+        that is not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -73,7 +76,9 @@ class HybridModel(nn.Module):
         padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size
 
         def builder() -> BlockBuilder:
-            return BlockBuilder(config, parallel, dtype, conv_states_dtype, ssm_states_dtype)
+            return BlockBuilder(
+                config, parallel, dtype, conv_states_dtype, ssm_states_dtype, kv_dtype or dtype
+            )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
         self.stages = ModelStages.of(builder(), vocabulary_bytes)
@@ -147,6 +152,19 @@ class HybridModel(nn.Module):
         for index, block in zip(self.stage, self.blocks, strict=True):
             assert isinstance(block, Block)
             yield index, block
+
+    def attentions(self) -> Iterator[tuple[int, str, Attention]]:
+        """(block, role, layer) for each attention of this rank: block and role of the projection to
+        its keys, as in `weight_parts`."""
+        layers = {index: block.attention for index, block in self._blocks()}
+        layers |= {index: transformer.self_attn for index, transformer in self._shared.items()}
+        if self.mtp is not None:
+            layers[self.mtp.first] = self.mtp.attention
+        for block, part in self.weight_parts():
+            if part.role.endswith("k_proj.weight") and block is not None:
+                layer = layers[block]
+                assert layer is not None
+                yield block, part.role, layer
 
     def _recurrent_layers(self) -> Iterator[RecurrentMixer]:
         for _, block in self._blocks():

@@ -176,8 +176,9 @@ class Bench:
     def attention_shape(self) -> AttentionShape:
         config = self.attention()
         return AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.scale, BLOCK, self.dtype
-        )
+            config.num_heads, config.num_kv_heads, config.head_dim, config.scale, BLOCK,
+            self.dtype, self.dtype,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- cases
 

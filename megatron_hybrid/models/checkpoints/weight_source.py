@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
+from megatron_hybrid.models.checkpoints.kv_scales import is_kv_scale
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
 from megatron_hybrid.models.families.registry import family_of
@@ -76,7 +77,7 @@ class WeightSource(ABC):
     def check_all_used(self, used: Collection[str]) -> None:
         """Raise WeightsError for a tensor that no part of the model is from."""
         for name in sorted(self.names.keys() - set(used)):
-            if not self.ignores(name):
+            if not self.ignores(name) and not is_kv_scale(name):
                 raise WeightsError(
                     f"Weight {self.names[name]!r} in {self.where} has no place in a "
                     f"{self.config.model_type} model of this configuration."

@@ -16,8 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers.parts import WeightPart
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.kv_scales import read_kv_scales
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
     TensorSource,
@@ -38,6 +40,7 @@ def load_model(
     parallel: ParallelContext,
     conv_states_dtype: torch.dtype | None = None,
     ssm_states_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     load_format: str = "auto",
     seed: int = 1234,
     progress: bool = True,
@@ -46,7 +49,8 @@ def load_model(
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
 
-    `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
+    `dtype` None or "auto": the checkpoint's. `conv_states_dtype`, `kv_dtype` None: the model's; in
+    FP8 keys and values have the checkpoint's scales where it has some, else 1. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
     config.json. `mtp`: with its head for multi-token prediction. Raises ConfigurationError for
     what is not supported, before any weight is read, and WeightsError, naming the weight, for a
@@ -58,7 +62,13 @@ def load_model(
     dtype = resolve_dtype(dtype, folder.config.dtype)
     with torch.device(device):
         model = HybridModel(
-            folder.config, parallel, dtype, conv_states_dtype or dtype, ssm_states_dtype, mtp
+            folder.config,
+            parallel,
+            dtype,
+            conv_states_dtype or dtype,
+            ssm_states_dtype,
+            kv_dtype,
+            mtp,
         )
     model.eval()
     if load_format == "dummy":
@@ -68,6 +78,8 @@ def load_model(
             placed = _place(model, source)
             _check(model, placed, source)
             _put(placed, source, progress and parallel.is_first)
+            if kv_dtype == FP8:
+                read_kv_scales(model, source)
     model.after_loading()
     return model
 
