@@ -28,6 +28,7 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm of each head of q and k, before the rotation
     zero_centered_norm: bool = False  # see RMSNorm
+    key_multiplier: float = 1.0  # of keys; it is a factor of `scale`, and they are stored without
     output_gate: bool = False  # sigmoid(gate) of each output; q_proj has q, gate of head by head
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
@@ -48,7 +49,7 @@ class Attention(Mixer):
         self.config = config
         self.layer = context.layer
         self.kv_dtype = context.kv_dtype
-        self.k_scale = self.v_scale = 1.0
+        self.scale_by(1.0, 1.0)
         self.parallel = context.parallel
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
@@ -67,6 +68,10 @@ class Attention(Mixer):
     @property
     def attention(self) -> Attention:
         return self
+
+    def scale_by(self, k_scale: float, v_scale: float) -> None:
+        """Store keys and values in FP8 by these scales of a checkpoint."""
+        self.k_scale, self.v_scale = k_scale / self.config.key_multiplier, v_scale
 
     def kv_spec(self) -> KVSpec:
         """Of its cache on this rank."""

@@ -117,7 +117,7 @@ def kept(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     numbers = table.view(FP8).double().to(values.device)
     # as the kernels have it, where both neighbours are as near
     wanted = (values.float() / scale).double()
-    above = torch.searchsorted(numbers, wanted.abs()).clamp(1, 126)
+    above = torch.searchsorted(numbers, wanted.abs().contiguous()).clamp(1, 126)
     low, high = numbers[above - 1], numbers[above]
     down, up = wanted.abs() - low, high - wanted.abs()
     nearer = (up < down) | ((up == down) & (above % 2 == 0))  # of two the even one

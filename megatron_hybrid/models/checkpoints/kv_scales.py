@@ -43,8 +43,7 @@ def read_kv_scales(model: HybridModel, source: WeightSource) -> None:
         projection = source.places(block, role)[0].name
         k_scale, v_scale = (_read(source, scale_names(projection, letter)) for letter in "kv")
         found += k_scale is not None or v_scale is not None
-        attention.k_scale = 1.0 if k_scale is None else k_scale
-        attention.v_scale = 1.0 if v_scale is None else v_scale
+        attention.scale_by(1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale)
     if model.parallel.is_first and layers:
         logger.info(
             "keys and values in FP8: the checkpoint has scales for %d of %d layers; others have 1",
