@@ -69,14 +69,7 @@ def attention_step(
     if not scattered:
         order = torch.arange(1, total + 1)
     tokens = sum(n for n, _ in lengths)
-    poison = torch.full(
-        (total + 1, size, shape.kv_heads, shape.head_dim),
-        float("nan"),
-        dtype=shape.kv_dtype,
-        device=device,
-    )
-    scales = (K_SCALE, V_SCALE) if shape.kv_dtype == FP8 else (1.0, 1.0)
-    cache = KVCache(poison, poison.clone(), *scales)
+    cache = poisoned_cache(shape, total + 1, device)
     qkv = normal(tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     query, key, value = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     table = np.zeros((len(lengths), max(blocks_of) + 1), dtype=np.int64)
@@ -107,6 +100,14 @@ def attention_step(
         decodes = sum(n == 1 for n, _ in lengths)
     paged = paged_sequences(host, torch.cat(slots), decodes, device)
     return AttentionStep(paged, query, key, value, cache, torch.cat(expected))
+
+
+def poisoned_cache(shape: AttentionShape, blocks: int, device: str) -> KVCache:
+    """All NaN."""
+    size = (blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+    poison = torch.full(size, torch.nan, device=device).to(shape.kv_dtype)
+    scales = (K_SCALE, V_SCALE) if shape.kv_dtype == FP8 else (1.0, 1.0)
+    return KVCache(poison, poison.clone(), *scales)
 
 
 def kept(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -114,10 +114,11 @@ def test_decodes_in_large_blocks_have_a_kernel_of_their_own(
     """Around the ends of blocks and of tiles, beside a sequence without queries; with drafts."""
     shape = attention_shape(6, 3, 32, block_size, kv_dtype=kv_dtype)
     attention = SplitAttention(splits)
-    assert triton_decode.serves(shape, 8) and not triton_decode.serves(shape, 9)
+    assert triton_decode.serves(shape, 32) and not triton_decode.serves(shape, 33)
     decodes = [(1, 9), (1, 1), (1, 63), (1, 64), (1, 65), (0, 3), (1, 200), (1, 129)]
     check(attention, decodes, shape)
     check(attention, [(3, 5), (1, 31), (8, 70), (0, 9), (5, 100), (4, 4)], shape, decodes=6)
+    check(attention, [(1, 70), (11, 70), (19, 50)], shape, decodes=3)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -68,7 +68,7 @@ class TritonAttention:
             return output
         paged, shape = plan.paged, plan.shape
         if triton_decode.serves(shape, plan.longest):
-            return triton_decode.attend(query, cache, paged, shape, splits)
+            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits)
         tokens, heads, head_dim = query.shape
         _, block_size, kv_heads, _ = cache.key.shape
         sequences, group = len(paged.kv_length), heads // kv_heads

@@ -31,7 +31,7 @@ from megatron_hybrid.kernels.devices import processors
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
 MOST_SPLITS = 64
-_MOST_ROWS = 16  # queries times the query heads of a KV head: the rows of a tile
+_MOST_ROWS = 64  # queries times the query heads of a KV head: the rows of a tile
 _PROGRAMS = 8  # a multiprocessor: two rounds of as many as run on it at once
 _TILE_BYTES = 48 << 10  # of keys and values on their way to a program
 
@@ -56,9 +56,11 @@ def attend(
     cache: KVCache,
     paged: PagedSequences,
     shape: AttentionShape,
+    longest: int,
     splits: int | None = None,
 ) -> Tensor:
-    """As in Attention, for sequences that this module `serves`. splits: see splits_for."""
+    """As in Attention, for sequences of up to `longest` queries that this module `serves`. splits:
+    see splits_for."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = shape.kv_heads, shape.block_size
@@ -67,8 +69,10 @@ def attend(
         splits = splits_for(sequences, kv_heads, query.device)
     parts, sums = parts_of(output, splits)
     is_fp8 = cache.is_fp8
-    keys = 64 if block_size % 64 == 0 and cache.key.element_size() < 4 else 32
-    tile_bytes = 2 * keys * head_dim * cache.key.element_size()
+    rows = max(16, triton.next_power_of_2(longest * heads // kv_heads))  # 16: of a product
+    itemsize = cache.key.element_size()
+    keys = 64 if block_size % 64 == 0 and head_dim <= 128 and itemsize < 4 else 32
+    tile_bytes = 2 * keys * head_dim * itemsize
     _attend_kernel[(kv_heads * splits, sequences)](
         query, cache.key, cache.value.view(torch.int16) if is_fp8 else cache.value,
         output, parts, sums,
@@ -76,10 +80,10 @@ def attend(
         shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
         *query.stride()[:2], tokens, kv_heads,
         SPLITS=splits, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        FIRST=shape.first_position, ROWS=_MOST_ROWS, KEYS=keys, FP8=is_fp8,
+        FIRST=shape.first_position, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
-        # with 128 registers four programs run on a multiprocessor
-        num_warps=4, maxnreg=128 if is_fp8 and head_dim <= 128 else None,
+        # with 128 registers a thread four programs run on a multiprocessor
+        num_warps=4, maxnreg=128 if is_fp8 and rows == 16 else None,
     )  # fmt: skip
     join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
     return output
