@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, KVCache
+from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -49,7 +49,9 @@ class Attention(Mixer):
         self.config = config
         self.layer = context.layer
         self.kv_dtype = context.kv_dtype
-        self.scale_by(1.0, 1.0)
+        self.k_scale = self.v_scale = 1.0
+        if self.kv_dtype == FP8:
+            self.scale_by(1.0, 1.0)
         self.parallel = context.parallel
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
@@ -70,7 +72,7 @@ class Attention(Mixer):
         return self
 
     def scale_by(self, k_scale: float, v_scale: float) -> None:
-        """Store keys and values in FP8 by these scales of a checkpoint."""
+        """Store keys and values, which are in FP8, by these scales of a checkpoint."""
         self.k_scale, self.v_scale = k_scale / self.config.key_multiplier, v_scale
 
     def kv_spec(self) -> KVSpec:

@@ -73,6 +73,7 @@ def test_keys_that_are_stored_without_their_multiplier_have_a_scale_without_it(
     assert tiny("falcon_h1").theirs.config.key_multiplier == 0.8
     first, second = scales(load(tmp_path, parallel, kv_dtype=FP8))
     assert first == (0.5 / 0.8, 1.0) and second == (1 / 0.8, 1.0)
+    assert scales(load(tmp_path, parallel)) == [(1.0, 1.0)] * 2
 
 
 def test_a_heads_scales_are_its_own(tmp_path: Path, parallel: ParallelContext) -> None:
