@@ -12,6 +12,7 @@ from megatron_hybrid.rank_layout import ParallelSizes
 from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8_e4m3")
 QUANTIZATIONS = ("fp8", "fp8_block")
 MOST_SPECULATIVE_TOKENS = 32
 MOST_WRITE_INTERVAL = 16
@@ -99,6 +100,13 @@ class EngineConfig(Settings):
     )
     inference_dynamic_batching_block_size: int = option(
         64, "tokens in a KV block", least=1, most=MOST_BLOCK_SIZE
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type that keys and values are stored in. auto: the model's; fp8_e4m3: 8 bits, so that the "
+        "same memory holds twice as many tokens of a model in 16 bits; they are rounded, by the "
+        "checkpoint's scales where it has some",
+        KV_DTYPES,
     )
     inference_dynamic_batching_max_requests: int | None = option(
         None,

@@ -49,7 +49,6 @@ _REASONS = {
     f"what is free is divided; {_BUFFER} and {_STATES} set its parts in GB": (
         "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
     ),
-    "the cache has the type of the model, which --dtype sets": "--kv-cache-dtype",
     "no code of a checkpoint is ever run": "--trust-remote-code",
     "a model is read from a folder, which `hf download NAME --local-dir DIR` fills": (
         "--revision --download-dir --hf-token"

@@ -57,6 +57,8 @@ class MTPOracle(nn.Module):
     def __init__(self, family: str, model: PreTrainedModel, folder: Path) -> None:
         super().__init__()
         self.family, self.folder = family, folder
+        self.options: dict[str, Any] = {}  # of all engines
+        self.tolerance = 2e-3  # of log-probabilities
         self._model = [model]  # not a part of this module
         config = copy.deepcopy(model.config)
         size = config.hidden_size

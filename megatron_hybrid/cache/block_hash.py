@@ -3,8 +3,8 @@
 The key of block i is H(key of block i - 1, tokens of block i), so equal keys mean equal prefixes.
 A prefix that ends inside a block has a key too, H(key of the last full block, the tokens after it):
 fewer tokens go in than for a block, so it can't be taken for a block's. The root stands for
-everything besides tokens that a cached value depends on: the weights' epoch, the caller's salt and
-the adapter.
+everything besides tokens that a cached value depends on: the weights' epoch, the caller's salt, the
+adapter and the types that values are stored in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ BlockKey = bytes
 Tokens = npt.NDArray[np.int32]
 
 
-def root_key(model_epoch: int, cache_salt: str = "", adapter: str = "") -> BlockKey:
+def root_key(
+    model_epoch: int, cache_salt: str = "", adapter: str = "", stored_as: str = ""
+) -> BlockKey:
     """The key that the first block of a sequence is chained to."""
     digest = blake2b(digest_size=DIGEST_SIZE)
-    for part in (str(model_epoch), cache_salt, adapter):
+    for part in (str(model_epoch), cache_salt, adapter, stored_as):
         # "surrogatepass" only so that no salt can raise here
         data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)

@@ -26,6 +26,7 @@ class CacheGeometry:
     bytes_per_block: int
     bytes_per_state: int  # one slot in all recurrent layers; 0 without such layers
     bytes_per_logits: int = 0  # that go with each slot
+    stored_as: str = ""  # the type of keys and values: part of every key, like the weights' epoch
 
     @property
     def bytes_per_slot(self) -> int:

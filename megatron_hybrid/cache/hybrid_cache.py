@@ -83,7 +83,7 @@ class HybridCache:
 
     def root(self, cache_salt: str = "", adapter: str = "") -> BlockKey:
         """What keys of a sequence start from under the present epoch."""
-        return root_key(self.epoch, cache_salt, adapter)
+        return root_key(self.epoch, cache_salt, adapter, self.geometry.stored_as)
 
     def match(self, keys: SequenceKeys, length: int, *, may_skip: bool = True) -> PrefixMatch:
         """What the cache holds of a prompt of `length` tokens. Changes nothing."""

@@ -34,6 +34,7 @@ from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
@@ -262,6 +263,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
+        _check_kv_dtype(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
@@ -321,11 +323,13 @@ def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
 
 
 class _Dtypes(NamedTuple):
-    """Of weights and activations, of the convolution's states and of the recurrent ones."""
+    """Of weights and activations, of the convolution's states, of the recurrent ones, and of keys
+    and values."""
 
     dtype: torch.dtype
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> _Dtypes:
@@ -333,7 +337,23 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
     if config.dtype is None and device.type == "cpu":
         dtype = torch.float32  # small matrix products in 16 bits take several times as long there
     conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
-    return _Dtypes(dtype, conv, resolve_dtype(config.mamba_inference_ssm_states_dtype))
+    ssm = resolve_dtype(config.mamba_inference_ssm_states_dtype)
+    return _Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)
+
+
+def _check_kv_dtype(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
+    """Raise ConfigurationError where keys and values can't be stored as wanted."""
+    if config.kv_cache_dtype == "auto":
+        return
+    wanted = f"--kv-cache-dtype is {config.kv_cache_dtype}, but "
+    if not shapes.stages.kv_specs:
+        kind = shapes.config.model_type
+        raise ConfigurationError(f"{wanted}the model ({kind}) has no attention, so it stores none.")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise ConfigurationError(
+            f"{wanted}GPUs convert FP8 from compute capability 8.9 on; {device} has {capability}."
+        )
 
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:

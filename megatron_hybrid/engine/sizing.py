@@ -138,6 +138,7 @@ def derive_geometry(
         bytes_per_block=_bytes_per_block(kv_specs, block_size),
         bytes_per_state=_bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
+        stored_as=",".join({str(spec.dtype).removeprefix("torch.") for spec in kv_specs}),
     )
 
 
@@ -229,7 +230,8 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
     """The start log: what was chosen, so that "nothing is cached" can be told from "broken"."""
     text = (
         f"block size {geometry.block_size} tokens, grid {geometry.grid} tokens, "
-        f"{geometry.num_blocks} KV blocks of {geometry.bytes_per_block} bytes, "
+        f"{geometry.num_blocks} KV blocks of {geometry.bytes_per_block} bytes"
+        f"{f' ({geometry.stored_as})' if geometry.stored_as else ''}, "
         f"{geometry.max_requests} requests at a time, up to {context.max_seq_length} tokens each "
         f"({context.max_seq_length_flag}), {context.max_tokens} computed tokens a step"
     )

@@ -25,6 +25,9 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.integer]
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # its largest number
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeSlots:
@@ -224,17 +227,30 @@ class AttentionShape:
     head_dim: int
     scale: float
     block_size: int
-    dtype: torch.dtype  # of queries, keys and values
+    dtype: torch.dtype  # of queries, and of keys and values before they are stored
+    kv_dtype: torch.dtype  # that they are stored in: the same, or FP8
     first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of one attention layer, [blocks, block_size, kv_heads, head_dim] each,
-    contiguous."""
+    contiguous.
+
+    In FP8 a number x is stored as x / scale, rounded to e4m3 as to_fp8 does, and stands for that
+    times the scale. Numbers on the host, so that launches that are captured in a CUDA graph have
+    them: they stay as long as the cache.
+    """
 
     key: Tensor
     value: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the scales count."""
+        return self.key.dtype == FP8
 
 
 @dataclass(frozen=True, slots=True)

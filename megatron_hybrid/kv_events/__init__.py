@@ -22,12 +22,12 @@ A router's side, one for each replica:
     subscriber.receive()                         # often; reads what is there, never waits
     if subscriber.is_current:                    # nothing was missed, and it was heard of just now
         contents = subscriber.contents
-        root = root_key(contents.epoch, cache_salt, adapter)
+        root = root_key(contents.epoch, cache_salt, adapter, contents.stored_as)
         keys = SequenceKeys(root, contents.block_size, lambda start, end: tokens[start:end])
         contents.skippable(keys, len(tokens))    # tokens that this prompt need not compute there
 
 (`tokens` is an int32 array, `root_key` and `SequenceKeys` are in `cache/block_hash.py`. The keys of
-one prompt serve for all replicas of the same epoch.)
+one prompt serve for all replicas of the same epoch that store KV in the same type.)
 
 A KVEventSubscriber asks for what it missed by itself: at first, after a gap, and when the engine
 was restarted. The events and replays, and what they mean for hybrid models: docs/routing.md.

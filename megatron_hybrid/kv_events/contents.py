@@ -44,6 +44,7 @@ class CacheContents:
         self.block_size = 0  # tokens; 0 while nothing is known
         self.has_attention = True
         self.has_recurrent = False
+        self.stored_as = ""
         self.blocks: dict[int, Stored] = {}  # by hash; parents come before their children
         self.states: dict[int, Stored] = {}  # positions to go on from, besides every block's end
         self._keeps_tokens = keeps_tokens
@@ -64,8 +65,8 @@ class CacheContents:
         self, keys: SequenceKeys, length: int, hashes: Sequence[int] | None = None
     ) -> int:
         """Tokens that a prompt of `length` tokens would not have to compute: the same figure as
-        `PrefixStore.match` finds. `keys` are those under the root of this `epoch`; `hashes`: of the
-        prompt's full blocks, where they are known already."""
+        `PrefixStore.match` finds. `keys` are those under the root of this `epoch` and
+        `stored_as`; `hashes`: of the prompt's full blocks, where they are known already."""
         if not self.block_size:
             return 0
         if hashes is None:
@@ -86,9 +87,8 @@ class CacheContents:
     def snapshot(self) -> Iterator[list[Event]]:
         """Everything, as events in portions of bounded size; applied in order, they say the same
         again. Only with `keeps_tokens`."""
-        yield [
-            AllBlocksCleared(self.epoch, self.block_size, self.has_attention, self.has_recurrent)
-        ]
+        kinds = self.has_attention, self.has_recurrent
+        yield [AllBlocksCleared(self.epoch, self.block_size, *kinds, self.stored_as)]
         run: list[tuple[int, Stored]] = []
         for name, block in self.blocks.items():
             if run and not (_follows(*run[-1], block) and len(run) < BLOCKS_AN_EVENT):
@@ -130,6 +130,7 @@ class CacheContents:
         self._fills.clear()
         self.epoch, self.block_size = event.epoch, event.block_size
         self.has_attention, self.has_recurrent = event.has_attention, event.has_recurrent
+        self.stored_as = event.stored_as
 
     def _group(self, group_idx: int | None) -> dict[int, Stored]:
         return self.states if group_idx == STATES else self.blocks

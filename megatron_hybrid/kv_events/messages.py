@@ -74,6 +74,7 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
     block_size: int = 0  # tokens
     has_attention: bool = True
     has_recurrent: bool = False
+    stored_as: str = ""  # the type of keys and values; part of every hash, too
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -125,7 +126,9 @@ def events_of(changes: Iterable[Change]) -> list[Event]:
 def _event_of(change: Stored | Cleared) -> Event:
     if isinstance(change, Cleared):
         cut = change.geometry
-        return AllBlocksCleared(change.epoch, cut.block_size, cut.has_attention, cut.has_recurrent)
+        return AllBlocksCleared(
+            change.epoch, cut.block_size, cut.has_attention, cut.has_recurrent, cut.stored_as
+        )
     hashes = [wire_hash(key) for key in change.keys]
     parent = None if change.parent is None else wire_hash(change.parent)
     return stored_event(hashes, parent, change.tokens.tolist(), *change[3:])

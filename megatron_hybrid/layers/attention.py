@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape
+from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -28,13 +28,18 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm of each head of q and k, before the rotation
     zero_centered_norm: bool = False  # see RMSNorm
+    key_multiplier: float = 1.0  # of keys; it is a factor of `scale`, and they are stored without
     output_gate: bool = False  # sigmoid(gate) of each output; q_proj has q, gate of head by head
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
 
 
 class Attention(Mixer):
-    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
+    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks.
+
+    `k_scale`, `v_scale`: what keys and values in FP8 are stored by (see KVCache). They are the
+    checkpoint's that is loaded at first: what is cached stays as it is when new weights come.
+    """
 
     def __init__(
         self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
@@ -43,6 +48,10 @@ class Attention(Mixer):
         super().__init__()
         self.config = config
         self.layer = context.layer
+        self.kv_dtype = context.kv_dtype
+        self.k_scale = self.v_scale = 1.0
+        if self.kv_dtype == FP8:
+            self.scale_by(1.0, 1.0)
         self.parallel = context.parallel
         self.dtype = context.dtype
         self.heads = context.share(config.num_heads, "attention heads")
@@ -63,15 +72,20 @@ class Attention(Mixer):
     def attention(self) -> Attention:
         return self
 
+    def scale_by(self, k_scale: float, v_scale: float) -> None:
+        """Store keys and values, which are in FP8, by these scales of a checkpoint."""
+        self.k_scale, self.v_scale = k_scale / self.config.key_multiplier, v_scale
+
     def kv_spec(self) -> KVSpec:
         """Of its cache on this rank."""
-        return KVSpec(self.kv_heads, self.config.head_dim, self.dtype)
+        return KVSpec(self.kv_heads, self.config.head_dim, self.kv_dtype)
 
     def shape(self, block_size: int) -> AttentionShape:
         """What the kernels need to know of every attention layer of the model."""
         config, dtype = self.config, self.dtype
+        dtypes = dtype, self.kv_dtype
         return AttentionShape(
-            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, dtype
+            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes
         )
 
     @property
@@ -117,7 +131,7 @@ class Attention(Mixer):
             key = self.k_norm(key, kernels)
         if plans.rotation is not None:
             key = kernels.rope.rotate(key, plans.rotation)
-        kernels.attention.append(key, value, plans.caches.kv[self.layer], plans.attention)
+        kernels.attention.append(key, value, self._cache(plans, self.layer), plans.attention)
 
     def attend(self, projected: Tensor, plans: KernelPlans, layer: int) -> Tensor:
         """What follows the projection, in the KV cache of `layer`."""
@@ -131,10 +145,14 @@ class Attention(Mixer):
         if plans.rotation is not None:
             qk = kernels.rope.rotate(qk, plans.rotation)
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
-        cache = plans.caches.kv[layer]
+        cache = self._cache(plans, layer)
         kernels.attention.append(key, value, cache, plans.attention)
         out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
         if self.config.output_gate:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
         return self.o_proj(out, kernels)
+
+    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
+        cache = plans.caches.kv[layer]
+        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)

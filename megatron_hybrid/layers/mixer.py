@@ -32,6 +32,7 @@ class LayerContext:
     experts: ExpertRanks
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
+    kv_dtype: torch.dtype
 
     def share(self, total: int, what: str, *, or_copy: bool = False) -> int:
         """This rank's part of so many `what`; `or_copy`: one at least, which several ranks have.

@@ -112,6 +112,7 @@ class BlockBuilder:
     dtype: torch.dtype
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
+    kv_dtype: torch.dtype
     formats: ModelFormats = in_one_type
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
@@ -131,6 +132,7 @@ class BlockBuilder:
             self.parallel.experts,
             self.conv_states_dtype,
             self.ssm_states_dtype,
+            self.kv_dtype,
         )
 
     def block(self, index: int, letter: str | None = None) -> Block:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
@@ -59,12 +60,13 @@ class HybridModel(nn.Module):
         dtype: torch.dtype,
         conv_states_dtype: torch.dtype,
         ssm_states_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         mtp: bool = False,
         formats: ModelFormats = in_one_type,
     ) -> None:
-        """`mtp`: with the head that the configuration describes, for a model of one stage.
-        `formats`: of the weights of linear layers. Raises ConfigurationError for a model that is
-        not supported."""
+        """`kv_dtype`: that keys and values are stored in; None: `dtype`. `mtp`: with the head that
+        the configuration describes, for a model of one stage. `formats`: of the weights of linear
+        layers. Raises ConfigurationError for a model that is not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -76,7 +78,13 @@ class HybridModel(nn.Module):
 
         def builder() -> BlockBuilder:
             return BlockBuilder(
-                config, parallel, dtype, conv_states_dtype, ssm_states_dtype, formats
+                config,
+                parallel,
+                dtype,
+                conv_states_dtype,
+                ssm_states_dtype,
+                kv_dtype or dtype,
+                formats,
             )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
@@ -165,6 +173,19 @@ class HybridModel(nn.Module):
         for index, block in zip(self.stage, self.blocks, strict=True):
             assert isinstance(block, Block)
             yield index, block
+
+    def attentions(self) -> Iterator[tuple[int, str, Attention]]:
+        """(block, role, layer) for each attention of this rank: block and role of the projection to
+        its keys, as in `weight_parts`."""
+        layers = {index: block.attention for index, block in self._blocks()}
+        layers |= {index: transformer.self_attn for index, transformer in self._shared.items()}
+        if self.mtp is not None:
+            layers[self.mtp.first] = self.mtp.attention
+        for block, part in self.weight_parts():
+            if part.role.endswith("k_proj.weight") and block is not None:
+                layer = layers[block]
+                assert layer is not None
+                yield block, part.role, layer
 
     def _recurrent_layers(self) -> Iterator[RecurrentMixer]:
         for _, block in self._blocks():

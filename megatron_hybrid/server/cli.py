@@ -116,7 +116,9 @@ def _serve_first_rank(
                     options, front_end.replica, lambda url: _start(question, url)
                 ),
                 max_queue=options.max_queue,
-                cache=CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix),
+                cache=CacheSizes(
+                    geometry.block_size, geometry.smallest_reusable_prefix, geometry.stored_as
+                ),
                 publish_cache=publish,
                 waker=Waker.of(front_end.context, parallel),
                 on_turn=watchdog.turn,

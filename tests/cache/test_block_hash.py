@@ -36,11 +36,12 @@ def test_keys_depend_on_every_earlier_token_the_salt_the_adapter_and_the_epoch()
     assert first[:1] + extend_keys(first[0], more, B) == first
 
 
-def test_no_two_combinations_of_epoch_salt_and_adapter_have_one_root():
+def test_no_two_combinations_of_epoch_salt_adapter_and_type_have_one_root():
     words = ["", "a", "b", "ab", "a\0", "\0", "0", "1", "\ud800"]
-    roots = {root_key(epoch, salt, adapter)
-             for epoch in (0, 1, 10) for salt in words for adapter in words}  # fmt: skip
-    assert len(roots) == 3 * len(words) ** 2
+    roots = {root_key(epoch, salt, adapter, stored_as)
+             for epoch in (0, 1, 10) for salt in words for adapter in words
+             for stored_as in words}  # fmt: skip
+    assert len(roots) == 3 * len(words) ** 3
 
 
 def test_keys_are_equal_if_and_only_if_prefixes_are():

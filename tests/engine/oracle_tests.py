@@ -5,7 +5,7 @@ The test_oracle_*.py files run these tests on their families, so that they can r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +92,8 @@ class Oracle:
     text: Prompt  # random
     prompts: list[Prompt]
     answers: list[list[int]]
+    tolerance: float = TOLERANCE  # of log-probabilities
+    options: dict[str, object] = field(default_factory=dict)  # of all engines
     known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     built: dict[tuple[tuple[str, object], ...], LLM] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ class Oracle:
         engine: what one test left behind must not change what the next one gets."""
         llm = self.built.get(key := tuple(sorted(options.items())))
         if llm is None:
-            every = OPTIONS | {WRITE_INTERVAL: write_interval(self.kind)} | options
+            every = OPTIONS | {WRITE_INTERVAL: write_interval(self.kind)} | self.options | options
             llm = self.built[key] = LLM(str(self.folder), **every)  # type: ignore[arg-type]
             llm.engine.runner.asynchronous = self.asynchronous
         llm.engine.reset()
@@ -143,9 +145,9 @@ class Oracle:
             assert output.token_ids == truth.argmax(dim=-1).tolist()
             for row, token, entry in zip(truth, output.token_ids, output.logprobs, strict=True):
                 assert entry.token_id == token
-                assert abs(entry.logprob - float(row[token])) < TOLERANCE
+                assert abs(entry.logprob - float(row[token])) < self.tolerance
                 for other, logprob in entry.top:
-                    assert abs(logprob - float(row[other])) < TOLERANCE
+                    assert abs(logprob - float(row[other])) < self.tolerance
 
 
 def generate(
@@ -163,9 +165,12 @@ def computed_tokens(outputs: Sequence[RequestOutput]) -> list[int]:
     return [len(output.prompt_token_ids) - output.cached_tokens for output in outputs]
 
 
-def make_oracle(kind: str, folder: Path) -> Oracle:
+def make_oracle(
+    kind: str, folder: Path, prepare: Callable[[PreTrainedModel], None] = lambda model: None
+) -> Oracle:
     """`kind`: a family, or "recurrent_only" (a Nemotron without attention) or "in_flight" (one that
-    runs with a step in flight, as on a GPU)."""
+    runs with a step in flight, as on a GPU). `prepare`: what to do with transformers' model before
+    it is asked."""
     asynchronous = kind == "in_flight"
     if kind == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
@@ -173,6 +178,7 @@ def make_oracle(kind: str, folder: Path) -> Oracle:
     else:
         family = "nemotron_h" if asynchronous else kind
         model = make_tiny_model(family, folder, chunk_size=GRID)
+    prepare(model)
     generator = torch.Generator().manual_seed(5)
     vocab = model.config.vocab_size
     text = torch.randint(0, vocab, (1200,), generator=generator).tolist()
@@ -479,7 +485,7 @@ def test_drafts_change_neither_answers_nor_what_is_cached(oracle: Oracle):
             assert [output.cached_tokens for output in found] == cached
             for output, truth in zip(found, right, strict=True):
                 for entry, other in zip(output.logprobs, truth.logprobs, strict=True):
-                    assert abs(entry.logprob - other.logprob) < TOLERANCE
+                    assert abs(entry.logprob - other.logprob) < oracle.tolerance
             assert llm.stats()["accepted_tokens"] - before["accepted_tokens"] > 2 * len(batch)
         for truth in turns:
             (turn,) = generate(llm, [truth.prompt_token_ids])

@@ -20,7 +20,6 @@ from tests.mtp_models import MTP_FAMILIES, MTPOracle, make_mtp_model
 from tests.thorough import usually
 
 GRID = 16
-TOLERANCE = 2e-3
 OPTIONS = {
     "inference_dynamic_batching_block_size": GRID,
     "inference_dynamic_batching_buffer_size_gb": 0.03,
@@ -79,7 +78,7 @@ class Watch:
             expected, truth = oracle.chain(text, len(drafts), stop_ids)
             assert drafts == expected
             difference = torch.log_softmax(logits, -1) - torch.log_softmax(truth, -1)
-            assert difference.abs().max() < TOLERANCE
+            assert difference.abs().max() < oracle.tolerance
         self.drafts.clear()
 
 
@@ -92,7 +91,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def llm(oracle: MTPOracle, **options: Any) -> LLM:
     interval = {"mamba_inference_state_write_interval": WRITE_INTERVALS[oracle.family]}
-    return LLM(str(oracle.folder), **(OPTIONS | interval | options))
+    return LLM(str(oracle.folder), **(OPTIONS | interval | oracle.options | options))
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

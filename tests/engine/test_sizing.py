@@ -3,6 +3,8 @@ needs a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,21 @@ def test_caches_take_what_is_left_and_no_more(options):
     assert buffer + states - 0.2 < used(found) <= buffer + states
     assert found.max_requests == 256
     assert found.num_cached_slots == int(states * GIB) // found.bytes_per_slot
+
+
+def test_keys_and_values_in_fp8_make_twice_the_blocks():
+    whole = geometry(100.0, **{BUFFER: 50.0})
+    half = derive_geometry(
+        EngineConfig(**{BUFFER: 50.0}),
+        [replace(KV, dtype=torch.float8_e4m3fn)] * 4,
+        [STATE] * 24,
+        VOCABULARY,
+        int(100.0 * GIB),
+    )
+    assert whole.bytes_per_block == 2 * half.bytes_per_block
+    assert half.num_blocks in range(2 * whole.num_blocks, 2 * whole.num_blocks + 3)
+    assert (whole.stored_as, half.stored_as) == ("bfloat16", "float8_e4m3fn")
+    assert derive_geometry(EngineConfig(), [], [STATE], VOCABULARY, GIB).stored_as == ""
 
 
 def test_without_prefix_caching_everything_is_for_kv_and_live_states():

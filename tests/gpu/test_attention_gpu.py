@@ -14,6 +14,7 @@ import torch
 from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost
 from tests.kernels.attention_cases import (
+    FP8,
     AttentionStep,
     Lengths,
     attention_shape,
@@ -21,7 +22,9 @@ from tests.kernels.attention_cases import (
     check,
     check_copied_tokens,
     check_masked_writes,
+    check_stored_fp8,
     paged_sequences,
+    poisoned_cache,
 )
 from tests.kernels.test_rope import rotated
 
@@ -57,6 +60,12 @@ def attention(request: pytest.FixtureRequest) -> Any:
         attention_shape(32, 2, 128, 400, BF16),
         attention_shape(16, 4, 64, 16, BF16),
         attention_shape(8, 1, 256, 48, BF16),
+        attention_shape(32, 8, 128, 64, BF16, kv_dtype=FP8),
+        attention_shape(32, 2, 128, 64, BF16, kv_dtype=FP8),
+        attention_shape(12, 4, 128, 16, BF16, kv_dtype=FP8),
+        attention_shape(16, 4, 64, 32, BF16, kv_dtype=FP8),
+        attention_shape(16, 2, 256, 64, BF16, kv_dtype=FP8),
+        attention_shape(16, 4, 64, 64, torch.float16, kv_dtype=FP8),
     ],
     ids=str,
 )
@@ -76,14 +85,41 @@ def test_real_shapes(attention: Any, shape: AttentionShape) -> None:
 def test_float32_and_odd_heads_run_on_triton(attention: Any, head_dim: int) -> None:
     shape = attention_shape(8, 2, head_dim, 16)
     check(attention, MIXED, shape, decodes=4, device="cuda", tolerance=1e-4)
+    in_fp8 = attention_shape(8, 2, head_dim, 64, kv_dtype=FP8)
+    check(attention, MIXED, in_fp8, decodes=4, device="cuda", tolerance=1e-4)
     if head_dim == 80:
         shape = attention_shape(8, 2, head_dim, 16, BF16)
         check(attention, MIXED, shape, decodes=4, device="cuda", tolerance=2e-2)
 
 
-def test_masked_writes_and_copies(attention: Any) -> None:
-    check_masked_writes(attention, "cuda")
-    check_copied_tokens(attention, "cuda")
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+def test_masked_writes_and_copies(attention: Any, kv_dtype: torch.dtype) -> None:
+    check_masked_writes(attention, "cuda", kv_dtype)
+    check_copied_tokens(attention, "cuda", kv_dtype)
+
+
+def test_fp8_saturates_and_shows_nan(attention: Any) -> None:
+    check_stored_fp8(attention, "cuda")
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("queries", [1, 3, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 7, 64])
+def test_decodes_in_parts_of_the_keys(queries: int, splits: int, kv_dtype: torch.dtype) -> None:
+    """By the kernel for few queries a sequence."""
+    from megatron_hybrid.kernels.paged_attention import triton_decode
+
+    shape = attention_shape(32, 8, 128, 64, BF16, kv_dtype=kv_dtype)
+    assert triton_decode.serves(shape, queries)
+    keys = (queries, 63, 64, 65, 127, 128, 1000, 8192)
+    step = attention_step([(queries, n) for n in keys], shape, decodes=len(keys), device="cuda")
+    attention = make("triton")
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    found = attention.attend(step.query, step.cache, plan, splits=splits)
+    torch.testing.assert_close(found.double(), step.expected, atol=2e-2, rtol=2e-2)
+    again = attention.attend(step.query, step.cache, plan, splits=splits)
+    assert torch.equal(found, again)
 
 
 def padded(step: AttentionStep, size: GraphSize) -> AttentionStep:
@@ -163,19 +199,17 @@ SIZES = [
 
 @pytest.mark.parametrize(
     "shape",
-    [attention_shape(32, 8, 128, 64, BF16), attention_shape(32, 2, 128, 400, BF16)],
+    [
+        attention_shape(32, 8, 128, 64, BF16),
+        attention_shape(32, 2, 128, 400, BF16),
+        attention_shape(32, 8, 128, 64, BF16, kv_dtype=FP8),
+    ],
     ids=str,
 )
 def test_a_graph_is_planned_anew_for_every_replay(attention: Any, shape: AttentionShape) -> None:
     """All are captured first, from steps of nothing but padding, as an engine does."""
     blocks, generator = 3000, np.random.default_rng(0)
-    poison = torch.full(
-        (blocks, shape.block_size, shape.kv_heads, shape.head_dim),
-        torch.nan,
-        dtype=shape.dtype,
-        device="cuda",
-    )
-    cache = KVCache(poison, poison.clone())
+    cache = poisoned_cache(shape, blocks, "cuda")
     empty = nothing(shape, cache)
     graphs = {size: capture(attention, shape, padded(empty, size), cache) for size in SIZES}
     for turn, longest in enumerate((10, 3000, 70, 1, 500, 9000)):

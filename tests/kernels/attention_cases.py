@@ -14,6 +14,10 @@ from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost,
 
 Lengths = list[tuple[int, int]]  # (queries, keys) of each sequence, decodes first
 
+FP8 = torch.float8_e4m3fn
+# A typical one, and one that makes numbers saturate. Not powers of two: they would not be rounded.
+K_SCALE, V_SCALE = 0.013, 0.0041
+
 
 def attention_shape(
     heads: int = 4,
@@ -22,9 +26,13 @@ def attention_shape(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     first_position: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionShape:
+    """`kv_dtype`: None: the same as `dtype`."""
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
-    return AttentionShape(heads, kv_heads, head_dim, scale, block_size, dtype, first_position)
+    return AttentionShape(
+        heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position
+    )
 
 
 @dataclass
@@ -61,13 +69,7 @@ def attention_step(
     if not scattered:
         order = torch.arange(1, total + 1)
     tokens = sum(n for n, _ in lengths)
-    poison = torch.full(
-        (total + 1, size, shape.kv_heads, shape.head_dim),
-        float("nan"),
-        dtype=shape.dtype,
-        device=device,
-    )
-    cache = KVCache(poison, poison.clone())
+    cache = poisoned_cache(shape, total + 1, device)
     qkv = normal(tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     query, key, value = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     table = np.zeros((len(lengths), max(blocks_of) + 1), dtype=np.int64)
@@ -80,13 +82,17 @@ def attention_step(
         at = own.repeat_interleave(size)[:keys] * size + torch.arange(keys) % size
         past, new = keys - n, slice(first_token, first_token + n)
         first_token += n
-        old_key, old_value = (normal(past, shape.kv_heads, shape.head_dim) for _ in range(2))
-        cache.key.flatten(0, 1)[at[:past].to(device)] = old_key
-        cache.value.flatten(0, 1)[at[:past].to(device)] = old_value
+        wholes = []
+        for stored, scale, own in (
+            (cache.key, cache.k_scale, key[new]), (cache.value, cache.v_scale, value[new])
+        ):  # fmt: skip
+            old = kept(normal(past, shape.kv_heads, shape.head_dim), shape.kv_dtype, scale)
+            bytes_of(stored).flatten(0, 1)[at[:past].to(device)] = bytes_of(old)
+            whole = torch.cat((old.double(), kept(own, shape.kv_dtype, scale).double()))
+            wholes.append(whole * scale)
         slots.append(at[past:])
         if n:
-            whole = torch.cat((old_key, key[new])), torch.cat((old_value, value[new]))
-            expected.append(naive(query[new], *whole, past, shape))
+            expected.append(naive(query[new], *wholes, past, shape))
     host = PagedHost.of(
         np.array([n for n, _ in lengths]), np.array([keys for _, keys in lengths]), table, size
     )
@@ -94,6 +100,36 @@ def attention_step(
         decodes = sum(n == 1 for n, _ in lengths)
     paged = paged_sequences(host, torch.cat(slots), decodes, device)
     return AttentionStep(paged, query, key, value, cache, torch.cat(expected))
+
+
+def poisoned_cache(shape: AttentionShape, blocks: int, device: str) -> KVCache:
+    """All NaN."""
+    size = (blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+    poison = torch.full(size, torch.nan, device=device).to(shape.kv_dtype)
+    scales = (K_SCALE, V_SCALE) if shape.kv_dtype == FP8 else (1.0, 1.0)
+    return KVCache(poison, poison.clone(), *scales)
+
+
+def kept(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """What a cache of this type keeps of them: in FP8 the nearest of its numbers, by a table."""
+    if dtype != FP8:
+        return values.to(dtype)
+    table = torch.arange(127, dtype=torch.uint8)  # of the positive ones: 127 is NaN
+    numbers = table.view(FP8).double().to(values.device)
+    # as the kernels have it, where both neighbours are as near
+    wanted = (values.float() / scale).double()
+    above = torch.searchsorted(numbers, wanted.abs().contiguous()).clamp(1, 126)
+    low, high = numbers[above - 1], numbers[above]
+    down, up = wanted.abs() - low, high - wanted.abs()
+    nearer = (up < down) | ((up == down) & (above % 2 == 0))  # of two the even one
+    code = torch.where(nearer, above, above - 1) + 128 * wanted.signbit()
+    code = torch.where(wanted.isnan(), 127, code)
+    return code.to(torch.uint8).view(FP8)
+
+
+def bytes_of(stored: Tensor) -> Tensor:
+    """FP8 as bytes, which can be compared and moved."""
+    return stored.view(torch.uint8) if stored.dtype == FP8 else stored
 
 
 def paged_sequences(
@@ -152,39 +188,79 @@ def check_first_position(attention: Any, lengths: Lengths, **kwargs: Any) -> Non
         check(attention, [(n, keys + first) for n, keys in lengths], shape, **kwargs)
 
 
-def check_masked_writes(attention: Any, device: str = "cpu") -> None:
+def check_masked_writes(
+    attention: Any, device: str = "cpu", kv_dtype: torch.dtype | None = None
+) -> None:
     """Tokens of matched blocks are computed again; their writes go to the dummy block 0."""
-    shape = attention_shape()
+    shape = attention_shape(kv_dtype=kv_dtype)
     step = attention_step([(3, 9)], shape, device=device)
     slots = step.paged.kv_slot.clone()
     slots[:2] = 0
-    before = step.cache.key.clone()
+    stored = bytes_of(step.cache.key)
+    before = stored.clone()
     plan = attention.plan(replace(step.paged, kv_slot=slots), shape)
     attention.append(step.key, step.value, step.cache, plan)
     last = slots[2].long()
-    rows, old = step.cache.key.flatten(0, 1), before.flatten(0, 1)
-    assert torch.equal(rows[last], step.key[2])
+    rows, old = stored.flatten(0, 1), before.flatten(0, 1)
+    expected = kept(step.key[2], shape.kv_dtype, step.cache.k_scale)
+    assert torch.equal(rows[last], bytes_of(expected))
     rows[last] = old[last]
-    assert torch.equal(step.cache.key[1:].nan_to_num(7.0), before[1:].nan_to_num(7.0))
+    assert_same(stored[1:], before[1:])
 
 
-def check_copied_tokens(attention: Any, device: str = "cpu") -> None:
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Equal, and NaN where the other one is."""
+    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
+
+
+def check_stored_fp8(attention: Any, device: str = "cpu") -> None:
+    """What is too large saturates, and a NaN stays visible: in what is stored, and in what all
+    queries get that see it."""
+    shape = attention_shape(kv_dtype=FP8)
+    step = attention_step([(3, 9), (1, 40)], shape, device=device)
+    numbers = [0.0, -0.0, 1e9, -1e9, torch.inf, -torch.inf, 5.9, 2e-5]
+    step.key[0, 0] = torch.tensor(numbers, device=device)
+    step.value[1, 1, 3] = torch.nan
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    places = step.paged.kv_slot.long()
+    for new, stored, scale in (
+        (step.key, step.cache.key, K_SCALE), (step.value, step.cache.value, V_SCALE)
+    ):  # fmt: skip
+        found = bytes_of(stored).flatten(0, 1)[places]
+        assert torch.equal(found & 127, bytes_of(kept(new, FP8, scale)) & 127)  # but for the sign
+        assert (found.view(FP8).float() * new >= 0).logical_or(new.isnan()).all()
+    stored = step.cache.key.flatten(0, 1)[places[0]][0].float()
+    assert stored[:6].tolist() == [0.0, 0.0, 448.0, -448.0, 448.0, -448.0]
+    step.key[0, 0] = 0.0  # which was no more than a look at what is stored
+    attention.append(step.key, step.value, step.cache, plan)
+    missing = attention.attend(step.query, step.cache, plan).isnan()
+    group = shape.heads // shape.kv_heads
+    assert missing[1:3, group : 2 * group, 3].all()
+    assert not missing[3].any()  # of the other sequence
+
+
+def check_copied_tokens(
+    attention: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
     """Two readers of one source; what a source holds past the copied tokens may be anything."""
     size = 4
     generator = torch.Generator(device).manual_seed(0)
     dims = (5, size, 2, 8)
     cache = KVCache(
-        torch.randn(dims, generator=generator, device=device),
-        torch.full(dims, float("nan"), device=device),
+        torch.randn(dims, generator=generator, device=device).to(dtype),
+        torch.full(dims, float("nan"), device=device).to(dtype),
     )
-    cache.value[1, :3] = torch.randn(3, 2, 8, generator=generator, device=device)
+    copied = torch.randn(3, 2, 8, generator=generator, device=device).to(dtype)
+    bytes_of(cache.value)[1, :3] = bytes_of(copied)
     before = KVCache(cache.key.clone(), cache.value.clone())
     kind = torch.int64 if device == "cpu" else torch.int32
     # tokens 0 to 2 of block 1 to block 4, its token 0 to block 2
     source = torch.tensor([4, 5, 6, 4], dtype=kind, device=device)
     destination = torch.tensor([16, 17, 18, 8], dtype=kind, device=device)
     attention.copy_tokens(cache, source, destination)
-    for new, old in ((cache.key, before.key), (cache.value, before.value)):
+    for new, before_it in ((cache.key, before.key), (cache.value, before.value)):
+        old = bytes_of(before_it)
         expected = old.clone()
         expected[4, :3], expected[2, 0] = old[1, :3], old[1, 0]
-        assert torch.equal(new.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert_same(bytes_of(new), expected)

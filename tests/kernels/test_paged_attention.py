@@ -5,11 +5,13 @@ import torch
 
 from megatron_hybrid.kernels.paged_attention import reference
 from tests.kernels.attention_cases import (
+    FP8,
     attention_shape,
     check,
     check_copied_tokens,
     check_first_position,
     check_masked_writes,
+    check_stored_fp8,
 )
 
 
@@ -82,9 +84,29 @@ def test_bfloat16_follows_float32() -> None:
     check(reference, [(1, 30), (7, 20), (9, 9)], shape, tolerance=3e-2)
 
 
-def test_copied_tokens_leave_the_rest_of_a_block_alone() -> None:
-    check_copied_tokens(reference)
+@pytest.mark.parametrize("scattered", [True, False])
+def test_fp8_keys_and_values_are_attended_to_as_they_are_stored(scattered: bool) -> None:
+    shape = attention_shape(kv_dtype=FP8)
+    lengths = [(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (1, 1), (130, 131), (2, 9), (600, 650)]
+    check(reference, lengths, shape, decodes=2, scattered=scattered)
+    for one in lengths:
+        check(reference, [one], shape, scattered=scattered)
 
 
-def test_masked_writes_leave_shared_blocks_alone() -> None:
-    check_masked_writes(reference)
+def test_fp8_in_a_bfloat16_model_follows_float32() -> None:
+    shape = attention_shape(dtype=torch.bfloat16, kv_dtype=FP8)
+    check(reference, [(1, 30), (7, 20), (9, 9)], shape, tolerance=3e-2)
+
+
+def test_fp8_saturates_and_shows_nan() -> None:
+    check_stored_fp8(reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_copied_tokens_leave_the_rest_of_a_block_alone(dtype: torch.dtype) -> None:
+    check_copied_tokens(reference, dtype=dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+def test_masked_writes_leave_shared_blocks_alone(kv_dtype: torch.dtype) -> None:
+    check_masked_writes(reference, kv_dtype=kv_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ if torch.cuda.is_available():
     pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
 pytest.importorskip("triton")
 
+from megatron_hybrid.kernels.paged_attention import reference, triton_decode  # noqa: E402
 from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
+    FP8,
     attention_shape,
     attention_step,
     check,
     check_copied_tokens,
     check_first_position,
     check_masked_writes,
+    check_stored_fp8,
 )
 
 
@@ -93,9 +97,80 @@ def test_heads_and_blocks_of_any_size(head_dim: int, block_size: int) -> None:
     check(TritonAttention(), [(1, 6), (40, 50), (5, 5)], shape)
 
 
-def test_copied_tokens_leave_the_rest_of_a_block_alone() -> None:
-    check_copied_tokens(TritonAttention())
+def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:
+    shape = attention_shape(kv_dtype=FP8)
+    lengths = [(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (1, 1), (130, 131), (2, 9)]
+    check(TritonAttention(), lengths, shape, decodes=2)
+    check(SplitAttention(3), lengths, shape, decodes=2)
 
 
-def test_masked_writes_leave_shared_blocks_alone() -> None:
-    check_masked_writes(TritonAttention())
+@pytest.mark.parametrize(
+    ("block_size", "splits", "kv_dtype"),
+    [(32, 1, FP8), (64, 3, FP8), (32, 3, torch.float32), (64, 1, torch.float32)],
+)
+def test_decodes_in_large_blocks_have_a_kernel_of_their_own(
+    block_size: int, splits: int, kv_dtype: torch.dtype
+) -> None:
+    """Around the ends of blocks and of tiles, beside a sequence without queries; with drafts."""
+    shape = attention_shape(6, 3, 32, block_size, kv_dtype=kv_dtype)
+    attention = SplitAttention(splits)
+    assert triton_decode.serves(shape, 32) and not triton_decode.serves(shape, 33)
+    decodes = [(1, 9), (1, 1), (1, 63), (1, 64), (1, 65), (0, 3), (1, 200), (1, 129)]
+    check(attention, decodes, shape)
+    check(attention, [(3, 5), (1, 31), (8, 70), (0, 9), (5, 100), (4, 4)], shape, decodes=6)
+    check(attention, [(1, 70), (11, 70), (19, 50)], shape, decodes=3)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_decodes_first_positions_may_be_hidden(splits: int) -> None:
+    shape = attention_shape(4, 2, 32, 32, kv_dtype=FP8, first_position=1)
+    check(SplitAttention(splits), [(1, 3), (1, 70), (2, 41)], shape)
+    step = attention_step([(1, 1), (1, 9)], shape)
+    plan = SplitAttention(splits).plan(step.paged, shape)
+    SplitAttention(splits).append(step.key, step.value, step.cache, plan)
+    out = SplitAttention(splits).attend(step.query, step.cache, plan)
+    assert not out[0].any() and out[1].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float16, 1e4), (torch.bfloat16, 1e-30), (torch.bfloat16, 1.0), (torch.bfloat16, 1e30)],
+)
+def test_queries_of_16_bits_stay_in_range(dtype: torch.dtype, size: float) -> None:
+    """Beside FP8 keys they are multiplied as float16, whose largest number is 65504."""
+    shape = attention_shape(4, 2, 32, 32, dtype=dtype, kv_dtype=FP8)
+    step = attention_step([(1, 40), (2, 70)], shape)
+    step = replace(step, query=(step.query.float() * size).to(dtype))
+    attention = SplitAttention(2)
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    found = attention.attend(step.query, step.cache, plan)
+    precise = replace(shape, dtype=torch.float32)
+    plan = reference.plan(step.paged, precise)
+    expected = reference.attend(step.query.float(), step.cache, plan)
+    torch.testing.assert_close(found.float(), expected, atol=5e-3, rtol=5e-3)
+
+
+def test_fp8_saturates_and_shows_nan() -> None:
+    check_stored_fp8(TritonAttention())
+
+
+def test_parts_without_numbers_are_joined_to_none() -> None:
+    """A NaN in one part of the keys is not taken for a part that sees none."""
+    shape = attention_shape(4, 2, 32, 32, kv_dtype=FP8)
+    step = attention_step([(1, 100)], shape)
+    attention = SplitAttention(4)
+    plan = attention.plan(step.paged, shape)
+    step.key[0] = torch.nan
+    attention.append(step.key, step.value, step.cache, plan)
+    assert attention.attend(step.query, step.cache, plan).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_copied_tokens_leave_the_rest_of_a_block_alone(dtype: torch.dtype) -> None:
+    check_copied_tokens(TritonAttention(), dtype=dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+def test_masked_writes_leave_shared_blocks_alone(kv_dtype: torch.dtype) -> None:
+    check_masked_writes(TritonAttention(), kv_dtype=kv_dtype)

@@ -77,7 +77,12 @@ class Observer:
     def check_hash(self, key: BlockKey, stored: Stored, known: dict[int, BlockKey]) -> None:
         """Whether an entry's tokens, parent, salt and adapter are those that its key stands for."""
         if stored.parent is None:
-            parent = root_key(self.cache.epoch, stored.cache_salt or "", stored.adapter or "")
+            parent = root_key(
+                self.cache.epoch,
+                stored.cache_salt or "",
+                stored.adapter or "",
+                self.cache.geometry.stored_as,
+            )
         else:
             parent = known[stored.parent]
         assert stored.tokens is not None and len(stored.tokens) == stored.size
@@ -89,7 +94,7 @@ class Observer:
         array = np.asarray(tokens, dtype=np.int32)
 
         def keys() -> SequenceKeys:
-            root = root_key(self.contents.epoch, salt, adapter)
+            root = root_key(self.contents.epoch, salt, adapter, self.contents.stored_as)
             return SequenceKeys(root, self.contents.block_size, lambda a, b: array[a:b])
 
         found = self.cache.match(keys(), len(tokens)).skip

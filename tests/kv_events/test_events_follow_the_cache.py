@@ -79,7 +79,8 @@ def test_logits_that_come_later_are_told_of():
         observer.look()
         observer.check_prompt(prompt[:40])
     array = np.asarray(prompt, dtype=np.int32)
-    keys = SequenceKeys(root_key(0), observer.contents.block_size, lambda a, b: array[a:b])
+    root = root_key(0, stored_as=observer.contents.stored_as)
+    keys = SequenceKeys(root, observer.contents.block_size, lambda a, b: array[a:b])
     assert observer.contents.skippable(keys, 40) == 40
 
 

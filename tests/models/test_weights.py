@@ -19,13 +19,16 @@ from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments
+from tests.mtp_models import MTPOracle
 from tests.tiny_models import make_tiny_model
 
 Tiny = Callable[[str], TinyModel]
 
 
 def copy_with(
-    model: TinyModel, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    model: TinyModel | MTPOracle,
+    folder: Path,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> Path:
     """A copy of the folder whose tensors went through `change`."""
     shutil.copy(model.folder / "config.json", folder)

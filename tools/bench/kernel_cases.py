@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from bench.timing import Call
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.contract import (
+    FP8,
     AttentionShape,
     DecodeRuns,
     DecodeSlots,
@@ -161,23 +163,24 @@ class Bench:
             static=decodes == len(queries) and not self.tiny,
         )
 
-    def kv_cache(self, blocks: int) -> KVCache:
+    def kv_cache(self, blocks: int, dtype: torch.dtype | None = None) -> KVCache:
         config = self.attention()
-        spec = KVSpec(config.num_kv_heads, config.head_dim, self.dtype)
+        spec = KVSpec(config.num_kv_heads, config.head_dim, dtype or self.dtype)
         cache = allocate_caches({0: spec}, {}, blocks + 1, BLOCK, 1, self.device).kv[0]
         for values in (cache.key, cache.value):
-            values.normal_()
+            values.copy_(self.normal(*values.shape))
         return cache
 
     def attention(self) -> AttentionConfig:
         assert self.model.attention is not None
         return self.model.attention
 
-    def attention_shape(self) -> AttentionShape:
+    def attention_shape(self, kv_dtype: torch.dtype | None = None) -> AttentionShape:
         config = self.attention()
         return AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.scale, BLOCK, self.dtype
-        )
+            config.num_heads, config.num_kv_heads, config.head_dim, config.scale, BLOCK,
+            self.dtype, kv_dtype or self.dtype,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- cases
 
@@ -211,6 +214,9 @@ class Bench:
             for batch in self.batches():
                 yield self.decode_attention(batch, kv)
             yield self.decode_attention(1, long)
+            for batch in self.batches():
+                yield self.decode_attention_fp8(batch, kv if self.tiny else 8192)
+            yield self.decode_attention_fp8(1, long)
             for queries, keys in (
                 [(96, 96), (32, 300)] if self.tiny else [(8192,) * 2, (2048, 32768)]
             ):
@@ -419,6 +425,24 @@ class Bench:
         moved = batch * kv * shape.kv_heads * shape.head_dim * 2 * self.item
         flops = 4 * batch * kv * shape.heads * shape.head_dim
         return Case("attention decode", f"B={batch} kv {kv}", moved, make, flops)
+
+    def decode_attention_fp8(self, batch: int, kv: int) -> Case:
+        """Over keys and values in FP8, beside the same in the model's type."""
+        attention, paged = self.kernels.attention, self.paged([1] * batch, [kv] * batch)
+
+        def make() -> Calls:
+            query = self.normal(batch, self.attention().num_heads, self.attention().head_dim)
+            calls: Calls = {}
+            for label, dtype in (("ours", FP8), ("ours, not in FP8", self.dtype)):
+                plan = attention.plan(paged, self.attention_shape(dtype))
+                cache = self.kv_cache(batch * -(-kv // BLOCK), dtype)
+                calls[label] = partial(attention.attend, query, cache, plan)
+            return calls
+
+        shape = self.attention_shape(FP8)
+        moved = batch * kv * shape.kv_heads * shape.head_dim * 2
+        flops = 4 * batch * kv * shape.heads * shape.head_dim
+        return Case("attention decode", f"B={batch} kv {kv} FP8", moved, make, flops)
 
     def prefill_attention(self, queries: int, keys: int) -> Case:
         attention, shape = self.kernels.attention, self.attention_shape()

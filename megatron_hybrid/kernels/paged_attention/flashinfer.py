@@ -7,6 +7,10 @@ buffer, so a step's plan is made only when the copies of the step before have be
 
 A CUDA graph has wrappers of its own, whose launches are the same for every plan. The short prompts
 of mixed graphs run on FlashAttention 2, which splits long KV over programs, and 3 does not.
+
+Keys and values in FP8: prefills run on FlashAttention 2, as 3 has no kernels for them beside 16-bit
+queries; decodes on our own kernel (triton_decode.py), as flashinfer's takes nearly as long for them
+as for 16 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from flashinfer.prefill import get_batch_prefill_module
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import (
+    FP8,
     AttentionShape,
     Ints,
     KVCache,
@@ -48,7 +53,7 @@ _Graph = tuple[int, int, int, int, int]
 class FlashInferPlan:
     """The wrappers as they are planned: only the latest plan of a FlashInferAttention may run."""
 
-    decode: Any  # None where the step has no decodes; a TritonPlan where they have drafts
+    decode: Any  # None where the step has no decodes; a TritonPlan for drafts and FP8
     prefill: Any  # None where it has no prefills
     num_decode_tokens: int
     num_tokens: int
@@ -80,8 +85,8 @@ class FlashInferAttention:
         decodes, tokens = paged.num_decodes, len(paged.kv_slot)
         has_prefills = len(paged.kv_length) > decodes
         decode = None
-        if paged.longest_run:
-            # flashinfer plans with lengths that only the device knows
+        if decodes and (paged.longest_run or shape.kv_dtype == FP8):
+            # flashinfer plans with the lengths, which only the device knows where there are drafts
             decode = self._triton.plan(_decodes_of(paged), shape)
         elif decodes:
             decode = wrappers.plan_decodes(paged)
@@ -111,7 +116,8 @@ class FlashInferAttention:
         elif plan.decode is not None:
             plan.decode.run(query[:middle], kv, out=output[:middle])
         if plan.prefill is not None:
-            plan.prefill.run(query[middle:end], kv, out=output[middle:end])
+            scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            plan.prefill.run(query[middle:end], kv, out=output[middle:end], **scales)
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
@@ -122,14 +128,16 @@ class FlashInferAttention:
             return None
         if not _has_kernels("fa2", shape):
             warnings.warn(
-                f"flashinfer has no attention kernels for {shape.dtype} and heads of "
-                f"{shape.head_dim}, so slower ones are used. To build them unset "
-                f"FLASHINFER_DISABLE_JIT and install flashinfer-python with a CUDA compiler.",
+                f"flashinfer has no attention kernels for {shape.dtype}, keys and values in "
+                f"{shape.kv_dtype}, and heads of {shape.head_dim}, so slower ones are used. To "
+                "build them unset FLASHINFER_DISABLE_JIT and install flashinfer-python with a CUDA "
+                "compiler.",
                 stacklevel=4,
             )
             return None
         hopper = torch.cuda.get_device_capability(device)[0] == 9
-        prefill = "fa3" if hopper and _has_kernels("fa3", shape) else "fa2"
+        takes_fa3 = hopper and shape.kv_dtype != FP8
+        prefill = "fa3" if takes_fa3 and _has_kernels("fa3", shape) else "fa2"
         # flashinfer wants zeros at first use
         workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
         return _Wrappers(shape, workspace, prefill)
@@ -159,7 +167,7 @@ class _Wrappers:
         heads = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
         types = {
             "q_data_type": shape.dtype,
-            "kv_data_type": shape.dtype,
+            "kv_data_type": shape.kv_dtype,
             "sm_scale": shape.scale,
         }
         if wrapper is None:
@@ -205,7 +213,7 @@ class _Wrappers:
             causal=True,
             sm_scale=shape.scale,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
             seq_lens=_pinned(host.kv_length[first:]),
             max_token_per_sequence=longest,
         )
@@ -281,11 +289,11 @@ def _graph_of(paged: PagedSequences) -> _Graph | None:
 
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:
     """Whether flashinfer has, or can build, the module of a shape."""
-    dtype, dim = shape.dtype, shape.head_dim
+    dtypes, dim = (shape.dtype, shape.kv_dtype, shape.dtype), shape.head_dim
     # no position encoding (0), sliding window, logit cap or fp16 accumulation
     variant = (0, False, False, False)
     try:
-        get_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, dim, dim, *variant)
+        get_batch_prefill_module(backend, *dtypes, torch.int32, dim, dim, *variant)
     except RuntimeError:
         return False
     return True

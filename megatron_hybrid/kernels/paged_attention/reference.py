@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
+from megatron_hybrid.kernels.contract import (
+    FP8,
+    FP8_MAX,
+    AttentionShape,
+    KVCache,
+    PagedHost,
+    PagedSequences,
+)
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
@@ -162,31 +169,54 @@ def _rows(
 
 def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> None:
     """As in Attention."""
-    cache.key.flatten(0, 1).index_copy_(0, plan.kv_slot, key)
-    cache.value.flatten(0, 1).index_copy_(0, plan.kv_slot, value)
+    if cache.is_fp8:
+        key, value = to_fp8(key, cache.k_scale), to_fp8(value, cache.v_scale)
+    for stored, new in ((cache.key, key), (cache.value, value)):
+        _rows_of(stored).index_copy_(0, plan.kv_slot, _as_bytes(new))
+
+
+def to_fp8(values: Tensor, scale: float) -> Tensor:
+    """values / scale, rounded to the nearest number of e4m3; beyond the largest one to that one. A
+    NaN stays one."""
+    return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """As in Attention."""
-    for rows in (cache.key.flatten(0, 1), cache.value.flatten(0, 1)):
+    for rows in (_rows_of(cache.key), _rows_of(cache.value)):
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
+
+
+def _rows_of(stored: Tensor) -> Tensor:
+    """[blocks, block_size, ...] -> [tokens, ...], to be moved."""
+    return _as_bytes(stored.flatten(0, 1))
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    # torch moves FP8 on some devices only
+    return values.view(torch.uint8) if values.dtype == FP8 else values
 
 
 def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """As in Attention."""
     heads, head_dim = query.shape[1:]
-    all_keys, all_values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
+    all_keys, all_values = _rows_of(cache.key), _rows_of(cache.value)
     kv_heads = all_keys.shape[1]
+    # Scales of FP8 are factors of all scores, and of the result: nothing is rounded for them.
+    scale = plan.scale * cache.k_scale
     output = torch.empty_like(query)
     for group in plan.groups:
         number, queries, keys = group.shape
         q = _take(query, group.queries).view(number, queries, heads, head_dim)
-        k = _take(all_keys, group.keys).view(number, keys, kv_heads, head_dim).transpose(1, 2)
-        v = _take(all_values, group.keys).view(number, keys, kv_heads, head_dim).transpose(1, 2)
+        k, v = _take(all_keys, group.keys), _take(all_values, group.keys)
+        if cache.is_fp8:
+            k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
+        k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
+        v = v.view(number, keys, kv_heads, head_dim).transpose(1, 2)
         if queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=plan.scale)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
         else:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -194,7 +224,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
                 v,
                 attn_mask=group.mask,
                 is_causal=group.causal,
-                scale=plan.scale,
+                scale=scale,
                 enable_gqa=heads != kv_heads,
             ).transpose(1, 2)
         out = out.reshape(-1, heads, head_dim)
@@ -204,7 +234,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
             output[group.tokens] = out
         else:
             output.index_copy_(0, group.tokens, out)
-    return output
+    return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
 
 
 def _take(rows: Tensor, which: slice | Tensor) -> Tensor:

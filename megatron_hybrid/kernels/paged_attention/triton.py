@@ -6,8 +6,8 @@ taken as the keys go by (Dao et al., "FlashAttention", 2022). The query heads of
 of the same tile, so that their keys and values are read once.
 
 Where a step has few queries, each sequence's keys are split over programs, whose results a second
-kernel puts together (Dao et al., "Flash-Decoding", 2023). Lengths are read on the device: the split
-of a sequence follows from its own.
+kernel puts together. Lengths are read on the device: the split of a sequence follows from its own.
+Where all sequences have few queries, and the shape allows it, triton_decode.py is faster.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import FP8_MAX, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
-from megatron_hybrid.kernels.paged_attention import reference
-
-_MOST_SPLITS = 64
+from megatron_hybrid.kernels.paged_attention import reference, triton_decode
+from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,8 @@ class TritonAttention:
         if not plan.longest:
             return output
         paged, shape = plan.paged, plan.shape
+        if triton_decode.serves(shape, plan.longest):
+            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits)
         tokens, heads, head_dim = query.shape
         _, block_size, kv_heads, _ = cache.key.shape
         sequences, group = len(paged.kv_length), heads // kv_heads
@@ -77,29 +78,21 @@ class TritonAttention:
         tiles = triton.cdiv(rows, block_rows)
         if splits is None:
             programs = tiles * kv_heads * sequences
-            splits = min(2 * processors(query.device) // max(programs, 1), _MOST_SPLITS)
+            splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
         splits = max(splits, 1)
-        parts = sums = output
-        if splits > 1:
-            parts = output.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
-            sums = output.new_empty((splits, tokens, heads, 2), dtype=torch.float32)
+        parts, sums = triton_decode.parts_of(output, splits)
         # x is the one dimension of a grid that may exceed 65535
         _attend_kernel[(tiles * splits, kv_heads, sequences)](
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-            shape.scale * 1.4426950408889634,  # exp2 is what the device has
+            shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
             *query.stride()[:2], tokens, kv_heads,
             SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             FIRST=shape.first_position, ROWS=block_rows, KEYS=32,
             DIMS=max(triton.next_power_of_2(head_dim), 16),
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
         )  # fmt: skip
-        if splits > 1:
-            dims = triton.next_power_of_2(head_dim)
-            _join_kernel[(tokens, heads)](
-                output, parts, sums, paged.cu_seqlens, sequences, tokens,
-                HEADS=heads, SPLITS=splits, HEAD_DIM=head_dim, DIMS=dims, num_warps=1,
-            )  # fmt: skip
+        triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
@@ -117,19 +110,20 @@ def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> Non
         return
     width = kv_heads * head_dim
     _store_kv_kernel[(tokens,)](
-        key, value, cache.key, cache.value, kv_slot,
+        key, value, cache.key, cache.value, kv_slot, cache.k_scale, cache.v_scale,
         *key.stride()[:2], *value.stride()[:2], head_dim, width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=triton.next_power_of_2(width), LIMIT=FP8_MAX if cache.is_fp8 else 0.0,
         num_warps=min(max(triton.next_power_of_2(width) // 256, 1), 8),
     )  # fmt: skip
 
 
 @triton.jit
 def _store_kv_kernel(
-    key, value, key_cache, value_cache, kv_slot,
+    key, value, key_cache, value_cache, kv_slot, k_scale, v_scale,
     key_stride, key_head_stride, value_stride, value_head_stride,
-    head_dim: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr,
+    head_dim: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
+    """One token. LIMIT: the largest number that can be stored; 0: what comes is stored."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(kv_slot + token).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
@@ -137,45 +131,23 @@ def _store_kv_kernel(
     head, dim = at // head_dim, at % head_dim
     k = tl.load(key + token * key_stride + head * key_head_stride + dim, mask=inside)
     v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask=inside)
-    tl.store(key_cache + place + at, k, mask=inside)
-    tl.store(value_cache + place + at, v, mask=inside)
+    if LIMIT > 0:
+        k, v = _scaled(k, k_scale, LIMIT), _scaled(v, v_scale, LIMIT)
+    tl.store(key_cache + place + at, k.to(key_cache.dtype.element_ty), mask=inside)
+    tl.store(value_cache + place + at, v.to(value_cache.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens"])
-def _join_kernel(
-    output, parts, sums, cu_seqlens, sequences, tokens,
-    HEADS: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """One head of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(cu_seqlens + sequences):
-        return  # padding, which no program has computed
-    dim = tl.arange(0, DIMS)
-    inside = dim < HEAD_DIM
-    largest = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    result = tl.zeros([DIMS], tl.float32)
-    for split in range(SPLITS):
-        at = (split * tl.cast(tokens, tl.int64) + token) * HEADS + tl.program_id(1)
-        part_total = tl.load(sums + 2 * at + 1)
-        if part_total > 0:  # else none of its keys was seen, and nothing was written
-            part_largest = tl.load(sums + 2 * at)
-            part = tl.load(parts + at * HEAD_DIM + dim, mask=inside, other=0.0)
-            larger = tl.maximum(largest, part_largest)
-            shrink, weight = tl.exp2(largest - larger), tl.exp2(part_largest - larger)
-            total = total * shrink + part_total * weight
-            result = result * shrink + part * weight
-            largest = larger
-    place = output + (token * HEADS + tl.program_id(1)) * HEAD_DIM + dim
-    total = tl.where(total > 0, total, 1.0)  # of a row that sees nothing, whose result is 0
-    tl.store(place, (result / total).to(output.dtype.element_ty), mask=inside)
+@triton.jit
+def _scaled(values, scale, LIMIT: tl.constexpr):
+    scaled = tl.div_rn(values.to(tl.float32), scale)
+    return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, query_stride, query_head_stride, tokens, kv_heads,
+    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -217,8 +189,8 @@ def _attend_kernel(
         place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
         where = place[:, None] + dim[None, :]
         readable = inside[:, None] & dim_inside[None, :]
-        k = tl.load(key_cache + where, mask=readable, other=0.0)
-        v = tl.load(value_cache + where, mask=readable, other=0.0)
+        k = tl.load(key_cache + where, mask=readable, other=0.0).to(q.dtype)
+        v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = at[None, :] <= position[:, None]
@@ -243,6 +215,7 @@ def _attend_kernel(
         tl.store(sums + 2 * at + 1, total, mask=row_inside)
     else:
         if FIRST > 0:
-            total = tl.where(total > 0, total, 1.0)  # as in _join_kernel
+            total = tl.where(total != 0.0, total, 1.0)  # as where parts are joined
+        result = result / total[:, None] * v_scale
         place = output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :]
-        tl.store(place, (result / total[:, None]).to(output.dtype.element_ty), mask=written)
+        tl.store(place, result.to(output.dtype.element_ty), mask=written)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
+from megatron_hybrid.models.checkpoints.kv_scales import is_kv_scale
 from megatron_hybrid.models.checkpoints.quantization import Quantization
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
@@ -31,7 +32,6 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
     "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
-KV_SCALE = r"\.(?:[kvq]_scale|kv_scale|prob_output_scale)$"
 Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -51,9 +51,7 @@ class WeightSource(ABC):
         return family_of(self.config.model_type).places(self.config, block, role)
 
     def ignores(self, name: str) -> bool:
-        """See Family.ignores; what scales a quantised KV cache is no part of the model."""
-        if self.quantization is not None and re.search(KV_SCALE, name):
-            return True
+        """See Family.ignores."""
         return family_of(self.config.model_type).ignores(self.config, name)
 
     def file_of(self, name: str) -> str:
@@ -90,7 +88,7 @@ class WeightSource(ABC):
     def check_all_used(self, used: Collection[str]) -> None:
         """Raise WeightsError for a tensor that no part of the model is from."""
         for name in sorted(self.names.keys() - set(used)):
-            if not self.ignores(name):
+            if not self.ignores(name) and not is_kv_scale(name):
                 raise WeightsError(
                     f"Weight {self.names[name]!r} in {self.where} has no place in a "
                     f"{self.config.model_type} model of this configuration."

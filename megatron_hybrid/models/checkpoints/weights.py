@@ -17,11 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError, WeightsLostError
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.layers.linear import LinearPart
 from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.blocks import ModelFormats
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.kv_scales import read_kv_scales
 from megatron_hybrid.models.checkpoints.quantized_weights import (
     StoredWeight,
     stored_format,
@@ -48,6 +50,7 @@ def load_model(
     parallel: ParallelContext,
     conv_states_dtype: torch.dtype | None = None,
     ssm_states_dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     load_format: str = "auto",
     seed: int = 1234,
     progress: bool = True,
@@ -57,7 +60,8 @@ def load_model(
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
 
-    `dtype` None or "auto": the checkpoint's. `conv_states_dtype` None: the model's. `load_format`
+    `dtype` None or "auto": the checkpoint's. `conv_states_dtype`, `kv_dtype` None: the model's; in
+    FP8 keys and values have the checkpoint's scales where it has some, else 1. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
     config.json. `mtp`: with its head for multi-token prediction. `quantization`: see `formats_of`.
     Raises ConfigurationError for what is not supported, before any weight is read, and
@@ -74,6 +78,7 @@ def load_model(
             dtype,
             conv_states_dtype or dtype,
             ssm_states_dtype,
+            kv_dtype,
             mtp,
             formats_of(folder, quantization, load_format),
         )
@@ -85,6 +90,8 @@ def load_model(
             placed = _place(model, source)
             _check(model, placed, source)
             _put(placed, source, progress and parallel.is_first)
+            if kv_dtype == FP8:
+                read_kv_scales(model, source)
     model.after_loading()
     return model
 

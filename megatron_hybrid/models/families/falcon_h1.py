@@ -36,6 +36,7 @@ class FalconH1(TwoBlockFamily):
             attention=replace(
                 attention,
                 scale=attention.scale * multiplier("key"),  # keys need not be scaled themselves
+                key_multiplier=multiplier("key"),
                 input_multiplier=multiplier("attention_in"),
                 out_multiplier=multiplier("attention_out"),
             ),

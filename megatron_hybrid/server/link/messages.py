@@ -170,10 +170,12 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 
 class CacheSizes(msgspec.Struct, frozen=True):
     """How an engine's prefix cache is cut, in tokens. `block_size` 0: it has none, or it is not
-    known. `unit`: what is reusable of a computed prompt, exact ends aside, is a multiple of it."""
+    known. `unit`: what is reusable of a computed prompt, exact ends aside, is a multiple of it.
+    `stored_as`: of its keys, see cache.block_hash.root_key."""
 
     block_size: int = 0
     unit: int = 1
+    stored_as: str = ""
 
 
 NO_CACHE = CacheSizes()

@@ -127,13 +127,14 @@ class Coordinator:
         if self.placer is None or not any(self._ready[:replica] + self._ready[replica + 1 :]):
             self.placer = Placer(self._policy, ready.cache, ready.max_queue)
         sizes = self.placer.sizes
-        if ready.cache.block_size != sizes.block_size:
+        own, others = ((one.block_size, one.stored_as) for one in (ready.cache, sizes))
+        if own != others:
             logger.warning(
-                "Replica %d has blocks of %d tokens and others have blocks of %d: what it has "
-                "cached is not made use of.",
+                "Replica %d has blocks of %d tokens (%s) and others have blocks of %d (%s): what "
+                "it has cached is not made use of.",
                 replica,
-                ready.cache.block_size,
-                sizes.block_size,
+                *own,
+                *others,
             )
         elif ready.cache.block_size:
             # A new subscriber begins with all that the replica has.
@@ -170,10 +171,14 @@ class Coordinator:
 
     def _place(self, wanted: wire.Wanted, replicas: list[int]) -> int:
         assert self.placer is not None, "nothing is read before"
-        block_size = self.placer.sizes.block_size
+        sizes = self.placer.sizes
+        block_size = sizes.block_size
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
             block_size = 1 + max(map(len, wanted.prompts), default=0)
-        prompts = [PromptKeys(data, block_size, wanted.cache_salt) for data in wanted.prompts]
+        prompts = [
+            PromptKeys(data, block_size, wanted.cache_salt, sizes.stored_as)
+            for data in wanted.prompts
+        ]
         return self.placer.place(wanted.request_id, prompts, wanted.n, wanted.max_tokens, replicas)
 
     def _ping(self) -> None:

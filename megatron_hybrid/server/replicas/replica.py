@@ -21,12 +21,13 @@ from megatron_hybrid.server.link.messages import CacheSizes
 class PromptKeys:
     """A prompt's tokens and hashes; those of an epoch are made when they are first asked for."""
 
-    def __init__(self, data: bytes, block_size: int, cache_salt: str) -> None:
-        """`data`: the ids as 32-bit little-endian numbers."""
+    def __init__(self, data: bytes, block_size: int, cache_salt: str, stored_as: str = "") -> None:
+        """`data`: the ids as 32-bit little-endian numbers. `stored_as`: see CacheSizes."""
         self.tokens: Tokens = np.frombuffer(data, dtype="<i4")
         self.length = len(self.tokens)
         self._block_size = block_size
         self._cache_salt = cache_salt
+        self._stored_as = stored_as
         self._by_epoch: dict[int, tuple[SequenceKeys, list[int]]] = {}
 
     def blocks(self, epoch: int = 0) -> list[int]:
@@ -37,7 +38,7 @@ class PromptKeys:
         """The keys under this epoch's root, and the hashes of all full blocks."""
         known = self._by_epoch.get(epoch)
         if known is None:
-            root = root_key(epoch, self._cache_salt)
+            root = root_key(epoch, self._cache_salt, stored_as=self._stored_as)
             keys = SequenceKeys(root, self._block_size, lambda low, high: self.tokens[low:high])
             keys.extend_to(self.length)
             known = self._by_epoch[epoch] = keys, [wire_hash(key) for key in keys.blocks]

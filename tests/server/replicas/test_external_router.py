@@ -170,7 +170,8 @@ def test_kv_events_tell_a_router_what_each_replica_would_skip(deployment: Deploy
             def text(start: int, end: int, tokens: Tokens = tokens) -> Tokens:
                 return tokens[start:end]
 
-            keys = SequenceKeys(root_key(contents.epoch), contents.block_size, text)
+            root = root_key(contents.epoch, stored_as=contents.stored_as)
+            keys = SequenceKeys(root, contents.block_size, text)
             found.append(contents.skippable(keys, len(tokens)))
         return found
 

@@ -57,8 +57,10 @@ class Run:
 
     def __post_init__(self) -> None:
         geometry = self.engines[0].cache_geometry
-        sizes = CacheSizes(geometry.block_size, geometry.smallest_reusable_prefix)
-        self.placer = Placer(self.policy, sizes)
+        self.sizes = CacheSizes(
+            geometry.block_size, geometry.smallest_reusable_prefix, geometry.stored_as
+        )
+        self.placer = Placer(self.policy, self.sizes)
         self.changes = [engine.cache_changes() for engine in self.engines]
 
     def chats(self) -> Iterator[Chat]:
@@ -91,7 +93,8 @@ class Run:
         return sum(one["skipped_tokens"] for one in stats)
 
     def ask(self, chat: Chat) -> None:
-        prompt = PromptKeys(array("i", chat.tokens).tobytes(), BLOCK, "")
+        tokens = array("i", chat.tokens).tobytes()
+        prompt = PromptKeys(tokens, BLOCK, "", self.sizes.stored_as)
         replicas = list(range(len(self.engines)))
         chat.replica = self.placer.place(chat.name, [prompt], 1, ANSWER_TOKENS, replicas)
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
