@@ -138,7 +138,7 @@ def derive_geometry(
         bytes_per_block=_bytes_per_block(kv_specs, block_size),
         bytes_per_state=_bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
-        stored_as=",".join({str(spec.dtype).removeprefix("torch.") for spec in kv_specs}),
+        stored_as=",".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in kv_specs})),
     )
 
 

@@ -5,9 +5,9 @@ heads of one KV head as rows of one tile, and a part of the sequence's keys, a t
 one block. The parts are put together by a second kernel (Dao et al., "Flash-Decoding", 2023).
 Lengths are read on the device: the grid depends on shapes alone.
 
-FP8 keys and values become 16-bit floats, which hold each of their numbers exactly, by one
-instruction for two of them; a conversion to bfloat16 takes longer than to read them. Queries lose
-nothing either: each is divided by a power of two, so that it is in range.
+FP8 keys and values become float16, which has each of their numbers exactly, by one instruction for
+two of them; for bfloat16 it would be three, two of them slow. Queries lose nothing either: each is
+divided by a power of two, so that it is in range.
 
 The product with the values needs two keys side by side, and memory has two dims side by side:
 
@@ -82,6 +82,7 @@ def attend(
         SPLITS=splits, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FIRST=shape.first_position, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
+        ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
         # with 128 registers a thread four programs run on a multiprocessor
         num_warps=4, maxnreg=128 if is_fp8 and rows == 16 else None,
     )  # fmt: skip
@@ -143,6 +144,34 @@ def _join_kernel(
     tl.store(place, result.to(output.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _taken_apart(pair, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Two FP8 dims as one number of 16 bits -> the even dims, the odd ones. The assembly, two keys
+    at a time, is four instructions; of the same in Triton nine are made."""
+    if ASSEMBLY and dtype == tl.float16:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 keys;
+            .reg .b16 both, rest;
+            prmt.b32 keys, $2, 0, 0x4420;
+            mov.b32 {both, rest}, keys;
+            cvt.rn.f16x2.e4m3x2 $0, both;
+            prmt.b32 keys, $2, 0, 0x4431;
+            mov.b32 {both, rest}, keys;
+            cvt.rn.f16x2.e4m3x2 $1, both;
+            }""",
+            "=r,=r,r",
+            [pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = pair.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+        odd = (pair >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return even, odd
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
@@ -150,7 +179,7 @@ def _attend_kernel(
     scale, v_scale, query_stride, query_head_stride, tokens, kv_heads,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys of one KV head of one sequence."""
     # the heads of one block lie side by side: who reads them runs side by side
@@ -210,8 +239,7 @@ def _attend_kernel(
         values = value_cache + here * VALUE_DIM + v_place
         if FP8:
             pair = tl.load(values, mask=readable, other=0)
-            v_0 = pair.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-            v_1 = (pair >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+            v_0, v_1 = _taken_apart(pair, q.dtype, ASSEMBLY)
         else:
             v_0 = tl.load(values, mask=readable, other=0.0)
             v_1 = tl.load(values + HEAD_DIM // 2, mask=readable, other=0.0)
