@@ -1,6 +1,5 @@
 """transformers' model of an oracle's folder (tests/quantized_folders.py), computed as a format with
-quantised activations does: the input of each quantised linear is rounded before the product. Not
-those of routed experts, which the engine takes as they are."""
+quantised activations does: the input of each quantised linear is rounded before the product."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class RoundedActivations(TorchFunctionMode):
         for name, tensor in read(dequantized).items():
             for module, weight in linears(name, tensor):
                 rounding = _rounding(module, stored, columns)
-                if rounding is not None and ".experts." not in module:
+                if rounding is not None:
                     self._roundings[_key(weight)] = rounding
         self.used: set[bytes] = set()
 

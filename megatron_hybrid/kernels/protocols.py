@@ -307,8 +307,7 @@ class Linear(Protocol):
 
 
 class ExpertWeights(NamedTuple):
-    """A layer's experts on this rank, and what they compute. Of quantised weights the products are
-    those of their values with inputs in 16 or 32 bits."""
+    """A layer's experts on this rank, and what they compute."""
 
     up: Weight  # [experts, inner (twice that where gated: gate, then up), width]
     down: Weight  # [experts, width, inner]
@@ -330,8 +329,10 @@ class Experts(Protocol):
         the best first; of equal logits the one of the lower expert on a GPU.
         """
 
-    def mix(self, x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+    def mix(self, x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
         """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j].
+        Inputs of quantised weights are rounded as their format says; x may be it already, with what
+        it was before.
 
         x [tokens, width], experts and weights [tokens, chosen] (weights float32) ->
         [tokens, width] in x's dtype.

@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 # (x [tokens, width], experts [tokens, chosen], weights [tokens, chosen]) -> [tokens, width].
 # Experts are counted from this rank's first one; those at or past its number are elsewhere.
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+Compute = Callable[[Inputs, Tensor, Tensor], Tensor]
 
 
 class ExpertDispatch:
@@ -46,7 +48,7 @@ class ExpertDispatch:
 
     def run(
         self,
-        x: Tensor,
+        x: Inputs,
         experts: Tensor,
         weights: Tensor,
         compute: Compute,
@@ -59,6 +61,7 @@ class ExpertDispatch:
         if not self._travels:
             weights = weights / self._copies if self._copies > 1 else weights
             return compute(x, self._local(experts), weights)
+        x = plain_rows(x)
         if plans.all_to_all:
             return self._all_to_all(x, experts, weights, compute)
         return self._all_gather(x, experts, weights, compute, plans.most_tokens)

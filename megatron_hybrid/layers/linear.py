@@ -275,7 +275,7 @@ def _fitting(format: WeightFormat, parts: list[LinearPart], start: int) -> Weigh
             columns = math.gcd(columns, inputs.start)
             if inputs.stop != part.shape[1]:
                 columns = math.gcd(columns, inputs.stop)
-    odd = format.bits == 4 and parts[0].layer.inputs % 16
+    odd = format.bits == 4 and (parts[0].layer.inputs % 16 or (columns or 16) % 16)
     if odd or (columns is not None and columns < 8):
         return None
     return replace(format, rows=rows, columns=columns)

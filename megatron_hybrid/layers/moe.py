@@ -183,9 +183,9 @@ class MoE(Mixer):
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        shared_inputs, x = x, plain_rows(x)
+        given, x = x, plain_rows(x)
         experts, weights = self.router(x, plans)
-        inner = x if self.to_latent is None else self.to_latent(x)
+        inner = given if self.to_latent is None else self.to_latent(x)
         expert, num_local = self.config.expert, self.dispatch.num_local
         elsewhere = self.config.num_experts - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
@@ -197,7 +197,7 @@ class MoE(Mixer):
             routed = F.linear(routed, self.from_latent.weight, bias)
         if self.shared is None:
             return routed
-        shared = self.shared(shared_inputs, plans)
+        shared = self.shared(given, plans)
         if self.shared_gate is None:
             return routed + shared
         return torch.addcmul(routed, shared, F.linear(x, self.shared_gate).sigmoid())

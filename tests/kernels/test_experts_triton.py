@@ -139,6 +139,7 @@ QUANTIZED = {
     "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
     "fp8 by block": WeightFormat("float8_e4m3fn", 32, 64, activations="group"),
     "int8": WeightFormat("int8"),
+    "int8, inputs too": WeightFormat("int8", activations="token"),
     "4 bits": WeightFormat("uint4", 1, 32, zero_points=True),
     "fp4": WeightFormat("float4_e2m1", 1, 16),
 }

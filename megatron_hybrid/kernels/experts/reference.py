@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
 from megatron_hybrid.kernels.linear.formats import Weight
-from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
 
 
 def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
@@ -23,9 +23,9 @@ def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, 
     return experts, torch.softmax(best, dim=-1)
 
 
-def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
     """As in Experts."""
-    chosen = experts.shape[1]
+    x, chosen = plain_rows(x), experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     tokens = order // chosen
@@ -33,16 +33,16 @@ def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     inputs = x.index_select(0, tokens)
     outputs = torch.zeros_like(inputs)
     for expert, begin, end in _ranges(flat, layer.up.shape[0]):
-        up = F.linear(inputs[begin:end], _weight(layer.up, expert, x.dtype))
+        up = _product(inputs[begin:end], layer.up, expert)
         hidden = plain_rows(activate(up, layer.activation, layer.gated))
-        outputs[begin:end] = F.linear(hidden, _weight(layer.down, expert, x.dtype))
+        outputs[begin:end] = _product(hidden, layer.down, expert)
     return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
 
 
-def _weight(weights: Weight, expert: int, dtype: torch.dtype) -> Tensor:
+def _product(x: Tensor, weights: Weight, expert: int) -> Tensor:
     if isinstance(weights, Tensor):
-        return weights[expert]
-    return weights.expert(expert).dequantize(dtype)
+        return F.linear(x, weights[expert])
+    return multiply(x, weights.expert(expert))
 
 
 def plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,8 @@ from megatron_hybrid.kernels.experts import triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
 from megatron_hybrid.kernels.experts.reference import plain_weight
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
 
 
 class Tile(NamedTuple):
@@ -80,18 +81,22 @@ def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, 
     return experts, weights
 
 
-def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
     """As in Experts; `experts` must lie within [0, number of experts), or be that number where some
     are elsewhere."""
     tokens, chosen = experts.shape
+    plain = plain_rows(x).contiguous()
     if tokens == 0:
-        return torch.empty_like(x)
-    x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
+        return torch.empty_like(plain)
+    experts, weights = experts.contiguous(), weights.contiguous()
     up, down = layer.up, layer.down
     if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
         if triton_quantized.can_mix(layer):
             return triton_quantized.mix(x, experts, weights, layer)
-        layer = layer._replace(up=plain_weight(up, x.dtype), down=plain_weight(down, x.dtype))
+        layer = layer._replace(
+            up=plain_weight(up, plain.dtype), down=plain_weight(down, plain.dtype)
+        )
+    x = plain
     if tokens <= FEW_TOKENS:
         return mix_few(x, experts, weights, layer)
     every = layer.up.shape[0] + layer.elsewhere

@@ -1,7 +1,7 @@
 """Experts with quantised weights: the ways of triton.py, whose products read codes and scales.
 
-Inputs stay in 16 or 32 bits. The weight is the left side of the products, so that 16 pairs fill a
-tile; weights become 16-bit numbers in registers.
+The weight is the left side of the products, so that 16 pairs fill a tile. Where a format rounds
+inputs, products are in 8 bits; otherwise weights become 16-bit numbers in registers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.kernels.linear.triton import quantize_rows
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, QuantizedRows
 
 
 class Tile(NamedTuple):
@@ -30,7 +32,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(pairs: int, num_experts: int, bits: int, dtype: torch.dtype) -> Tile:
+def choose_tile(pairs: int, num_experts: int, format: WeightFormat, dtype: torch.dtype) -> Tile:
     """By how many rows an expert has on average."""
     average = pairs / num_experts
     if dtype.itemsize > 2:
@@ -49,16 +51,15 @@ def can_mix(layer: ExpertWeights) -> bool:
 
 
 def mix(
-    x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tile: Tile | None = None
+    x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights, tile: Tile | None = None
 ) -> Tensor:
     """As in Experts, of `experts` and so on as triton.mix has them."""
     up, down = layer.up, layer.down
     assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
-    pairs, partial = tokens * chosen, layer.elsewhere > 0
+    pairs, partial, dtype = tokens * chosen, layer.elsewhere > 0, x.dtype
     if tile is None:
-        every = num_experts + layer.elsewhere
-        tile = choose_tile(pairs, every, up.format.bits, x.dtype)
+        tile = choose_tile(pairs, num_experts + layer.elsewhere, up.format, dtype)
     # Of few tokens each pair is a block of its own.
     single = tokens <= FEW_TOKENS
     order = blocks = experts
@@ -66,42 +67,66 @@ def mix(
     if not single:
         order, blocks = group(experts, num_experts, tile.pairs, partial)
         count = blocks.shape[1]
-    hidden = x.new_empty(pairs, inner)
     limit = num_experts if partial else 0
-    tensors = _Flat.of(up, x, tile)
+    hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
+    tensors = _Arguments.of(x, up, tile)
     _up_kernel[(count * triton.cdiv(inner, tile.rows),)](
-        x, *tensors[:4], hidden, order, blocks, count, width, inner, tensors.scale_row,
-        chosen, layer.activation, layer.gated, single, limit, tensors.kept,
+        *tensors, hidden, order, blocks, count, width, inner,
+        chosen, layer.activation, layer.gated, single, limit, Kept.of(up.flat(), tensors.inputs),
         tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    parts = x.new_empty(pairs, width)
-    tensors = _Flat.of(down, x, tile)
+    parts = torch.empty(pairs, width, dtype=dtype, device=experts.device)
+    tensors = _Arguments.of(hidden, down, tile)
     _down_kernel[(count * triton.cdiv(width, tile.rows),)](
-        hidden, *tensors[:4], weights, parts, order, blocks, count, inner, width,
-        tensors.scale_row, single, limit, tensors.kept,
+        *tensors, weights, parts, order, blocks, count, inner, width,
+        single, limit, Kept.of(down.flat(), tensors.inputs),
         tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return sum_pairs(parts, experts, limit)
 
 
-class _Flat(NamedTuple):
-    """The experts' weights below one another, as kernels take them."""
+class _Arguments(NamedTuple):
+    """Of both kernels: inputs as the format takes them, and the experts' weights below one
+    another."""
 
+    inputs: Tensor
+    input_scale: Tensor | None
+    input_row: int  # from one row's scales to the next's
+    input_group: int
     weight: object  # a tensor descriptor
     scale: Tensor
     zero: Tensor | None
     row_scale: Tensor | None
     scale_row: int
-    kept: Kept
 
     @classmethod
-    def of(cls, weight: QuantizedWeight, x: Tensor, tile: Tile) -> _Flat:
-        """[experts, N, K]"""
-        flat = weight.flat()
+    def of(cls, x: Inputs, weight: QuantizedWeight, tile: Tile) -> _Arguments:
+        """weight [experts, N, K]"""
+        flat, format = weight.flat(), weight.format
+        rows: tuple[Tensor, Tensor | None, int, int]
+        if format.activations == "none":
+            rows = plain_rows(x).contiguous(), None, 0, 0
+        else:
+            taken = x
+            if isinstance(x, Tensor) or not _fits(x, weight):
+                taken = quantize_rows(plain_rows(x), format, weight.input_scale)
+            assert not isinstance(taken, Tensor)
+            rows = taken.values, taken.scale, *taken.scale.stride()
+        group = format.columns or tile.depth
         return cls(
-            descriptor(flat, tile.rows, tile.depth), flat.scale, flat.zero, flat.row_scale,
-            flat.scale.stride(0), Kept.of(flat, x),
+            *rows, descriptor(flat, tile.rows, min(tile.depth, group) if rows[1] is not None
+            else tile.depth), flat.scale, flat.zero, flat.row_scale, flat.scale.stride(0),
         )  # fmt: skip
+
+
+def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:
+    """Whether rows were rounded for this format: a constant scale is each layer's own."""
+    format = weight.format
+    groups = 1
+    if format.activations == "group" and format.columns is not None:
+        groups = -(-weight.shape[-1] // format.columns)
+    alike = x.values.dtype == weight.values.dtype and x.scale.shape[1] == groups
+    return alike and format.activations != "tensor"
 
 
 @triton.jit
@@ -135,7 +160,8 @@ def _is_empty(blocks, num_blocks, tiles, SINGLE: tl.constexpr, EXPERTS: tl.const
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _up_kernel(
-    x, weight, scale, zero, row_scale, hidden, order, blocks, num_blocks, width, inner, scale_row,
+    x, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
+    hidden, order, blocks, num_blocks, width, inner,
     CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SINGLE: tl.constexpr,
     EXPERTS: tl.constexpr, KEPT: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
@@ -144,24 +170,30 @@ def _up_kernel(
     if _is_empty(blocks, num_blocks, tiles, SINGLE, EXPERTS):
         return
     expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, SINGLE, PAIRS)
-    inputs = x + (pair // CHOSEN)[None, :] * width
+    token = pair // CHOSEN
+    inputs = x + token[None, :] * width
+    scales = None
+    if input_scale is not None:
+        scales = (input_scale + token * input_row)[None, :]
     first = tl.program_id(0) % tiles * ROWS
     n = first + tl.arange(0, ROWS)
     begin = expert * inner * (2 if GATED else 1)
     column = begin + tl.minimum(n, inner - 1)
     total = tl.zeros((ROWS, PAIRS), tl.float32)
     total = accumulate(
-        total, weight, scale, zero, inputs, valid[None, :], begin + first, column, width,
-        scale_row, KEPT, DEPTH, STAGES,
+        total, weight, scale, zero, inputs, scales, input_group, valid[None, :], begin + first,
+        column, width, scale_row, KEPT, DEPTH, STAGES,
     )  # fmt: skip
-    total = activated(finish(total, scale, row_scale, column, scale_row, KEPT), ACTIVATION)
+    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+    total = activated(total, ACTIVATION)
     if GATED:
         up = tl.zeros((ROWS, PAIRS), tl.float32)
         up = accumulate(
-            up, weight, scale, zero, inputs, valid[None, :], begin + inner + first, column + inner,
-            width, scale_row, KEPT, DEPTH, STAGES,
+            up, weight, scale, zero, inputs, scales, input_group, valid[None, :],
+            begin + inner + first, column + inner, width, scale_row, KEPT, DEPTH, STAGES,
         )  # fmt: skip
-        total *= finish(up, scale, row_scale, column + inner, scale_row, KEPT)
+        column += inner
+        total *= finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
     target = hidden + row[:, None] * inner + n[None, :]
     total = total.T.to(hidden.dtype.element_ty)
     tl.store(target, total, mask=valid[:, None] & (n < inner)[None, :])
@@ -169,8 +201,9 @@ def _up_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _down_kernel(
-    hidden, weight, scale, zero, row_scale, shares, parts, order, blocks, num_blocks, inner, width,
-    scale_row, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, KEPT: tl.constexpr,
+    hidden, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
+    shares, parts, order, blocks, num_blocks, inner, width,
+    SINGLE: tl.constexpr, EXPERTS: tl.constexpr, KEPT: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(width, ROWS)
@@ -180,12 +213,15 @@ def _down_kernel(
     first = tl.program_id(0) % tiles * ROWS
     n = first + tl.arange(0, ROWS)
     column = expert * width + tl.minimum(n, width - 1)
+    scales = None
+    if input_scale is not None:
+        scales = (input_scale + row * input_row)[None, :]
     total = tl.zeros((ROWS, PAIRS), tl.float32)
     total = accumulate(
-        total, weight, scale, zero, hidden + row[None, :] * inner, valid[None, :],
-        expert * width + first, column, inner, scale_row, KEPT, DEPTH, STAGES,
+        total, weight, scale, zero, hidden + row[None, :] * inner, scales, input_group,
+        valid[None, :], expert * width + first, column, inner, scale_row, KEPT, DEPTH, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, column, scale_row, KEPT).T
+    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT).T
     total *= tl.load(shares + pair, mask=valid, other=0.0)[:, None]
     target = parts + pair[:, None] * width + n[None, :]
     mask = valid[:, None] & (n < width)[None, :]

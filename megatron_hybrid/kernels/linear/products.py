@@ -1,4 +1,5 @@
-"""The inner loop of Triton kernels that multiply inputs in 16 or 32 bits with quantised weights."""
+"""The inner loop of Triton kernels that multiply quantised weights with inputs in 16 or 32 bits, or
+with rounded ones (QuantizedRows)."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ class Kept(NamedTuple):
     group: int  # columns that share a scale; 0: all
     rows: int  # that share a scale
     in_assembler: bool  # float4_e2m1, four bytes at a time, into bfloat16
+    by_group: bool  # inputs have a scale for each group of columns
 
     @classmethod
     def of(cls, weight: QuantizedWeight, inputs: Tensor) -> Kept:
@@ -61,6 +63,7 @@ class Kept(NamedTuple):
         return cls(
             format.numbers, format.columns or 0, format.rows,
             format.numbers == "float4_e2m1" and is_fast and "bfloat16" in str(inputs.dtype),
+            format.activations == "group",
         )  # fmt: skip
 
     @property
@@ -80,13 +83,13 @@ def descriptor(weight: QuantizedWeight, rows: int, depth: int) -> TensorDescript
 
 @triton.jit
 def accumulate(
-    total, weight, scale, zero, inputs, valid, first_row, row, columns, scale_row,
-    KEPT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    total, weight, scale, zero, inputs, input_scale, input_group, valid, first_row, row, columns,
+    scale_row, KEPT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """total [ROWS, TOKENS] float32 + W[rows] x[tokens]^T, without what is the same for a whole row:
-    see `finish`. weight: a descriptor; row [ROWS]: numbers of the rows from `first_row` on, all of
-    them there; inputs, valid [1, TOKENS]: where the tokens' rows begin, and whether they are there.
-    """
+    """total [ROWS, TOKENS] float32 + W[rows] x[tokens]^T, without what is the same for a whole row
+    of W or x: see `finish`. weight: a descriptor; row [ROWS]: numbers of the rows from `first_row`
+    on, all of them there; inputs, valid [1, TOKENS]: where the tokens' rows begin, and whether they
+    are there; input_scale: the same of scales that are `input_group` apart, or None."""
     kind: tl.constexpr = inputs.dtype.element_ty
     for start in tl.range(0, columns, DEPTH, num_stages=STAGES):
         if KEPT.halves:
@@ -106,6 +109,19 @@ def accumulate(
             else:
                 total = tl.dot(low, low_inputs, total, input_precision="ieee")
                 total = tl.dot(high, high_inputs, total, input_precision="ieee")
+        elif kind == tl.float8e4nv or kind == tl.int8:
+            codes = weight.load([first_row, start])
+            k = start + tl.arange(0, DEPTH)
+            inside = valid & (k < columns)[:, None]
+            values = tl.load(inputs + k[:, None], mask=inside, other=0.0)
+            sums: tl.constexpr = tl.int32 if kind == tl.int8 else tl.float32
+            part = tl.dot(codes, values, out_dtype=sums).to(tl.float32)
+            if KEPT.group:
+                group = start // KEPT.group
+                part *= tl.load(scale + row // KEPT.rows * scale_row + group)[:, None]
+                if KEPT.by_group:
+                    part *= tl.load(input_scale + group * input_group, mask=valid, other=0.0)
+            total += part
         else:
             codes = weight.load([first_row, start])
             k = start + tl.arange(0, DEPTH)
@@ -133,10 +149,14 @@ def accumulate(
 
 
 @triton.jit
-def finish(total, scale, row_scale, row, scale_row, KEPT: tl.constexpr):
-    """What `accumulate` gave, times what is the same for a whole row."""
+def finish(
+    total, scale, row_scale, row, scale_row, input_scale, input_group, valid, KEPT: tl.constexpr
+):
+    """What `accumulate` gave, times what is the same for a whole row of W or x. valid [TOKENS]."""
     if KEPT.group == 0:
         total *= tl.load(scale + row // KEPT.rows * scale_row)[:, None]
+    if input_scale is not None and (KEPT.group == 0 or not KEPT.by_group):
+        total *= tl.load(input_scale, mask=valid[None, :], other=0.0)
     if row_scale is not None:
         factor = tl.load(row_scale + row)[:, None]
         total *= factor * 128.0 if KEPT.in_assembler else factor
@@ -156,29 +176,34 @@ def _halves(
     KEPT: tl.constexpr, DEPTH: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """Weights of the lower and of the upper codes of bytes [ROWS, DEPTH / 2]."""
-    byte = tl.arange(0, DEPTH // 2)
-    place = _places(row, start + byte // 8 * 16, columns, scale_row, KEPT)
+    # Eight bytes at a time, which share scales.
+    eights: tl.constexpr = DEPTH // 16
+    rows: tl.constexpr = codes.shape[0]
+    place = _places(row, start + tl.arange(0, eights) * 16, columns, scale_row, KEPT)
+    codes = tl.reshape(codes, (rows, eights, 8))
     if KEPT.in_assembler:
         lift: tl.constexpr = 2.0**119
         factor = (tl.load(scale + place).to(tl.float32) * lift).to(tl.bfloat16)
+        factor = tl.broadcast_to(factor[:, :, None], (rows, eights, 8))
         low, high = tl.inline_asm_elementwise(
             FP4, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=4,
         )  # fmt: skip
-        return low, high
+        return tl.reshape(low, (rows, DEPTH // 2)), tl.reshape(high, (rows, DEPTH // 2))
     low = _number(codes & 15, KEPT)
     high = _number(codes >> 4, KEPT)
     if KEPT.numbers == "uint4":
         middle = 8.0
         if zero is not None:
-            middle = tl.load(zero + place).to(tl.float32)
+            middle = tl.load(zero + place).to(tl.float32)[:, :, None]
         low -= middle
         high -= middle
     if KEPT.numbers == "float4_e2m1" or (KEPT.group != 0 and KEPT.group < DEPTH):
-        factor = tl.load(scale + place).to(tl.float32)
+        factor = tl.load(scale + place).to(tl.float32)[:, :, None]
         low *= factor
         high *= factor
-    return low.to(kind), high.to(kind)
+    low = tl.reshape(low.to(kind), (rows, DEPTH // 2))
+    return low, tl.reshape(high.to(kind), (rows, DEPTH // 2))
 
 
 @triton.jit

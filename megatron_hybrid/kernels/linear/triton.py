@@ -280,10 +280,10 @@ def _plain_inputs_kernel(
     valid = (m < tokens)[None, :]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     total = accumulate(
-        total, weight, scale, zero, x + m[None, :].to(tl.int64) * x_row, valid,
+        total, weight, scale, zero, x + m[None, :].to(tl.int64) * x_row, None, 0, valid,
         tl.program_id(0) * ROWS, row, columns, scale_row, KEPT, DEPTH, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, row, scale_row, KEPT)
+    total = finish(total, scale, row_scale, row, scale_row, None, 0, None, KEPT)
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[:, None]
     total = total.T
