@@ -179,9 +179,10 @@ def test_quantized_weights(shape: str, tokens: int, name: str) -> None:
     if QUANTIZED[name].activations == "none":
         check(result, plain)
         return
-    # Rounded inputs: sums in another order move some codes.
+    # A hidden value that is rounded to bfloat16 the other way, 2^-9, is near an edge between two
+    # codes, 2^-4 apart, in 3 cases of 100; it moves by 6 %: 1 % in the norm, and its sums as much.
     expected = reference.mix(*packed.arguments()).double()
-    assert (result.double() - expected).norm() <= 1e-2 * expected.norm()
+    assert (result.double() - expected).norm() <= 3e-2 * expected.norm()
     # and what rounding costs
     exact = by_hand(plain)
     assert (result.double() - exact).norm() <= 6e-2 * exact.norm()

@@ -7,11 +7,17 @@ import importlib.util
 import pytest
 import torch
 
-from tests.kernels.linear_cases import FORMATS, check_multiply, check_quantize_rows
+from tests.kernels.linear_cases import (
+    FORMATS,
+    check_multiply,
+    check_quantize_rows,
+    some_weight,
+)
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+from megatron_hybrid.kernels.linear.products import written_out  # noqa: E402
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -32,3 +38,11 @@ def test_inputs_are_rounded_alike(name: str, dtype: torch.dtype, tokens: int, co
     # The interpreter does not carry from a mantissa of float8 that is rounded up to its exponent.
     differing = 0.1 if FORMATS[name].numbers == "float8_e4m3fn" else 0.001
     check_quantize_rows(linear, FORMATS[name], tokens, columns, dtype, differing=differing)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(48, 256), (70, 160)])
+def test_written_out(name: str, rows: int, columns: int) -> None:
+    weight = some_weight(FORMATS[name], rows, columns)
+    expected = weight.dequantize()
+    torch.testing.assert_close(written_out(weight, torch.float32), expected, rtol=1e-6, atol=1e-6)

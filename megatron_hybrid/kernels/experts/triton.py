@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts import triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
-from megatron_hybrid.kernels.experts.reference import plain_weight
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
+from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
 
@@ -91,10 +91,10 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     experts, weights = experts.contiguous(), weights.contiguous()
     up, down = layer.up, layer.down
     if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        if triton_quantized.can_mix(layer):
+        if triton_quantized.can_mix(layer, tokens * chosen):
             return triton_quantized.mix(x, experts, weights, layer)
         layer = layer._replace(
-            up=plain_weight(up, plain.dtype), down=plain_weight(down, plain.dtype)
+            up=_plain_weight(up, plain.dtype), down=_plain_weight(down, plain.dtype)
         )
     x = plain
     if tokens <= FEW_TOKENS:
@@ -102,6 +102,11 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     every = layer.up.shape[0] + layer.elsewhere
     tiles = choose_tiles(tokens * chosen, every, layer.gated, x.dtype)
     return mix_grouped(x, experts, weights, layer, tiles)
+
+
+def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """What weights are, in 16 or 32 bits."""
+    return weight if isinstance(weight, Tensor) else written_out(weight, dtype)
 
 
 def mix_few(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:

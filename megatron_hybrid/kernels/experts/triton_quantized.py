@@ -38,16 +38,21 @@ def choose_tile(pairs: int, num_experts: int, format: WeightFormat, dtype: torch
     if dtype.itemsize > 2:
         return Tile(16 if average < 32 else 64, 32, 64, 4, 2)
     if average <= 32:
-        return Tile(16 if average <= 8 else 32, 64, 128, 4, 4)
-    return Tile(64 if average <= 96 else 128, 128, 64, 8, 3)
+        few_rows = format.bits == 4 and pairs <= num_experts // 4
+        return Tile(16 if average <= 8 else 32, 32 if few_rows else 64, 128, 4, 3)
+    return Tile(128, 64, 128, 4, 3)
 
 
-def can_mix(layer: ExpertWeights) -> bool:
-    """Whether these kernels read the layer's weights: in rows of 16 bytes, as descriptors have."""
-    return all(
-        isinstance(weight, QuantizedWeight) and weight.values.shape[-1] % 16 == 0
-        for weight in (layer.up, layer.down)
-    )
+def can_mix(layer: ExpertWeights, pairs: int) -> bool:
+    """Whether these kernels are for the layer's weights: in rows of 16 bytes, as descriptors have
+    them, and not for many inputs in 16 bits, for which it is faster to write weights out first."""
+    for weight in (layer.up, layer.down):
+        if not isinstance(weight, QuantizedWeight) or weight.values.shape[-1] % 16:
+            return False
+        many = pairs > 32 * (weight.shape[0] + layer.elsewhere)
+        if many and weight.format.activations == "none":
+            return False
+    return True
 
 
 def mix(

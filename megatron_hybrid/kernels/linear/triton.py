@@ -21,7 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.linear import reference
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
-from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish
+from megatron_hybrid.kernels.linear.products import (
+    Kept,
+    accumulate,
+    descriptor,
+    finish,
+    written_out,
+)
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.linear.rounding import empty_rows, rounding, store_rounded
 from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
@@ -93,7 +99,7 @@ def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> 
         x = plain_rows(x)
         if tokens <= FEW_TOKENS and columns * format.bits % 128 == 0:  # of tensor descriptors
             return multiply_plain_inputs(x, weight, bias)
-        return F.linear(x, weight.dequantize(x.dtype), bias)
+        return F.linear(x, written_out(weight, x.dtype), bias)
     if isinstance(x, Tensor):
         x = quantize_rows(x, format, weight.input_scale)
     if columns % 16 or (format.columns or 16) % 16 or (format.columns or 256) < 32:
