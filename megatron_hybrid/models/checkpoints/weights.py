@@ -118,14 +118,13 @@ def formats_of(
             f"already ({said.where}); leave the flag out."
         )
     config = folder.config
-    family = family_of(config.model_type)
     if said is not None and load_format == "auto":
         with open_folder(folder, config) as source:
             names = frozenset(source.names)
 
     def format_of(block: int | None, role: str) -> WeightFormat | None:
         if said is not None:
-            place = family.places(config, block, role)[0]
+            place = family_of(config.model_type).places(config, block, role)[0]
             return weight_format(stored_format(said, place.name, names))
         if quantization is None or _NEVER_ROUNDED.search(role):
             return None

@@ -83,6 +83,7 @@ def engine_stats() -> Mapping[str, Any]:
     engine.add_request("a", prompt, SamplingParams(max_tokens=5), arrived=time.monotonic() - 1e5)
     engine.abort("a")
     engine.step()
+    engine.statistics.weight_bytes = {"bfloat16": 2**30}
     return engine.stats()
 
 

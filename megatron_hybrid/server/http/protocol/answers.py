@@ -144,7 +144,13 @@ Text = shape("Text", prompt=str)
 Aborted = shape("Aborted", aborted=Count)
 Done = shape("Done", status=Literal["ok"])
 Controlled = shape("Controlled", more=True, status=Literal["ok"], epoch=optional(Count))
-ServerInfo = shape("ServerInfo", served_model_name=str)
+ServerInfo = shape(
+    "ServerInfo",
+    served_model_name=str,
+    weight_bytes=optional(
+        says(dict[str, Count], "What one rank's weights take, by format, once the engine is there.")
+    ),
+)
 # OpenAPI says what else there is.
 Description = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["openapi", "paths"]})]
 
@@ -196,6 +202,7 @@ Figures = shape(
     state_cached_by_age=list[tuple[str, int]],
     latency=shape("Latency", **dict.fromkeys(LATENCIES, Histogram)),
     iteration_tokens=Histogram,
+    weight_bytes=says(dict[str, Count], "What one rank's weights take, by their format."),
     last_step=says(shape("LastStep", step=Count, **_COUNTERS), "What the last step added."),
     engines=optional(
         says(dict[str, Any], "With several replicas: the figures of each of them, by its number.")
