@@ -79,11 +79,6 @@ class CacheGeometry:
         """Slots of the state pool, live and cached ones together."""
         return self.num_cached_slots + (self.max_requests if self.has_recurrent else 0)
 
-    @property
-    def last_slot(self) -> int:
-        """The largest number of a slot."""
-        return self.num_slots + self.num_staged_slots
-
     def is_packed(self, slot: int) -> bool:
         """Whether the state in a slot is packed."""
         return 0 < self.num_full_slots < slot

@@ -6,7 +6,7 @@
 
 A live state is never packed in place of itself: its request goes on from what it is, and what is
 cached is a copy, rounded once. Copies are made at the beginning of the next step that computes
-anything, before any state changes, so a checkpoint may be found as soon as it is published:
+anything, so a checkpoint may be found as soon as it is published:
 
     catch up (CatchUp)  |  pack what was published  |  unpack what is read  |  the step
 """
