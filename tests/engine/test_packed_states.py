@@ -281,3 +281,23 @@ def test_a_step_that_fails_before_its_states_are_packed_empties_the_cache(
     assert events[-1].finish_reason is FinishReason.ERROR
     assert not engine.context.cache.states.num_cached
     ask(engine, "c", prompt, 3)
+
+
+def test_an_aborted_answer_leaves_the_state_that_its_last_drafts_went_past() -> None:
+    """It is folded and packed before the next step, in this order."""
+    stored, params = 0, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for steps in range(2, 16):
+        engine = make_engine(packed=True, drafts=3, right=1.0, num_blocks=200, asynchronous=False)
+        prompt = random_tokens(6, 9)
+        engine.add_request("a", prompt, params)
+        said = [token for _ in range(steps) for e in engine.step() for token in e.token_ids]
+        engine.abort("a")
+        run(engine)
+        text = prompt + said
+        assert ask(engine, "b", text + [1, 2, 3], 5)[: len(text)] == text
+        first, second = (chunk for plan in engine.runner.plans for chunk in plan.prefills)
+        fed = len(text) - 1
+        assert (first.start, second.start) == (0, fed // 4 * 4), "the newest position on the grid"
+        catch_ups = [one for plan in engine.runner.plans for one in plan.catch_ups]
+        stored += sum(one.checkpoint_slot > 0 for one in catch_ups)
+    assert stored > 2
