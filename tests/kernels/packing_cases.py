@@ -33,13 +33,13 @@ KINDS = {
 
 
 def make_states(
-    kind: str, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32
+    kind: str, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PackedStates:
     """Zeros, as an engine has them."""
     shape, over = KINDS[kind]
     spec = StateSpec((6, 3), torch.bfloat16, shape, state_dtype, 16, scaled_over=over)
     caches = allocate_caches(
-        {}, dict.fromkeys(range(LAYERS), spec), 0, 16, FULL, torch.device("cpu"),
+        {}, dict.fromkeys(range(LAYERS), spec), 0, 16, FULL, torch.device(device),
         num_packed=PACKED, packed_dtype=dtype,
     )  # fmt: skip
     (states,) = caches.packed
@@ -57,8 +57,8 @@ def fill(states: PackedStates) -> None:
         full.copy_(values * 10 ** (3 * torch.randn(full.shape[-1:], generator=generator)))
 
 
-def slots(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+def slots(*numbers: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def rounded(state: Tensor, over: int) -> Tensor:
