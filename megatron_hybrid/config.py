@@ -12,6 +12,7 @@ from megatron_hybrid.rank_layout import ParallelSizes
 from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
 
 DTYPES = ("float32", "bfloat16", "float16")
+CACHED_STATES_DTYPES = (*DTYPES, "int8")
 KV_DTYPES = ("auto", "fp8_e4m3")
 QUANTIZATIONS = ("fp8", "fp8_block")
 MOST_SPECULATIVE_TOKENS = 32
@@ -190,6 +191,13 @@ class EngineConfig(Settings):
     )
     mamba_inference_ssm_states_dtype: str = option(
         "float32", "type of the recurrent states", DTYPES
+    )
+    mamba_inference_cached_states_dtype: str | None = option(
+        None,
+        "type of recurrent states that are cached; left out: that of running requests' states, "
+        "which is exact. A smaller one holds more of them in the same memory, each rounded once. "
+        "int8: with a scale for each column of a head's state",
+        CACHED_STATES_DTYPES,
     )
     mamba_inference_state_write_interval: int | None = option(
         None,

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 
 GIB = 2**30
+# Checkpoints that a step stores in the middle of prompts, at most, where cached states are packed:
+# each takes the memory of a live state until it is.
+STAGED_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,19 @@ class CacheGeometry:
     bytes_per_state: int  # one slot in all recurrent layers; 0 without such layers
     bytes_per_logits: int = 0  # that go with each slot
     stored_as: str = ""  # the type of keys and values: part of every key, like the weights' epoch
+    # one cached slot in all recurrent layers, where it is smaller than a live one; None: it is not
+    bytes_per_packed_state: int | None = None
 
     @property
     def bytes_per_slot(self) -> int:
-        """A state and the logits that may go with it."""
+        """A live state and the logits that may go with it."""
         return self.bytes_per_state + self.bytes_per_logits
+
+    @property
+    def bytes_per_cached_slot(self) -> int:
+        """The same of a cached state."""
+        packed = self.bytes_per_packed_state
+        return self.bytes_per_slot if packed is None else packed + self.bytes_per_logits
 
     @property
     def has_attention(self) -> bool:
@@ -49,9 +60,29 @@ class CacheGeometry:
         return math.lcm(self.block_size, self.kernel_chunk)
 
     @property
+    def packs_states(self) -> bool:
+        """Whether cached states are of a type of their own, in slots of their own."""
+        return self.bytes_per_packed_state is not None
+
+    @property
+    def num_full_slots(self) -> int:
+        """The first slots, of which kernels read and write whole states, where those behind them
+        are packed; 0 where none are."""
+        return self.max_requests + self.num_staged_slots if self.packs_states else 0
+
+    @property
+    def num_staged_slots(self) -> int:
+        """The last of them, for checkpoints until they are packed; no part of the state pool."""
+        return min(STAGED_SLOTS, self.max_requests) if self.packs_states else 0
+
+    @property
     def num_slots(self) -> int:
         """Slots of the state pool, live and cached ones together."""
         return self.num_cached_slots + (self.max_requests if self.has_recurrent else 0)
+
+    def is_packed(self, slot: int) -> bool:
+        """Whether the state in a slot is packed."""
+        return 0 < self.num_full_slots < slot
 
     @property
     def smallest_reusable_prefix(self) -> int:

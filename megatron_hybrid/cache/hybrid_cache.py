@@ -32,6 +32,7 @@ from megatron_hybrid.cache.checkpoint_placement import (
 from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
+from megatron_hybrid.cache.packing import Packing
 from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
 from megatron_hybrid.cache.replay_cost import ReplayCost
 from megatron_hybrid.cache.state_pool import NULL_SLOT
@@ -63,6 +64,7 @@ class HybridCache:
             queue = EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
         self.kv, self.states = self.store.kv, self.store.states
+        self.packing = Packing(geometry)
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
@@ -192,19 +194,23 @@ class HybridCache:
                 step.append(StepCheckpoint(CachedState(b"", position, kind), NULL_SLOT))
                 continue
             state = CachedState(b"", position, kind, lease.deepest, has_logits)
-            if (checkpoint := self._reserve(state)) is not None:
+            if (checkpoint := self._reserve(state, passes=position < end)) is not None:
                 step.append(checkpoint)
         return step
 
-    def reserve_decode_checkpoint(self, lease: Lease, position: int) -> StepCheckpoint | None:
-        """A slot for the state after the token that the coming step feeds, if it is to be kept.
-        The request's last such state makes room, unless somebody read it."""
+    def reserve_decode_checkpoint(
+        self, lease: Lease, position: int, *, passes: bool = False
+    ) -> StepCheckpoint | None:
+        """A slot for the state at a position that the coming step comes to, if it is to be kept.
+        The request's last such state makes room, unless somebody read it. `passes`: the step may
+        leave the request's own state behind the position."""
         if not self.publishes(lease) or not self.placement.decode_position(position):
             return None
         last = lease.decode_state
         if last is not None and last.alive and not (last.hits or self.states.is_pinned(last.slot)):
             self.store.forget(last)
-        return self._reserve(CachedState(b"", position, placement.DECODE, lease.deepest))
+        state = CachedState(b"", position, placement.DECODE, lease.deepest)
+        return self._reserve(state, passes=passes)
 
     def state_was_read(self, lease: Lease) -> None:
         """The step that reads the lease's state was launched: from now on it reads its own."""
@@ -243,8 +249,10 @@ class HybridCache:
 
         `at_end`: the step ended there and wrote the state nowhere else. The request reads it once
         more and goes on in its own slot, so that the states of a batch keep lying side by side.
+        Where states are packed the step wrote that one, which is copied.
         """
-        swaps = at_end and self.geometry.has_recurrent and checkpoint.slot != NULL_SLOT
+        packs = self.geometry.packs_states
+        swaps = at_end and self.geometry.has_recurrent and not packs
         if not self.publishes(lease):
             if swaps:  # it is the request's only state
                 self.states.release(lease.write_slot)
@@ -255,6 +263,8 @@ class HybridCache:
         if checkpoint.slot == NULL_SLOT:
             return True
         state = self._publish(lease, checkpoint.slot, checkpoint.state)
+        if packs:
+            self.packing.pack(checkpoint, lease.write_slot if at_end else checkpoint.staged)
         if swaps:
             self.states.pin(state.slot)
             lease.read_slot, lease.pinned, lease.reads_own = state.slot, True, True
@@ -265,21 +275,26 @@ class HybridCache:
     def keep_end(self, lease: Lease, position: int, kind: str) -> None:
         """Keep the state of a request that ends or stops at `position`, which was fed in full.
 
-        The live slot changes owner. Nothing is kept where the state stands in a cached slot
-        already.
+        The live slot changes owner, or is packed. Nothing is kept where the state stands in a
+        cached slot already.
         """
         if not self.publishes(lease) or not self.placement.keeps_end(position):
             return
         if not self.geometry.has_recurrent:
             self.store.map_tail(lease.keys, lease.blocks, position)
+        elif self.geometry.packs_states:
+            state = CachedState(b"", position, kind, lease.deepest)
+            if not self.is_cached(lease, position) and (kept := self._reserve(state, passes=False)):
+                self.publish_state(lease, kept, at_end=True)
         elif lease.read_slot == lease.write_slot:
             slot, lease.write_slot = lease.write_slot, NULL_SLOT
             self._publish(lease, slot, CachedState(b"", position, kind, lease.deepest))
 
     def discard_checkpoint(self, checkpoint: StepCheckpoint) -> None:
-        """Give back the slot of a checkpoint whose step failed."""
+        """Give back the slots of a checkpoint whose step failed."""
         if checkpoint.slot != NULL_SLOT:
             self.states.release(checkpoint.slot)
+        self.packing.unstage(checkpoint.staged)
 
     def pin(self, lease: Lease, position: int) -> Pin | None:
         """Keep the prefix of `position` tokens, which the lease has just published, from being
@@ -371,13 +386,17 @@ class HybridCache:
         known = self.states.get(lease.keys.at(position))
         return known is not None and (known.has_logits or kind != placement.PROMPT_END)
 
-    def _reserve(self, state: CachedState) -> StepCheckpoint | None:
+    def _reserve(self, state: CachedState, *, passes: bool) -> StepCheckpoint | None:
+        """`passes`: the step leaves no other state that is the same."""
         evicts = state.kind not in self.placement.expendable_kinds
+        staged = NULL_SLOT
         try:
-            return StepCheckpoint(
-                state, self.store.allocate_slot(for_checkpoint=True, evicts=evicts)
-            )
+            if passes and self.geometry.packs_states:
+                staged = self.packing.stage()
+            slot = self.store.allocate_slot(for_checkpoint=True, evicts=evicts)
+            return StepCheckpoint(state, slot, staged)
         except StatePoolExhausted:
+            self.packing.unstage(staged)
             self.checkpoints_skipped += 1
             return None
 

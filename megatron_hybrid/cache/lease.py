@@ -15,6 +15,12 @@ class StepCheckpoint(NamedTuple):
 
     state: CachedState
     slot: int
+    staged: int = 0  # a packed one's: where a kernel leaves it and goes on behind it
+
+    @property
+    def written(self) -> int:
+        """The slot that a kernel writes when it passes the position."""
+        return self.staged or self.slot
 
     @property
     def position(self) -> int:
@@ -28,6 +34,13 @@ class TailCopy(NamedTuple):
     source: int
     destination: int
     num_tokens: int
+
+
+class StateMove(NamedTuple):
+    """A state that is packed or unpacked before the step, from slot to slot."""
+
+    source: int
+    destination: int
 
 
 class Pin(NamedTuple):

@@ -62,7 +62,12 @@ class PrefixStore:
         reference (not under `ref_zero`)."""
         self.geometry = geometry
         self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
-        self.states = StatePool(geometry.num_slots, queue)
+        self.states = StatePool(
+            geometry.num_slots,
+            queue,
+            num_live=geometry.max_requests if geometry.packs_states else 0,
+            num_staged=geometry.num_staged_slots,
+        )
         self._keeps_idle = keeps_idle
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.changes: CacheChanges | None = None  # told of, where somebody wants to know
@@ -189,7 +194,7 @@ class PrefixStore:
     def allocate_slot(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
         """A slot that the caller owns: a free one, else, if it `evicts`, that of the state that
         goes first. Raises StatePoolExhausted, without any effect, when there is none."""
-        if evicts and not self.states.num_free:
+        if evicts and not self.states.has_free(for_checkpoint=for_checkpoint):
             self.evict_state()
         return self.states.allocate(for_checkpoint=for_checkpoint)
 

@@ -4,7 +4,8 @@
      ^                    |                                                       |
      +------release-------+----------------------evict / drop---------------------+
 
-A slot changes owner, never place: publishing and reading a state cost no copy.
+A slot changes owner, never place: publishing and reading a state cost no copy. Only where cached
+states are packed they have slots of their own, see packing.py.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ NULL_SLOT = 0  # reads as zeros, writes to it are dropped; never allocated, coun
 
 
 class FreeSlots:
-    """The free ones of slots 1 to num_slots, taken from either end of the numbers: bit i says
+    """The free ones of slots first to last, taken from either end of the numbers: bit i says
     whether slot i is free."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._bits = 2 ** (num_slots + 1) - 2
+    def __init__(self, first: int, last: int) -> None:
+        self._bits = 2 ** (last + 1) - 2**first
 
     def add(self, slot: int) -> None:
         """A slot is free from now on."""
@@ -47,10 +48,22 @@ class FreeSlots:
 
 
 class StatePool:
-    """Slots 1 to num_slots. `queue`: decides which state goes first; None: by age."""
+    """Slots 1 to num_slots. `queue`: decides which state goes first; None: by age.
 
-    def __init__(self, num_slots: int, queue: EvictionQueue | None = None) -> None:
+    `num_live`: the first of them, which alone are live, where cached states are packed; the numbers
+    of the others are higher by `num_staged` (packing.py). 0: any slot may be live or cached.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        queue: EvictionQueue | None = None,
+        *,
+        num_live: int = 0,
+        num_staged: int = 0,
+    ) -> None:
         self.num_slots = num_slots
+        last, first_cached = num_slots + num_staged, num_live + num_staged + 1
         self.mamba_hash_to_slot_id: dict[BlockKey, int] = {}
         self.evictions = 0
         self.uses = 0  # publications and hits: the pool's clock
@@ -59,10 +72,13 @@ class StatePool:
         )  # evictable ones
         # Live slots are taken from the low end, checkpoints' from the high one: the states of a
         # batch then tend to lie side by side, where kernels can update them in place.
-        self._free = FreeSlots(num_slots)
-        self._state: list[CachedState | None] = [None] * (num_slots + 1)
-        self._pins = [0] * (num_slots + 1)
-        self._owned = [False] * (num_slots + 1)
+        self._free = FreeSlots(first_cached, last)
+        self._free_live = FreeSlots(1, num_live) if num_live else self._free
+        self._num_live = num_live
+        self._numbers = [*range(1, num_live + 1), *range(first_cached, last + 1)]
+        self._state: list[CachedState | None] = [None] * (last + 1)
+        self._pins = [0] * (last + 1)
+        self._owned = [False] * (last + 1)
 
     @property
     def num_cached(self) -> int:
@@ -77,7 +93,7 @@ class StatePool:
     @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
-        return len(self._free)
+        return len(self._free) + (len(self._free_live) if self._num_live else 0)
 
     def get(self, key: BlockKey) -> CachedState | None:
         """The cached state of a prefix."""
@@ -90,12 +106,17 @@ class StatePool:
 
     # ------------------------------------------------------------------ verbs
 
+    def has_free(self, *, for_checkpoint: bool = False) -> bool:
+        """Whether `allocate` has a slot to give."""
+        return bool(self._free if for_checkpoint else self._free_live)
+
     def allocate(self, *, for_checkpoint: bool = False) -> int:
         """A free slot, owned from now on. Raises StatePoolExhausted, without any effect, when there
         is none."""
-        if not self._free:
+        free = self._free if for_checkpoint else self._free_live
+        if not free:
             raise StatePoolExhausted(f"All {self.num_slots} state slots are in use.")
-        slot = self._free.take(highest=for_checkpoint)
+        slot = free.take(highest=for_checkpoint)
         self._owned[slot] = True
         return slot
 
@@ -112,7 +133,7 @@ class StatePool:
         """Free an owned slot."""
         assert self._owned[slot], f"slot {slot} is not owned"
         self._owned[slot] = False
-        self._free.add(slot)
+        (self._free_live if slot <= self._num_live else self._free).add(slot)
 
     def cache(self, slot: int, state: CachedState) -> CachedState:
         """Cache what an owned slot holds; returns the cached state of the key.
@@ -224,12 +245,14 @@ class StatePool:
         """Assert every invariant. `owned`, `pinned`: what the users hold, with multiplicity."""
         assert NULL_SLOT not in self._free and not self._owned[NULL_SLOT]
         assert self._state[NULL_SLOT] is None and self._pins[NULL_SLOT] == 0
+        assert not any(self._state[: self._num_live + 1]), "a cached state is in a live slot"
         children: dict[int, int] = {}
-        for slot in range(1, self.num_slots + 1):
+        for slot in self._numbers:
             state = self._state[slot]
             cached = state is not None
             held = cached or self._pins[slot] > 0
-            assert (slot in self._free) + self._owned[slot] + held == 1, f"slot {slot}"
+            is_free = slot in self._free or slot in self._free_live
+            assert is_free + self._owned[slot] + held == 1, f"slot {slot}"
             assert (slot in self.queue) == (cached and self._pins[slot] == 0)
             if state is not None:
                 assert state.alive and state.slot == slot
@@ -242,10 +265,10 @@ class StatePool:
         assert len(self.mamba_hash_to_slot_id) == len(self.cached())
         if owned is not None:
             expected = sorted(owned)
-            actual = [s for s in range(self.num_slots + 1) if self._owned[s]]
+            actual = [s for s, is_owned in enumerate(self._owned) if is_owned]
             assert expected == actual, f"owned {actual}, users hold {expected}"
         if pinned is not None:
-            pins = [0] * (self.num_slots + 1)
+            pins = [0] * len(self._pins)
             for slot in pinned:
                 pins[slot] += 1
             assert pins == self._pins, "pins differ from what is held"

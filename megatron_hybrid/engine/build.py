@@ -26,6 +26,7 @@ from megatron_hybrid.engine.sizing import (
     derive_geometry,
     describe,
     gpu_cache_bytes,
+    packed_states_dtype,
     ring_length,
 )
 from megatron_hybrid.engine.speculation import Speculation
@@ -108,11 +109,13 @@ def build_engine(
         model.state_specs,
         num_blocks=geometry.num_blocks + 1,  # the dummy block
         block_size=geometry.block_size,
-        num_slots=geometry.num_slots + 1,  # the null slot
+        num_slots=(geometry.num_full_slots or geometry.num_slots) + 1,  # the null slot
         device=device,
         end_logits_vocab=model_config.vocab_size if keeps_logits and model.is_last_stage else 0,
         num_rings=geometry.max_requests if plan.ring_length else 0,
         ring_length=plan.ring_length,
+        num_packed=geometry.num_cached_slots if geometry.packs_states else 0,
+        packed_dtype=packed_states_dtype(config) if geometry.packs_states else None,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -425,6 +428,7 @@ def _useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:
     budget = "chosen by the engine" if given is None else f"{given:g}"
     return (
         f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "
-        f"so no prefix could be skipped: one state takes {geometry.bytes_per_slot / GIB:.6f} GB. "
+        "so no prefix could be skipped: one state takes "
+        f"{geometry.bytes_per_cached_slot / GIB:.6f} GB. "
         "Give at least that, or 0 to cache no states."
     )

@@ -65,7 +65,8 @@ class Decodes:
             if row in self._checkpoints:
                 continue  # since a step that might have passed the position and did not
             lease = self._context.running_in(row).lease
-            checkpoint = cache.reserve_decode_checkpoint(lease, position)
+            passes = self.speculation is not None
+            checkpoint = cache.reserve_decode_checkpoint(lease, position, passes=passes)
             if checkpoint is not None:
                 self._checkpoints[row] = checkpoint
 
@@ -78,17 +79,20 @@ class Decodes:
             plan.drafts = drafts or DraftPlan.nothing(len(decodes))
             self._reserve_room(decodes, plan.drafts)
         else:
-            for row, checkpoint in self._checkpoints.items():
-                if checkpoint.position == rows.position[row] + 1:
-                    rows.write_slot[row] = checkpoint.slot
-            plan.writes = self._choose_writes(decodes)
+            kept = [r for r, c in self._checkpoints.items() if c.position == rows.position[r] + 1]
+            if not self._context.geometry.packs_states:  # else the requests' own are copied
+                for row in kept:
+                    rows.write_slot[row] = self._checkpoints[row].slot
+            plan.writes = self._choose_writes(decodes, kept)
         if not plan.is_empty:
             plan.catch_ups, self._catch_ups = self._catch_ups, []
+            plan.packs = self._cache.packing.take()
 
-    def _choose_writes(self, decodes: Ints) -> npt.NDArray[np.bool_] | None:
-        """Which of these decodes write their states, [decodes]; None: all. A state that is read
-        from where others may read it, too, is written to a place of its own at once, so that the
-        first one need not be held; a request's last token is behind everything else of it."""
+    def _choose_writes(self, decodes: Ints, kept: list[int]) -> npt.NDArray[np.bool_] | None:
+        """Which of these decodes write their states, [decodes]; None: all. Those of the rows `kept`
+        are cached. A state that is read from where others may read it, too, is written to a place
+        of its own at once, so that the first one need not be held; a request's last token is behind
+        everything else of it."""
         rows, interval = self._rows, self._context.write_interval
         if interval == 1:
             return None
@@ -96,7 +100,7 @@ class Decodes:
         is_due = (rows.position[decodes] + decodes) % interval == 0
         moves = rows.read_slot[decodes] != rows.write_slot[decodes]
         ends = rows.generated[decodes] + 1 >= rows.max_tokens[decodes]
-        return np.asarray(is_due | moves | ends)
+        return np.asarray(is_due | moves | ends | np.isin(decodes, kept))
 
     def _draft(self, decodes: Ints) -> DraftPlan | None:
         if self.speculation is None or not len(decodes):
@@ -116,7 +120,7 @@ class Decodes:
         for row, checkpoint in self._checkpoints.items():
             index = np.searchsorted(decodes, row)
             drafts.checkpoint_position[index] = checkpoint.position
-            drafts.checkpoint_slot[index] = checkpoint.slot
+            drafts.checkpoint_slot[index] = checkpoint.written
 
     def _room_for_drafts(self, decodes: Ints, wanted: Ints) -> Ints:
         """[decodes]: so many of the drafts that each row wants have a place for their KV, and so
@@ -216,7 +220,7 @@ class Decodes:
         position = context.computed_tokens(running)
         passed, checkpoint = (0, 0), self._checkpoints.get(row)
         if checkpoint is not None and checkpoint.position <= position:
-            passed = checkpoint.position, checkpoint.slot
+            passed = checkpoint.position, checkpoint.written
         is_kept = passed[1] or self._cache.placement.keeps_end(position)
         if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
             self._catch_ups.append(CatchUp(row, position, unfolded, lease.write_slot, *passed))

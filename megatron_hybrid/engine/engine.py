@@ -164,7 +164,7 @@ class DynamicInferenceEngine:
             if not self._is_alone:  # other ranks may wait in a collective that this one has left
                 raise
             logger.exception("step %d failed", plan.step)
-            if plan.catch_ups:  # into states that are cached already
+            if plan.catch_ups or plan.packs:  # into states that are cached already
                 self.reset()
             self.scheduler.drop(plan, error)
             return None

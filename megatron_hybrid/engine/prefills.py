@@ -3,7 +3,7 @@ what becomes of that."""
 
 from __future__ import annotations
 
-from megatron_hybrid.cache.lease import StepCheckpoint
+from megatron_hybrid.cache.lease import StateMove, StepCheckpoint
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
@@ -47,6 +47,8 @@ class Prefills:
         lease = running.lease
         if lease.copy is not None:
             plan.copies.append(lease.copy)
+        if self._context.geometry.is_packed(lease.read_slot):
+            plan.unpacks.append(StateMove(lease.read_slot, lease.write_slot))
         if lease.skip == running.prefill_tokens:
             plan.resumed.append(ResumedRow(running.row, running.request, lease.read_slot))
             return 0
@@ -62,8 +64,10 @@ class Prefills:
         checkpoints = self._cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[row] = checkpoints
         last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
-        write_slot = lease.write_slot
-        if last is not None and last.slot and self._context.geometry.has_recurrent:
+        geometry, read_slot, write_slot = self._context.geometry, lease.read_slot, lease.write_slot
+        if geometry.is_packed(read_slot):
+            read_slot = write_slot  # it is unpacked there before
+        if last is not None and last.slot and geometry.has_recurrent and not geometry.packs_states:
             write_slot = last.slot
         chunk = PrefillChunk(
             row=row,
@@ -71,12 +75,12 @@ class Prefills:
             tokens=request.tokens(start, end),
             start=start,
             end=end,
-            write_from=lease.num_shared * self._context.geometry.block_size,
-            read_slot=lease.read_slot,
+            write_from=lease.num_shared * geometry.block_size,
+            read_slot=read_slot,
             write_slot=write_slot,
             # one at the chunk's end needs no capturing: the write slot is its own
             checkpoints=tuple(
-                (c.position, c.slot) for c in checkpoints if c.position < end and c.slot
+                (c.position, c.written) for c in checkpoints if c.position < end and c.slot
             ),
             samples=end == running.prefill_tokens,
             logprob_targets=(
@@ -136,8 +140,9 @@ class Prefills:
         for resumed in plan.resumed:
             running = self._context.running_in(resumed.row)
             self._cache.tail_was_copied(running.lease)
-            if not self._context.geometry.has_recurrent:  # else its first decode reads the state
-                self._cache.state_was_read(running.lease)
+            geometry = self._context.geometry
+            if not geometry.has_recurrent or geometry.packs_states:
+                self._cache.state_was_read(running.lease)  # else its first decode reads it
             ended.append(running)
         return ended
 

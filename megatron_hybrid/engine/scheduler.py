@@ -174,6 +174,7 @@ class Scheduler:
         statistics, context = self._statistics, self._context
         context.cache.begin_step(self._step)
         self._extend_block_tables()
+        context.cache.packing.begin_step()
         decode_rows = context.rows.decoding.nonzero()[0]
         self.decodes.reserve_checkpoints(decode_rows)
         owners = [context.requests[row] for row in decode_rows.tolist()]

@@ -8,12 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_hybrid.cache.geometry import GIB, CacheGeometry, slots_for_budget
+from megatron_hybrid.cache.geometry import (
+    GIB,
+    STAGED_SLOTS,
+    CacheGeometry,
+    slots_for_budget,
+)
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
+from megatron_hybrid.models.config import resolve_dtype
 
 CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU
 CPU_STATE_BYTES = GIB // 4
@@ -111,18 +117,23 @@ def derive_geometry(
     ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
     own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
+    packed_dtype = packed_states_dtype(config) if keeps_states else None
     pays_for_states = keeps_states and own_slot > 0
     buffer, states = _budgets(config, pays_for_states, minimum(limit), on_gpu=on_gpu)
-    max_requests = minimum(_max_requests(config, buffer, own_live if state_specs else 0))
+    most_staged = 0 if packed_dtype is None else STAGED_SLOTS
+    max_requests = _max_requests(config, buffer, own_live if state_specs else 0, most_staged)
+    max_requests = minimum(max_requests)
     cached = 0
     if keeps_states:
-        cached = slots_for_budget(states / GIB, own_slot) if own_slot else NO_LIMIT
+        own_cached = _bytes_per_state(stage.state_specs, packed_dtype) + own_logits
+        cached = slots_for_budget(states / GIB, own_cached) if own_cached else NO_LIMIT
     elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
         cached = max_requests
         if own_logits:
             cached = min(cached, buffer // 8 // own_logits)
         buffer -= cached * own_logits
     live_bytes = max_requests * own_live if state_specs else 0
+    live_bytes += min(most_staged, max_requests) * own_slot
     num_blocks = NO_LIMIT if kv_specs else 0
     if own_block:
         num_blocks = max(0, (buffer - live_bytes) // own_block - 1)  # the dummy
@@ -139,15 +150,28 @@ def derive_geometry(
         bytes_per_state=_bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
         stored_as=",".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in kv_specs})),
+        bytes_per_packed_state=(
+            None if packed_dtype is None else _bytes_per_state(state_specs, packed_dtype)
+        ),
     )
+
+
+def packed_states_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Of cached states; None where they are of the type of the live ones, and exact."""
+    name = config.mamba_inference_cached_states_dtype
+    if name is None or name == config.mamba_inference_ssm_states_dtype:
+        return None
+    return torch.int8 if name == "int8" else resolve_dtype(name)
 
 
 def _bytes_per_block(specs: Iterable[KVSpec], block_size: int) -> int:
     return block_size * sum(spec.bytes_per_token() for spec in specs)
 
 
-def _bytes_per_state(specs: Iterable[StateSpec]) -> int:
-    return sum(spec.bytes_per_slot() for spec in specs)
+def _bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = None) -> int:
+    if packed is None:
+        return sum(spec.bytes_per_slot() for spec in specs)
+    return sum(spec.bytes_per_packed_slot(packed) for spec in specs)
 
 
 def ring_length(drafts: int, write_interval: int) -> int:
@@ -209,14 +233,16 @@ def _bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else max(0, int(gigabytes * GIB))
 
 
-def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int) -> int:
-    """`bytes_per_slot`: 0 for a model or a stage without states."""
+def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int, most_staged: int) -> int:
+    """`bytes_per_slot`: 0 for a model or a stage without states. `most_staged`: that many more
+    slots at most, and as many as there are requests."""
     given = config.inference_dynamic_batching_max_requests
     if given is not None:
         return given
     limit = min(MAX_REQUESTS, config.inference_dynamic_batching_max_tokens)
     if bytes_per_slot:  # live states may take half of the buffer
-        limit = min(limit, buffer // 2 // bytes_per_slot)
+        room = buffer // 2 // bytes_per_slot
+        limit = min(limit, room - min(most_staged, room // 2))
     if limit < 1:
         raise ConfigurationError(
             f"--inference-dynamic-batching-buffer-size-gb is {buffer / GIB:.4f}; the state of one "
@@ -239,6 +265,11 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
         text += (
             f", {geometry.bytes_per_slot} bytes per state, "
             f"{geometry.max_requests} live and {geometry.num_cached_slots} cached state slots"
+        )
+    if geometry.packs_states:
+        text += (
+            f" of {geometry.bytes_per_cached_slot} bytes each, and {geometry.num_staged_slots} for "
+            "states that are to be packed into these"
         )
     if not context.cache.enabled:
         return text + (

@@ -81,7 +81,7 @@ class BatchBuilder:
         # most one block copied.
         tables = blocks + (self._drafted.most_of_a_request if self._drafted is not None else 0)
         self._uploads = Uploads(
-            4 * (requests * (block_size // 2 + 3) + 8),
+            4 * (requests * (block_size // 2 + 5) + 16),
             StepFigures.most(max_tokens, requests, len(self._chunk_sizes)) + requests * tables,
             device,
         )
@@ -225,7 +225,7 @@ class BatchBuilder:
         ended = [chunk for chunk in plan.prefills if chunk.samples]
         first = len(plan.decode_rows) + plan.num_drafts
         stored = [(first + i, c.logits_slot) for i, c in enumerate(ended) if c.logits_slot]
-        if not (plan.copies or plan.resumed or stored):
+        if not (plan.copies or plan.resumed or stored or plan.packs or plan.unpacks):
             return []
         copies = np.asarray(plan.copies, dtype=np.int64).reshape(-1, 3)
         source, destination, count = copies.T
@@ -237,6 +237,8 @@ class BatchBuilder:
             stored_rows,
             stored_slots,
             np.asarray([resumed.logits_slot for resumed in plan.resumed], dtype=np.int64),
+            *np.asarray(plan.packs, dtype=np.int64).reshape(-1, 2).T,
+            *np.asarray(plan.unpacks, dtype=np.int64).reshape(-1, 2).T,
         ]
 
 

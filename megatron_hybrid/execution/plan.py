@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.cache.lease import TailCopy
+from megatron_hybrid.cache.lease import StateMove, TailCopy
 from megatron_hybrid.request import TokenLogprob
 
 # A Hugging Face folder, or tensors by their names in one.
@@ -118,6 +118,8 @@ class StepPlan:
     writes: npt.NDArray[np.bool_] | None = None
     drafts: DraftPlan | None = None  # None: decodes are of one token, and none is to be taken up
     catch_ups: list[CatchUp] = field(default_factory=list)
+    packs: list[StateMove] = field(default_factory=list)  # from full slots to packed ones
+    unpacks: list[StateMove] = field(default_factory=list)  # and back; after these
 
     @property
     def num_drafts(self) -> int:

@@ -149,6 +149,12 @@ class ModelRunner(Runner):
         moves = inputs.moves
         if moves is None:
             return inputs, self._compute(inputs, size)
+        for states in caches.packed:
+            packing = self._model.kernels.packing
+            if plan.packs:
+                packing.pack(states, moves.packed_from, moves.packed_to)
+            if plan.unpacks:
+                packing.unpack(states, moves.unpacked_from, moves.unpacked_to)
         if plan.copies:
             attention = self._model.kernels.attention
             for cache in caches.kv.values():

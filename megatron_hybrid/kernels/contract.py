@@ -260,3 +260,21 @@ class RecurrentState:
 
     conv: Tensor
     ssm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStates:
+    """Cached states that are smaller than those which kernels read and write: of L recurrent layers
+    of one shape, with all that RecurrentState has of them.
+
+    Full slots come first; slot number `full_ssm.shape[1] + i` is row i of what is packed. Entries
+    of a state that differ only along the dimension `over` share a scale, the largest of them / 127,
+    and are value * scale; without scales the values are the states, in another type.
+    """
+
+    full_conv: Tensor  # [L, full slots, channels, width - 1]
+    full_ssm: Tensor  # [L, full slots, ...]
+    conv: Tensor  # [L, packed slots, channels, width - 1], in the type of full_conv
+    values: Tensor  # [L, packed slots, ...] int8, or another type without scales
+    scales: Tensor | None  # [L, packed slots, ...] float32, 1 along `over`
+    over: int  # counted from the last dimension: -1, -2

@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
+from megatron_hybrid.kernels.packed_states import reference as packing
 from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
@@ -44,6 +45,7 @@ class KernelSet:
     mamba1_scan: Scan[kinds.Mamba1Tokens, kinds.Mamba1Constants]
     mamba2_scan: Scan[kinds.Mamba2Tokens, kinds.Mamba2Constants]
     gated_delta_rule: Scan[kinds.DeltaRuleTokens, kinds.DeltaRuleConstants]
+    packing: kinds.Packing
     norm: kinds.Norm
     activation: kinds.Activation
     linear: kinds.Linear
@@ -62,6 +64,7 @@ REFERENCE = KernelSet(
     mamba1_scan=mamba1_scan,
     mamba2_scan=mamba2_scan,
     gated_delta_rule=gated_delta_rule,
+    packing=packing,
     norm=norm,
     activation=activation,
     linear=linear,
@@ -89,6 +92,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
+    from megatron_hybrid.kernels.packed_states import triton as packing
 
     found = replace(
         REFERENCE,
@@ -99,6 +103,7 @@ def _gpu() -> KernelSet:
         mamba1_scan=mamba1_scan,
         mamba2_scan=mamba2_scan,
         gated_delta_rule=gated_delta_rule,
+        packing=packing,
         norm=norm,
         activation=activation,
         linear=linear,

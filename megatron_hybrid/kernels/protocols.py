@@ -16,6 +16,7 @@ from megatron_hybrid.kernels.contract import (
     AttentionShape,
     DecodeRuns,
     KVCache,
+    PackedStates,
     PagedSequences,
     PrefillSegments,
 )
@@ -170,6 +171,17 @@ class Convolution(Recurrence[Tensor, ConvConstants, Tensor], Protocol):
 
     def plan_runs(self, runs: DecodeRuns, width: int, ring_length: int) -> Plan:
         """Of a step's decode_runs."""
+
+
+class Packing(Protocol):
+    """States from full slots to packed ones, and back, by slot number: [moves] each, of any integer
+    type; no destination is named twice. Their windows go along."""
+
+    def pack(self, states: PackedStates, source: Tensor, destination: Tensor) -> None:
+        """Into packed slots: rounded to the nearest."""
+
+    def unpack(self, states: PackedStates, source: Tensor, destination: Tensor) -> None:
+        """Into full slots."""
 
 
 class Attention(Protocol):

@@ -15,10 +15,13 @@ from megatron_hybrid.kernels.contract import (
     DecodeRuns,
     DecodeSlots,
     KVCache,
+    PackedStates,
     PagedSequences,
     PrefillSegments,
     RecurrentState,
 )
+
+SCALES_DTYPE = torch.float32  # of packed states
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class CacheMoves:
     stored_rows: Tensor  # [stored] rows of the step's logits that are kept
     stored_slots: Tensor  # [stored] their rows of LayerCaches.end_logits
     resumed_slots: Tensor  # [resumed] rows of LayerCaches.end_logits that give a token
+    packed_from: Tensor  # [packed] slots whose states are packed before all else
+    packed_to: Tensor  # [packed] the packed slots
+    unpacked_from: Tensor  # [unpacked] packed slots whose states are unpacked then
+    unpacked_to: Tensor  # [unpacked] the slots that the step reads them from
 
 
 class LockstepSize(NamedTuple):
@@ -95,7 +102,8 @@ class StateSpec:
 
     `kernel_chunk`: the kernel cuts sequences at multiples of it. `writes_checkpoints`: the
     kernel can store states in the middle of a chunk. `inputs_shapes`: what the recurrence takes in
-    of one token, and a ring keeps beside the convolution's input, in `inputs_dtype`.
+    of one token, and a ring keeps beside the convolution's input, in `inputs_dtype`. `scaled_over`:
+    the dimension of ssm_shape along which entries of a packed state share a scale (PackedStates).
     """
 
     conv_shape: tuple[int, ...]  # (channels, width - 1): the last inputs, oldest first
@@ -106,6 +114,7 @@ class StateSpec:
     inputs_shapes: tuple[tuple[int, ...], ...] = ()
     inputs_dtype: torch.dtype = torch.float32
     writes_checkpoints: bool = True
+    scaled_over: int = -2
 
     def bytes_per_ring_place(self) -> int:
         """What a ring keeps of one token."""
@@ -116,6 +125,20 @@ class StateSpec:
         """Of the convolution's window and the recurrence's state."""
         conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
         return conv + math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
+
+    def bytes_per_packed_slot(self, dtype: torch.dtype) -> int:
+        """The same where the recurrence's state is packed into this type."""
+        conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
+        scales = math.prod(self.scales_shape(dtype) or (0,)) * SCALES_DTYPE.itemsize
+        return conv + math.prod(self.ssm_shape) * dtype.itemsize + scales
+
+    def scales_shape(self, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Of a state's scales, if it has any in this type."""
+        if dtype != torch.int8 or not math.prod(self.ssm_shape):
+            return None
+        shape = list(self.ssm_shape)
+        shape[self.scaled_over] = 1
+        return tuple(shape)
 
 
 class RecurrentRings(NamedTuple):
@@ -134,6 +157,7 @@ class LayerCaches:
     state: dict[int, RecurrentState]
     end_logits: Tensor  # [slots, vocabulary] float32; a row goes with the state slot of that id
     rings: dict[int, RecurrentRings] = field(default_factory=dict)  # where decodes have drafts
+    packed: tuple[PackedStates, ...] = ()  # of the layers in `state`, where cached ones are packed
 
     @property
     def ring_length(self) -> int:
@@ -151,12 +175,15 @@ def allocate_caches(
     end_logits_vocab: int = 0,
     num_rings: int = 0,
     ring_length: int = 0,
+    num_packed: int = 0,
+    packed_dtype: torch.dtype | None = None,
 ) -> LayerCaches:
     """Zeroed caches.
 
     `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
     0 keeps none. `num_rings`, `ring_length`: sequences that decode with drafts, and the tokens that
-    a ring has room for (DecodeRuns); 0: there are none.
+    a ring has room for (DecodeRuns); 0: there are none. `num_packed`, `packed_dtype`: slots behind
+    the `num_slots` that hold packed states, and their type; None: none are packed.
     """
     kv = {}
     for layer, kv_spec in kv_specs.items():
@@ -165,21 +192,47 @@ def allocate_caches(
             key=_zeros(shape, kv_spec.dtype, device),
             value=_zeros(shape, kv_spec.dtype, device),
         )
-    state = {
-        layer: RecurrentState(
-            conv=_conv_states(num_slots, spec, device),
-            ssm=_zeros((num_slots, *spec.ssm_shape), spec.ssm_dtype, device),
-        )
-        for layer, spec in state_specs.items()
-    }
-    end_logits = _zeros((num_slots, end_logits_vocab), torch.float32, device)
+    state, packed = {}, []
+    if packed_dtype is None:
+        for layer, spec in state_specs.items():
+            ssm = _zeros((num_slots, *spec.ssm_shape), spec.ssm_dtype, device)
+            state[layer] = RecurrentState(_conv_states((num_slots,), spec, device), ssm)
+    else:
+        for spec in dict.fromkeys(state_specs.values()):
+            layers = [layer for layer, own in state_specs.items() if own == spec]
+            states = _packed_states(
+                spec, len(layers), (num_slots, num_packed), packed_dtype, device
+            )
+            packed.append(states)
+            each = zip(layers, states.full_conv, states.full_ssm, strict=True)
+            state |= {layer: RecurrentState(conv, ssm) for layer, conv, ssm in each}
+    end_logits = _zeros((num_slots + num_packed, end_logits_vocab), torch.float32, device)
     rings = {}
     if num_rings:
         rings = {
             layer: _rings(spec, (num_rings, ring_length), device)
             for layer, spec in state_specs.items()
         }
-    return LayerCaches(kv=kv, state=state, end_logits=end_logits, rings=rings)
+    return LayerCaches(kv, dict(sorted(state.items())), end_logits, rings, tuple(packed))
+
+
+def _packed_states(
+    spec: StateSpec, layers: int, slots: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> PackedStates:
+    """`slots`: full and packed ones."""
+    full, packed = ((layers, count) for count in slots)
+    scales_shape = spec.scales_shape(dtype)
+    scales = None
+    if scales_shape is not None:
+        scales = _zeros((*packed, *scales_shape), SCALES_DTYPE, device)
+    return PackedStates(
+        full_conv=_conv_states(full, spec, device),
+        full_ssm=_zeros((*full, *spec.ssm_shape), spec.ssm_dtype, device),
+        conv=_conv_states(packed, spec, device),
+        values=_zeros((*packed, *spec.ssm_shape), dtype, device),
+        scales=scales,
+        over=spec.scaled_over,
+    )
 
 
 def _rings(spec: StateSpec, size: tuple[int, int], device: torch.device) -> RecurrentRings:
@@ -197,10 +250,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
-def _conv_states(num_slots: int, spec: StateSpec, device: torch.device) -> Tensor:
-    """[slots, channels, width - 1], zeroed."""
+def _conv_states(slots: tuple[int, ...], spec: StateSpec, device: torch.device) -> Tensor:
+    """[*slots, channels, width - 1], zeroed."""
     if device.type == "cpu":
-        return _zeros((num_slots, *spec.conv_shape), spec.conv_dtype, device)
+        return _zeros((*slots, *spec.conv_shape), spec.conv_dtype, device)
     # channels lie side by side, as in the activations: neighbouring threads read neighbours
-    shape = (num_slots, *reversed(spec.conv_shape))
-    return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(1, 2)
+    shape = (*slots, *reversed(spec.conv_shape))
+    return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(-1, -2)

@@ -50,6 +50,7 @@ class Mamba1(RecurrentMixer):
             state=(inner, size),
             inputs=((inner,), (inner,), (size,)),  # x, dt, B
             kernel_chunk=config.kernel_chunk,
+            scaled_over=-1,  # a channel's states are of one size, channels are not
         )
         self.config = config
         self.inner = inner

@@ -42,9 +42,10 @@ class RecurrentMixer(Mixer):
         state: tuple[int, ...] = (0,),
         inputs: tuple[tuple[int, ...], ...] = (),
         kernel_chunk: int = 1,
+        scaled_over: int = -2,
     ) -> None:
         """`conv_sections`: this rank's channels of the convolution, by where they come from.
-        `state`, `inputs`: the shapes of the recurrence's (StateSpec)."""
+        `state`, `inputs`: the shapes of the recurrence's, and `scaled_over`: see StateSpec."""
         super().__init__()
         self.layer = context.layer
         self.parallel = context.parallel
@@ -60,6 +61,7 @@ class RecurrentMixer(Mixer):
             kernel_chunk=kernel_chunk,
             inputs_shapes=inputs,
             inputs_dtype=context.dtype,
+            scaled_over=scaled_over,
         )
 
     @property

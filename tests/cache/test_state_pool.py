@@ -241,7 +241,7 @@ def test_live_slots_are_low_and_checkpoints_high_whatever_happened_before():
 
 def test_free_slots_are_the_lowest_and_highest_of_a_set():
     rng = random.Random(0)
-    free, truth = FreeSlots(20), set(range(1, 21))
+    free, truth = FreeSlots(1, 20), set(range(1, 21))
     for _ in range(3000):
         action = rng.randrange(3)
         if action < 2 and truth:

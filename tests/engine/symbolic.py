@@ -105,6 +105,7 @@ class SymbolicRunner:
         self.lose_next: BaseException | None = None
         self._kv: dict[int, int] = {}
         self._states: dict[int, int] = {0: EMPTY}
+        self.roundings: dict[int, int] = {0: 0}  # by slot: how often what is in it was packed
         self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
         self.fail_next = False
         self.plans: list[StepPlan] = []
@@ -164,10 +165,26 @@ class SymbolicRunner:
         if self._context.geometry.has_recurrent:
             begin = one.position - one.unfolded
             assert self._states[one.slot] == hashes[begin], "wrong state to fold into"
+            assert not self._is_packed(one.slot) and not self._is_packed(one.checkpoint_slot)
             self._states[one.slot] = hashes[one.position]
             if one.checkpoint_slot:
                 assert begin < one.checkpoint_position <= one.position
                 self._states[one.checkpoint_slot] = hashes[one.checkpoint_position]
+                self.roundings[one.checkpoint_slot] = self.roundings[one.slot]
+
+    def _is_packed(self, slot: int) -> bool:
+        return 0 < self._context.geometry.num_full_slots < slot
+
+    def _move_states(self, plan: StepPlan) -> None:
+        for source, slot in plan.packs:
+            assert source and not self._is_packed(source) and self._is_packed(slot)
+            self._states[slot] = self._states[source]
+            self.roundings[slot] = self.roundings[source] + 1
+        assert len({move.destination for move in plan.packs}) == len(plan.packs)
+        for slot, destination in plan.unpacks:
+            assert self._is_packed(slot) and destination and not self._is_packed(destination)
+            self._states[destination] = self._states[slot]
+            self.roundings[destination] = self.roundings[slot]
 
     def _decode(
         self, plan: StepPlan, index: int, writes: list[tuple[int, int]]
@@ -210,12 +227,14 @@ class SymbolicRunner:
         fed = len(plan.decode_rows) + plan.num_drafts + plan.num_prefill_tokens
         assert fed <= context.max_tokens
         writes: list[tuple[int, int]] = []  # of states: all reads come first
+        self._written_roundings: dict[int, int] = {}
         written: list[list[int]] = []  # tokens by sampled row
         accepted: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         kept_logits = dict(self._logits)  # what is read was stored by an earlier step
         for catch_up in plan.catch_ups:
             self._catch_up(catch_up)
+        self._move_states(plan)
         self._copy_blocks(plan)
         for index in range(len(plan.decode_rows)):
             tokens, holds = self._decode(plan, index, writes)
@@ -255,8 +274,10 @@ class SymbolicRunner:
         slots = [slot for slot, _ in writes]
         assert 0 not in slots or not context.geometry.has_recurrent, "the null slot is written"
         assert len(set(slots)) == len(slots) or not context.geometry.has_recurrent
+        assert not any(map(self._is_packed, slots)), "a kernel writes to a packed slot"
         self._states.update(writes)
         self._states[0] = EMPTY
+        self.roundings.update(self._written_roundings | {0: 0})
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the step was made to fail")
@@ -309,11 +330,12 @@ class SymbolicRunner:
         geometry = self._context.geometry
         if geometry.has_recurrent:
             assert self._states[slots[0]] == hashes[start], f"wrong state at {start}"
-            if slots[1] is not None:
-                writes.append((slots[1], hashes[end]))
-            for position, slot in checkpoints:
-                assert position % geometry.grid == 0
+            assert not self._is_packed(slots[0]), "a kernel reads a packed slot"
+            written = [(slots[1], end)] if slots[1] is not None else []
+            assert all(position % geometry.grid == 0 for position, _ in checkpoints)
+            for slot, position in [*written, *((slot, p) for p, slot in checkpoints)]:
                 writes.append((slot, hashes[position]))
+                self._written_roundings[slot] = self.roundings[slots[0]]
 
     def _check_kv(self, row: int, history: np.ndarray) -> None:
         if self._context.geometry.has_attention:
@@ -383,10 +405,11 @@ def make_engine(
     drafts: int = 0,
     right: float = 0.7,
     write_interval: int | None = None,
+    packed: bool = False,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
-    1 without."""
+    1 without. `packed`: cached states are."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
@@ -397,7 +420,8 @@ def make_engine(
         max_requests=max_requests,
         num_cached_slots=cached_slots,
         bytes_per_block=1 if attention else 0,
-        bytes_per_state=1 if recurrent else 0,
+        bytes_per_state=2 if recurrent else 0,
+        bytes_per_packed_state=1 if packed and recurrent else None,
     )
     placement = CheckpointPlacement(geometry, exact_ends=exact_ends, interval=interval)
     context = DynamicInferenceContext(

@@ -50,6 +50,7 @@ class Crowd:
             "asynchronous": seed // 5 % 2 == 1,
             "drafts": int(rng.choice([0, 1, 3])),
             "right": float(rng.choice([0.3, 0.8, 1.0])),
+            "packed": bool(rng.random() < 0.4),
         }
         self.engine = make_engine(**(options | fixed))  # type: ignore[arg-type]
         self.runner = self.engine.runner
@@ -138,13 +139,20 @@ class Crowd:
                 counters = event.counters or {}
                 computed = counters.get("computed_tokens", 0)
                 assert computed + event.cached_tokens == len(self.prompts[key])
-        use = self.engine.context.cache.occupancy()
+        cache = self.engine.context.cache
+        use = cache.occupancy()
         assert use.kv_used == use.state_used == 0
         assert not list(self.engine.scheduler.twins.pins)
         # everything can be allocated again
-        cache = self.engine.context.cache
         assert len(cache.store.allocate_blocks(use.kv_blocks)) == use.kv_blocks
-        slots = [cache.store.allocate_slot() for _ in range(use.state_slots)]
+        geometry = cache.geometry
+        live = geometry.max_requests if geometry.packs_states else use.state_slots
+        slots = [
+            cache.store.allocate_slot(for_checkpoint=number >= live)
+            for number in range(use.state_slots)
+        ]
+        cache.packing.begin_step()  # what waits to be packed needs its slot no longer
+        assert cache.packing.num_free == geometry.num_staged_slots
         assert len(set(slots)) == use.state_slots
         assert not cache.kv.kv_hash_to_block_id and not cache.states.mamba_hash_to_slot_id
 
@@ -168,6 +176,7 @@ def _decided(plan: StepPlan) -> tuple[object, ...]:
         [(resumed.row, resumed.logits_slot) for resumed in plan.resumed],
         [tuple(copy) for copy in plan.copies],
         [tuple(one) for one in plan.catch_ups],
+        [tuple(move) for move in [*plan.packs, *plan.unpacks]],
         None if plan.drafts is None else [str(part) for part in astuple(plan.drafts)],
         str(plan.writes),
     )  # fmt: skip

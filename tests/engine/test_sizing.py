@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_hybrid import EngineConfig, SamplingParams
-from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.cache.geometry import GIB, STAGED_SLOTS
 from megatron_hybrid.engine import host_memory
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.profiling import largest_step
@@ -30,6 +30,7 @@ BUFFER = "inference_dynamic_batching_buffer_size_gb"
 STATES = "inference_dynamic_batching_prefix_caching_mamba_gb"
 CACHING = "inference_dynamic_batching_prefix_caching"
 REQUESTS = "inference_dynamic_batching_max_requests"
+CACHED_TYPE = "mamba_inference_cached_states_dtype"
 KV = KVSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 STATE = StateSpec((10240, 3), torch.bfloat16, (128, 64, 128), torch.float32, kernel_chunk=128)
 VOCABULARY = 131072
@@ -72,6 +73,45 @@ def test_keys_and_values_in_fp8_make_twice_the_blocks():
     assert half.num_blocks in range(2 * whole.num_blocks, 2 * whole.num_blocks + 3)
     assert (whole.stored_as, half.stored_as) == ("bfloat16", "float8_e4m3fn")
     assert derive_geometry(EngineConfig(), [], [STATE], VOCABULARY, GIB).stored_as == ""
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("int8", 3.5), ("bfloat16", 1.95), ("float16", 1.95)])
+def test_the_same_budget_holds_more_states_of_a_smaller_type(dtype: str, times: float):
+    """Windows and logits stay as they are: 97.9 MiB become 27.4 in int8."""
+    exact = geometry(100.0, **{BUFFER: 60.0, STATES: 40.0})
+    packed = geometry(100.0, **{BUFFER: 60.0, STATES: 40.0, CACHED_TYPE: dtype})
+    assert packed.num_cached_slots > times * exact.num_cached_slots
+    layer = 128 * 64 * 128 * (1 if dtype == "int8" else 2) + 10240 * 3 * 2
+    scales = 128 * 128 * 4 if dtype == "int8" else 0
+    assert packed.bytes_per_cached_slot == 24 * (layer + scales) + 4 * VOCABULARY
+    assert exact.bytes_per_cached_slot == exact.bytes_per_slot == packed.bytes_per_slot
+    if dtype == "int8":
+        assert round(packed.bytes_per_cached_slot / 2**20, 1) == 27.4
+    # a step's checkpoints are stored in full before they are packed: out of the other budget
+    assert packed.num_slots == 256 + packed.num_cached_slots
+    assert packed.num_full_slots == 256 + STAGED_SLOTS
+    kv = (packed.num_blocks + 1) * packed.bytes_per_block
+    assert 59.98 * GIB < kv + (256 + STAGED_SLOTS) * packed.bytes_per_slot <= 60 * GIB
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_cached_states_of_the_live_type_are_live_slots(dtype: str | None):
+    assert geometry(100.0, **{CACHED_TYPE: dtype}) == geometry(100.0)
+
+
+def test_a_few_requests_need_few_staged_slots():
+    found = geometry(100.0, **{CACHED_TYPE: "int8", REQUESTS: 3})
+    assert found.num_full_slots == 3 + 3
+    assert not geometry(100.0, **{CACHED_TYPE: "int8", CACHING: False}).packs_states
+
+
+@pytest.mark.parametrize("room", range(8, 60, 4))
+def test_staged_slots_leave_room_for_kv(room: int):
+    """In a small buffer, live states take what half of it holds, with those of staged slots."""
+    slot = geometry(100.0).bytes_per_slot
+    found = geometry(100.0, **{BUFFER: room * slot / GIB, STATES: 1.0, CACHED_TYPE: "int8"})
+    assert found.max_requests >= room // 4
+    assert found.num_full_slots <= room // 2 + 1 and found.num_blocks > 0
 
 
 def test_without_prefix_caching_everything_is_for_kv_and_live_states():

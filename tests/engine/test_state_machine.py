@@ -34,6 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
         asynchronous=st.booleans(),
         drafts=st.sampled_from([0, 1, 3]),
         right=st.sampled_from([0.3, 0.8, 1.0]),
+        packed=st.booleans(),
     )
     def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
         self.exact_ends = options["exact_ends"]

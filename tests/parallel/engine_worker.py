@@ -22,8 +22,8 @@ Answers = dict[str, list[list[Any]]]
 
 def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     """[tokens, cached tokens] of each prompt: cold, warm, cold with a step in flight, sampled in
-    chunks, several samples of one prompt, from a cache so small that requests are preempted, and
-    with drafts."""
+    chunks, several samples of one prompt, from a cache so small that requests are preempted, from
+    packed states, and with drafts."""
     rng = random.Random(0)
     shared = [rng.randrange(160) for _ in range(60)]
     prompts = [shared[:n] + [rng.randrange(160) for _ in range(n % 7)] for n in range(30, 60, 3)]
@@ -53,6 +53,10 @@ def generate_all(folder: str, *, tensor_model_parallel_size: int) -> Answers:
     choices = [choice for output in outputs for choice in output.choices]
     answers["choices"] = [[choice.token_ids, choice.cached_tokens] for choice in choices]
     answers["preempted"] = _preempted(folder, options, prompts)
+    packed = LLM(folder, **options, mamba_inference_cached_states_dtype="int8")
+    for name in ("packed", "unpacked"):
+        outputs = packed.generate(prompts, greedy, progress=False)
+        answers[name] = [[output.token_ids, output.cached_tokens] for output in outputs]
     repeated = [prompt[:9] * 3 for prompt in prompts]
     spared = {"mamba_inference_state_write_interval": 3}
     return answers | with_drafts(folder, repeated, num_speculative_tokens=3, **spared, **options)

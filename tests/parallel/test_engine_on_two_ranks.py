@@ -39,6 +39,7 @@ def test_two_ranks_decide_and_answer_like_one(folders, tmp_path, tmp_path_factor
         alone = generate_all(str(folder), tensor_model_parallel_size=1)
         assert found[folder.name] == alone, folder.name
         assert any(cached for _, cached in alone["warm"])
+        assert all(cached for _, cached in alone["unpacked"])
         assert alone["in flight"] == alone["cold"]
         assert any(cached for _, cached in alone["choices"])
         accepted += alone["accepted"][0][0]

@@ -199,6 +199,8 @@ class Bench:
                 for lengths in (*([n] for n in self.prefills()), several):
                     for checkpoints in (0, 4):
                         yield self.scan(kind, lengths, checkpoints)
+                for moves in (1, 4):
+                    yield self.packing(kind, moves)
             for batch in self.batches():
                 yield self.conv_decode(kind, batch)
             for tokens in self.prefills():
@@ -332,8 +334,35 @@ class Bench:
         shape = f"{count} x {lengths[0]} tokens, {checkpoints} checkpoints"
         return Case("scan", shape, moved, make, tokens * kind.flops_per_token)
 
+    def packing(self, kind: RecurrentKind, moves: int) -> Case:
+        """So many states of all layers into int8, and back."""
+        layers = 2 if self.tiny else self.model.pattern.count(kind.letter)
+        over = -1 if len(kind.state) == 2 else -2
+        spec = StateSpec(
+            (kind.channels, kind.width - 1), self.dtype, kind.state, torch.float32,
+            kind.kernel_chunk, scaled_over=over,
+        )  # fmt: skip
+        full = self.integers(range(1, moves + 1))
+        packed = full + moves
+
+        def make() -> Calls:
+            (states,) = allocate_caches(
+                {}, dict.fromkeys(range(layers), spec), 1, BLOCK, moves + 1, self.device,
+                num_packed=moves, packed_dtype=torch.int8,
+            ).packed  # fmt: skip
+            states.full_ssm.normal_()
+            kernel = self.kernels.packing
+            return {
+                "ours": lambda: kernel.pack(states, full, packed),
+                "back": lambda: kernel.unpack(states, packed, full),
+            }
+
+        each = spec.bytes_per_slot() + spec.bytes_per_packed_slot(torch.int8)
+        return Case("packing", f"{layers} layers, {moves} states", layers * moves * each, make)
+
     def layer_prefill(self, kind: RecurrentKind, tokens: int, checkpoints: int) -> Case:
-        """A whole layer, its projections included, with and without checkpoints."""
+        """A whole layer, its projections included, with and without checkpoints; and with those,
+        which are packed then."""
         config = replace(self.model, pattern=kind.letter, vocab_size=32, tie_word_embeddings=True)
         with torch.device(self.device):
             model = HybridModel(
@@ -350,11 +379,25 @@ class Bench:
 
         def make() -> Calls:
             x = self.normal(tokens, self.model.hidden_size)
-            caches = allocate_caches({}, {0: mixer.spec}, 1, BLOCK, slots, self.device)
+            caches = allocate_caches(
+                {}, {0: mixer.spec}, 1, BLOCK, slots, self.device,
+                num_packed=slots - 2, packed_dtype=torch.int8,
+            )  # fmt: skip
+            (states,) = caches.packed
+            staged = found[0].checkpoint_slot
             steps = [
                 KernelPlans(caches, self.kernels, recurrent={mixer.kind: plan}) for plan in plans
             ]
-            return {"ours": lambda: mixer(x, steps[0]), "without": lambda: mixer(x, steps[1])}
+
+            def packed() -> None:
+                mixer(x, steps[0])
+                self.kernels.packing.pack(states, staged, staged + slots - 2)
+
+            return {
+                "ours": lambda: mixer(x, steps[0]),
+                "without": lambda: mixer(x, steps[1]),
+                "packed": packed,
+            }
 
         weights = sum(weight.numel() for weight in mixer.parameters())
         flops = 2 * weights * tokens + tokens * kind.flops_per_token

@@ -265,6 +265,6 @@ class Simulation:
         occupancy = cache.occupancy()
         result.held_bytes = (
             occupancy.kv_cached * geometry.bytes_per_block
-            + occupancy.state_cached * geometry.bytes_per_state
+            + occupancy.state_cached * geometry.bytes_per_cached_slot
         )
         return result

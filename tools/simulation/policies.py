@@ -30,12 +30,14 @@ INTERVAL = 1024  # the engine's default
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`builds`: candidates for the cache, of which the best one is reported, as with splits."""
+    """`builds`: candidates for the cache, of which the best one is reported, as with splits.
+    `cached_dtype`: of cached states, see divide_pool."""
 
     name: str
     description: str
     builds: tuple[Build, ...]
     twins: bool = True
+    cached_dtype: str | None = None
 
 
 # ------------------------------------------------------------------ ours and what lacks a feature
@@ -127,6 +129,8 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Policy("ours", "our placement, replay cost", _ours()),
+        Policy("ours-int8", "ours, cached states in int8", _ours(), cached_dtype="int8"),
+        Policy("ours-bf16", "ours, cached states in 16 bits", _ours(), cached_dtype="bfloat16"),
         Policy("lru", "our placement, least recently used", _ours(policy="lru")),
         Policy(
             "block-lru",
@@ -154,7 +158,8 @@ POLICIES = {
     )
 }  # fmt: skip
 
-BASELINES = ("ours", "lru", "block-lru", "periodic", "marconi")  # what a plain run compares
+# what a plain run compares
+BASELINES = ("ours", "ours-int8", "lru", "block-lru", "periodic", "marconi")
 ABLATIONS = (
     "ours", "lru", "no-twins", "no-exact-ends", "no-look-ahead", "no-hints", "no-divergence",
     "no-decode", "no-interval", "no-learning",

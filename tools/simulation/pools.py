@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.cache.geometry import STAGED_SLOTS, CacheGeometry
 from simulation.parameters import MAX_CONTEXT
 
 KV_BYTES, CONV_BYTES, STATE_BYTES = 2, 2, 4  # an element: bf16 KV and convolution, fp32 state
+SCALE_BYTES = 4
+PACKED_BYTES = {"int8": 1, "bfloat16": 2}  # an element of a cached state
 
 BLOCK_SIZE = 128
 MAX_REQUESTS = 128  # that run at a time
@@ -27,6 +29,7 @@ class ModelShape:
     head_dim: int
     recurrent_layers: int
     state_elements: int  # heads x head dimension x state size, a layer
+    head_dim_of_states: int  # so many of them share a scale in int8
     conv_channels: int
     conv_width: int
     kernel_chunk: int  # tokens
@@ -43,6 +46,13 @@ class ModelShape:
         conv = self.conv_channels * (self.conv_width - 1) * CONV_BYTES
         return self.recurrent_layers * (self.state_elements * STATE_BYTES + conv)
 
+    def bytes_per_packed_state(self, dtype: str) -> int:
+        """Of a cached one in a smaller type."""
+        conv = self.conv_channels * (self.conv_width - 1) * CONV_BYTES
+        scales = self.state_elements // self.head_dim_of_states * SCALE_BYTES
+        values = self.state_elements * PACKED_BYTES[dtype]
+        return self.recurrent_layers * (values + conv + (scales if dtype == "int8" else 0))
+
 
 SHAPES = {
     # 52 layers: 24 Mamba2 (128 heads of 64, state 128, 8 groups), 4 attention, 24 MLP
@@ -52,6 +62,7 @@ SHAPES = {
         head_dim=128,
         recurrent_layers=24,
         state_elements=128 * 64 * 128,
+        head_dim_of_states=64,
         conv_channels=128 * 64 + 2 * 8 * 128,
         conv_width=4,
         kernel_chunk=128,
@@ -65,6 +76,7 @@ SHAPES = {
         head_dim=128,
         recurrent_layers=36,
         state_elements=48 * 64 * 128,
+        head_dim_of_states=64,
         conv_channels=48 * 64 + 2 * 128,
         conv_width=4,
         kernel_chunk=256,
@@ -78,6 +90,7 @@ SHAPES = {
         head_dim=256,
         recurrent_layers=36,
         state_elements=32 * 128 * 128,
+        head_dim_of_states=128,
         conv_channels=2 * 16 * 128 + 32 * 128,
         conv_width=4,
         kernel_chunk=64,
@@ -88,16 +101,23 @@ SHAPES = {
 
 
 def divide_pool(
-    shape: ModelShape, pool_bytes: int, split: float, block_size: int = BLOCK_SIZE
+    shape: ModelShape,
+    pool_bytes: int,
+    split: float,
+    block_size: int = BLOCK_SIZE,
+    cached_dtype: str | None = None,
 ) -> CacheGeometry:
     """A pool of KV blocks, cached states and live states.
 
-    `split`: the share of what the live states leave that goes to cached states. Raises ValueError
-    when the pool can't hold one request of the longest context and its state.
+    `split`: the share of what the live states leave that goes to cached states. `cached_dtype`: of
+    these, in PACKED_BYTES; None: that of the live ones. Raises ValueError when the pool can't hold
+    one request of the longest context and its state.
     """
     bytes_per_block = shape.bytes_per_token * block_size
     live = min(MAX_REQUESTS, int(pool_bytes * LIVE_SHARE) // shape.bytes_per_state)
-    rest = pool_bytes - live * shape.bytes_per_state
+    packed = None if cached_dtype is None else shape.bytes_per_packed_state(cached_dtype)
+    staged = 0 if packed is None else min(STAGED_SLOTS, live)
+    rest = pool_bytes - (live + staged) * shape.bytes_per_state
     num_blocks = int(rest * (1 - split)) // bytes_per_block
     if live < 1 or num_blocks * block_size < MAX_CONTEXT:
         raise ValueError(
@@ -109,9 +129,10 @@ def divide_pool(
         kernel_chunk=shape.kernel_chunk,
         num_blocks=num_blocks,
         max_requests=live,
-        num_cached_slots=int(rest * split) // shape.bytes_per_state,
+        num_cached_slots=int(rest * split) // (packed or shape.bytes_per_state),
         bytes_per_block=bytes_per_block,
         bytes_per_state=shape.bytes_per_state,
+        bytes_per_packed_state=packed,
     )
 
 

@@ -114,12 +114,11 @@ def _run_unlimited(workload: Workload, blocks: int, slots: int) -> SimulationRes
 
 def run_cell(cell: Cell) -> Outcome:
     """Run one simulation."""
-    shape = SHAPES[cell.workload.shape]
+    shape, policy = SHAPES[cell.workload.shape], POLICIES[cell.policy]
     try:
-        geometry = divide_pool(shape, cell.pool.bytes, cell.split)
+        geometry = divide_pool(shape, cell.pool.bytes, cell.split, cached_dtype=policy.cached_dtype)
     except ValueError:
         return Outcome(cell, None)
-    policy = POLICIES[cell.policy]
     cache = policy.builds[cell.build](geometry, shape)
     result = Simulation(_trace(cell.workload), cache, twins=policy.twins).run()
     return Outcome(cell, result, geometry.num_blocks + geometry.num_cached_slots)

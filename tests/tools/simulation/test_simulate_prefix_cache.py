@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation import sweep
+from simulation import pools, sweep
 from simulation.plots import load_matplotlib
 
 TOOL = Path(__file__).parents[3] / "tools" / "simulate_prefix_cache.py"
@@ -60,6 +60,27 @@ def test_a_pool_that_is_too_small_is_told_from_a_bad_result():
     cell = sweep.Cell(sweep.Workload("chat", 10, 1), "block-lru", sweep.Pool(2**27, "tiny"), 0.5)
     outcome = sweep.run_cell(cell)
     assert outcome.result is None and outcome.skipped_share == 0
+
+
+def test_states_in_int8_are_more_and_skip_more_of_a_small_pool():
+    shape, pool = pools.SHAPES["nemotron-h-8b"], 30 * 2**30
+    exact, packed = (pools.divide_pool(shape, pool, 0.5, cached_dtype=d) for d in (None, "int8"))
+    # 24 layers of 128 heads of 64 x 128, with a window of 10,240 channels and a scale a column
+    assert packed.bytes_per_packed_state == 24 * (128 * 128 * (64 + 4) + 10240 * 3 * 2)
+    used = packed.num_cached_slots * packed.bytes_per_packed_state
+    used += packed.num_full_slots * packed.bytes_per_state
+    used += packed.num_blocks * packed.bytes_per_block
+    assert 0.999 * pool < used <= pool
+    assert packed.num_cached_slots > 3.5 * exact.num_cached_slots
+    workload, small = sweep.Workload("shared", 300, 1), sweep.Pool(8 * 2**30, "8 GiB")
+    cells = [
+        sweep.Cell(workload, name, small, split)
+        for name in ("ours", "ours-int8")
+        for split in (0.3, 0.5)  # cheaper states leave more of the pool to KV
+    ]
+    best = sweep.best_splits(map(sweep.run_cell, cells))
+    assert [outcome.cell.policy for outcome in best] == ["ours", "ours-int8"]
+    assert best[1].skipped_share > best[0].skipped_share + 0.02
 
 
 def test_plots_are_drawn_or_matplotlib_is_asked_for(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,56 @@
+"""Packing states, and unpacking them, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import PackedStates
+
+LARGEST = 127  # of an int8; -128 is not used, so that signs are alike
+
+
+def pack(states: PackedStates, source: Tensor, destination: Tensor) -> None:
+    """As in Packing."""
+    full, rows = copy_windows_to_packed(states, source, destination)
+    values = states.full_ssm.index_select(1, full)
+    if states.scales is not None:
+        values, scales = quantise(values, states.over)
+        states.scales.index_copy_(1, rows, scales)
+    states.values.index_copy_(1, rows, values.to(states.values.dtype))
+
+
+def unpack(states: PackedStates, source: Tensor, destination: Tensor) -> None:
+    """As in Packing."""
+    rows, full = copy_windows_to_full(states, source, destination)
+    values = states.values.index_select(1, rows)
+    if states.scales is not None:
+        values = values * states.scales.index_select(1, rows)
+    states.full_ssm.index_copy_(1, full, values.to(states.full_ssm.dtype))
+
+
+def quantise(values: Tensor, over: int) -> tuple[Tensor, Tensor]:
+    """In any float type -> int8, and scales float32, 1 along `over`. What has a NaN or an infinity
+    among the entries that share its scale comes back as NaN."""
+    values = values.float()
+    scales = values.abs().amax(over, keepdim=True) / LARGEST
+    steps = torch.where(scales > 0, values / scales, 0)  # half a step away at most
+    return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
+
+
+def copy_windows_to_packed(
+    states: PackedStates, source: Tensor, destination: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Copy the convolutions' windows, and return which full and packed rows it is about, int64."""
+    full, rows = source.long(), destination.long() - states.full_conv.shape[1]
+    states.conv.index_copy_(1, rows, states.full_conv.index_select(1, full))
+    return full, rows
+
+
+def copy_windows_to_full(
+    states: PackedStates, source: Tensor, destination: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The other way round: packed and full rows."""
+    rows, full = source.long() - states.full_conv.shape[1], destination.long()
+    states.full_conv.index_copy_(1, full, states.conv.index_select(1, rows))
+    return rows, full

@@ -1,0 +1,58 @@
+"""Packing states in Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.packed_states import reference
+from tests.kernels.packing_cases import (
+    KINDS,
+    check_casts,
+    check_extremes,
+    check_nothing_to_move,
+    check_round_trip,
+    fill,
+    make_states,
+    slots,
+)
+
+if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from megatron_hybrid.kernels.packed_states import triton as packing  # noqa: E402
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_comes_back_rounded_once_to_half_a_step(
+    kind: str, state_dtype: torch.dtype
+) -> None:
+    check_round_trip(packing, kind, state_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["mamba2", "mamba1", "convolution"])
+def test_other_types_are_rounded_as_torch_does(kind: str, dtype: torch.dtype) -> None:
+    check_casts(packing, kind, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf - inf
+def test_zeros_halves_and_what_is_not_finite() -> None:
+    check_extremes(packing)
+
+
+def test_nothing_to_move() -> None:
+    check_nothing_to_move(packing)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_round_alike_to_the_bit(kind: str) -> None:
+    both = make_states(kind, torch.int8), make_states(kind, torch.int8)
+    for states, implementation in zip(both, (reference, packing), strict=True):
+        fill(states)
+        implementation.pack(states, slots(2, 1), slots(6, 8))
+    assert torch.equal(both[0].values, both[1].values)
+    if both[0].scales is not None and both[1].scales is not None:
+        assert torch.equal(both[0].scales, both[1].scales)
