@@ -103,7 +103,7 @@ ON_THE_FLY = {
     "fp8_block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
 }
 # What stays as it is: the vocabulary's, and what step sizes and gates of recurrences come from.
-_NEVER_ROUNDED = re.compile(r"lm_head|embedding|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj)\.weight")
+NEVER_ROUNDED = re.compile(r"lm_head|embedding|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj)\.weight")
 
 
 def formats_of(
@@ -126,7 +126,7 @@ def formats_of(
         if said is not None:
             place = family_of(config.model_type).places(config, block, role)[0]
             return weight_format(stored_format(said, place.name, names))
-        if quantization is None or _NEVER_ROUNDED.search(role):
+        if quantization is None or NEVER_ROUNDED.search(role):
             return None
         return ON_THE_FLY[quantization]
 

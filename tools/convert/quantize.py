@@ -1,0 +1,217 @@
+"""A Hugging Face folder in 16 or 32 bits -> the same model as compressed-tensors stores it, rounded
+to the nearest without calibration: what vLLM, transformers and the engine read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_hybrid import ConfigurationError
+from megatron_hybrid.kernels.linear.formats import FP8_MAX, WeightFormat
+from megatron_hybrid.layers.linear import LinearPart
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.weight_source import FolderSource, open_folder
+from megatron_hybrid.models.checkpoints.weights import NEVER_ROUNDED
+from megatron_hybrid.models.families.family import Location
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.parallel import initialize
+
+SCHEMES = ("fp8", "w4a16")
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def quantize_folder(
+    source: Path,
+    target: Path,
+    scheme: str,
+    *,
+    group_size: int = 128,
+    max_shard_bytes: int = 5 << 30,
+    progress: bool = True,
+) -> None:
+    """`scheme`: "fp8", a scale for each row and inputs rounded for each token while it runs, or
+    "w4a16", symmetric 4 bits with a scale for `group_size` columns. The head, the embedding,
+    routers, convolutions and what gates a recurrence stay as they are.
+
+    Memory: a file of `max_shard_bytes`. Raises ConfigurationError for a folder that is quantised
+    already or that nothing of can be, WeightsError for one that cannot be read.
+    """
+    folder = ModelFolder.open(source)
+    if folder.is_megatron or folder.quantization is not None:
+        raise ConfigurationError(f"{source} must be a Hugging Face folder in 16 or 32 bits.")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigurationError(f"{target} is not empty.")
+    config = folder.config
+    target.mkdir(parents=True, exist_ok=True)
+    with open_folder(folder, config) as opened:
+        linears = dict(_linears(folder, opened))
+        if scheme == "w4a16":
+            odd = {n for n, (_, shape) in linears.items() if shape[1] % group_size or shape[1] % 16}
+            linears = {name: found for name, found in linears.items() if name not in odd}
+        if not linears:
+            raise ConfigurationError(
+                f"No layer of {source} has columns that --group-size {group_size} divides."
+            )
+        writer = _Shards(target, max_shard_bytes)
+        inside = {place.name for place, _ in linears.values()}
+        left = []
+        for name in tqdm(sorted(opened.names), unit="tensor", disable=not progress):
+            if name in inside:
+                continue
+            own = opened.names[name]
+            writer.add(own, _whole(opened, Location(name)))
+            if own.endswith(".weight") and len(opened.shape(name)) == 2:
+                left.append(own.removesuffix(".weight"))
+        for module, (place, shape) in tqdm(
+            linears.items(), unit="layer", desc="rounding", disable=not progress
+        ):
+            weight = _part(opened, place, shape)
+            for name, tensor in _stored(weight, scheme, group_size).items():
+                writer.add(f"{module}.{name}", tensor)
+        writer.end()
+    _describe(folder, target, scheme, group_size, left)
+
+
+def _linears(
+    folder: ModelFolder, source: FolderSource
+) -> Iterator[tuple[str, tuple[Location, tuple[int, int]]]]:
+    """By the names that they have one by one: where the weights are, and their shapes."""
+    config = folder.config
+    with torch.device("meta"):
+        model = HybridModel(
+            config, initialize(), config.dtype, config.dtype, torch.float32,
+            mtp=config.mtp is not None and not config.mtp.unsupported,
+        )  # fmt: skip
+    for block, part in model.weight_parts():
+        if not isinstance(part, LinearPart) or NEVER_ROUNDED.search(part.role):
+            continue
+        places = source.places(block, part.role)
+        there = [place for place in places if place.name in source.names]
+        if there:
+            rows, columns = part.shape
+            own = _own_name(places[0].name, there[0], source)
+            yield own.removesuffix(".weight"), (there[0], (rows, columns))
+
+
+def _own_name(usual: str, place: Location, source: FolderSource) -> str:
+    """The usual name of a weight in the spelling of the checkpoint, which has it in `place`."""
+    own = source.names[place.name]
+    if place.name == usual:
+        return own
+    # what comes before the parts that both spellings have in common
+    common = place.name
+    while not own.endswith(common):
+        common = common.partition(".")[2]
+    changed, kept = place.name.removesuffix(common), own.removesuffix(common)
+    return kept + usual.removeprefix(changed)
+
+
+def _whole(source: FolderSource, place: Location) -> Tensor:
+    shape = source.shape(place.name)
+    return source.read(place.name, tuple(slice(0, size) for size in shape)).reshape(shape)
+
+
+def _part(source: FolderSource, place: Location, shape: tuple[int, int]) -> Tensor:
+    rows = slice(place.part * shape[0], (place.part + 1) * shape[0])
+    index = (rows, slice(0, shape[1]))
+    return source.read(place.name, index if place.index is None else (place.index, *index))
+
+
+def _stored(weight: Tensor, scheme: str, group_size: int) -> dict[str, Tensor]:
+    """As compressed-tensors has it: "float-quantized" or "pack-quantized"."""
+    is_fp8 = scheme == "fp8"
+    format = WeightFormat("float8_e4m3fn") if is_fp8 else WeightFormat("uint4", 1, group_size)
+    # Scales are stored in the weight's type, so codes are taken with what is stored.
+    scale = format.quantize(weight).scale.to(weight.dtype)
+    if is_fp8:
+        codes = (weight.float() / scale.float()).clamp(-FP8_MAX, FP8_MAX)
+        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scale}
+    spread = scale.float().repeat_interleave(group_size, 1)
+    codes = ((weight.float() / spread).round().clamp(-8, 7) + 8).to(torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    words = (codes.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int64)
+    return {
+        "weight_packed": words.to(torch.int32),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+
+
+def _describe(
+    folder: ModelFolder, target: Path, scheme: str, group_size: int, left: list[str]
+) -> None:
+    """config.json with how it was quantised, and everything else that is no weight."""
+    assert folder.described is not None
+    for path in folder.described.iterdir():
+        if path.is_file() and ".safetensors" not in path.name:
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((folder.described / "config.json").read_text())
+    group: dict[str, Any]
+    if scheme == "fp8":
+        format = "float-quantized"
+        group = {
+            "weights": {**_FLOAT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True},
+        }
+    else:
+        format = "pack-quantized"
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+        group = {
+            "weights": {**weights, "group_size": group_size, "dynamic": False},
+            "input_activations": None,
+        }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "output_activations": None, **group}},
+        "ignore": left,
+        "kv_cache_scheme": None,
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+class _Shards:
+    """Tensors into files of at most so many bytes, and their index."""
+
+    def __init__(self, target: Path, max_bytes: int) -> None:
+        self._target, self._max_bytes = target, max_bytes
+        self._open: dict[str, Tensor] = {}
+        self._bytes = self._total = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor."""
+        if self._open and self._bytes + tensor.nbytes > self._max_bytes:
+            self._write()
+        self._open[name] = tensor.contiguous()
+        self._bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        file = self._target / f"part-{len(self._files)}.safetensors"
+        save_file(self._open, file, metadata={"format": "pt"})
+        self._files.append(list(self._open))
+        self._total += self._bytes
+        self._open, self._bytes = {}, 0
+
+    def end(self) -> None:
+        """Write what is left, and give the files the names that libraries expect."""
+        self._write()
+        count, weight_map = len(self._files), {}
+        for number, names in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            name = "model.safetensors" if count == 1 else name
+            (self._target / f"part-{number}.safetensors").rename(self._target / name)
+            weight_map.update(dict.fromkeys(names, name))
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            path = self._target / "model.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2))
