@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.quantized_cases import expert_cases, linear_cases
 from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from bench.timing import Call
 from megatron_hybrid.kernels import kernel_set
@@ -236,6 +237,8 @@ class Bench:
         if self.model.moe is not None:
             for tokens in [*self.batches(), self.rows()[-1]]:
                 yield self.experts(tokens, self.model.moe)
+            yield from expert_cases(self, Case)
+        yield from linear_cases(self, Case)
         for filtered in (False, True):
             yield self.draw(self.batches()[-1], filtered)
 

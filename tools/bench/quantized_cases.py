@@ -1,0 +1,115 @@
+"""Products with quantised weights, for tools/benchmark_kernels.py: dense ones of the model's widest
+projection, and experts; beside them the same in the model's own type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.kernels.linear.formats import WeightFormat
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from megatron_hybrid.models.config import HybridModelConfig
+
+if TYPE_CHECKING:
+    from bench.kernel_cases import Bench, Calls, Case
+
+FORMATS = {
+    "FP8": WeightFormat("float8_e4m3fn", activations="token"),
+    "FP8 blocks": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
+    "INT8": WeightFormat("int8", activations="token"),
+    "NVFP4": WeightFormat("float4_e2m1", 1, 16),
+    "4 bits": WeightFormat("uint4", 1, 128),
+}
+
+
+def _bytes(format: WeightFormat, rows: int, columns: int) -> float:
+    """Of a weight."""
+    grid = format.grid(rows, columns)
+    scale = 1 if format.numbers == "float4_e2m1" else 4
+    return rows * columns * format.bits / 8 + grid[0] * grid[1] * scale
+
+
+def _time_of(format: WeightFormat) -> float:
+    """Products in 8 bits take half the time of those in 16."""
+    return 0.5 if format.activations != "none" else 1.0
+
+
+def widest(model: HybridModelConfig) -> int:
+    """Rows of the widest projection of the hidden size."""
+    rows = [2 * model.hidden_size]
+    if model.mlp is not None:
+        rows.append(model.mlp.intermediate_size * (2 if model.mlp.gated else 1))
+    if model.mamba is not None:
+        rows.append(
+            2 * model.mamba.inner_size + 2 * model.mamba.num_groups * model.mamba.state_size
+        )
+    return max(rows) // 16 * 16
+
+
+def linear_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
+    """`case`: the class."""
+    rows, columns = widest(bench.model), bench.model.hidden_size
+    for name, format in FORMATS.items():
+        for tokens in [*bench.batches(), bench.rows()[-1]]:
+
+            def make(format: WeightFormat = format, tokens: int = tokens) -> Calls:
+                weight = bench.normal(rows, columns).mul_(columns**-0.5)
+                packed = format.quantize(weight)
+                x = bench.normal(tokens, columns)
+                inputs: Inputs = x
+                if format.activations != "none":  # norms and activations leave them rounded
+                    inputs = bench.kernels.linear.quantize_rows(x, format, None)
+                return {
+                    "ours": lambda: bench.kernels.linear.multiply(inputs, packed),
+                    "not quantised": lambda: F.linear(x, weight),
+                }
+
+            moved = _bytes(format, rows, columns) + tokens * (rows + columns) * bench.item
+            flops = 2 * tokens * rows * columns * _time_of(format)
+            yield case(f"linear {name}", f"{tokens} x {columns} to {rows}", moved, make, flops)
+
+
+def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
+    """`case`: the class. Of a model with experts."""
+    config = bench.model.moe
+    assert config is not None
+    inner = config.expert.intermediate_size
+    rows = 2 * inner if config.expert.gated else inner
+    width, number = config.latent_size or bench.model.hidden_size, config.num_experts
+    for name in ("FP8", "FP8 blocks", "NVFP4"):
+        kept = FORMATS[name]  # blocks lie within one expert
+        format = replace(kept, rows=math.gcd(kept.rows, rows, width))
+        for tokens in [*bench.batches(), bench.rows()[-1]]:
+            drawn = torch.rand(tokens, number, device=bench.device)
+            chosen = drawn.topk(config.experts_per_token).indices.int()
+
+            def make(format: WeightFormat = format, chosen: Tensor = chosen) -> Calls:
+                x, shares = bench.normal(len(chosen), width), torch.rand(chosen.shape)
+                shares = shares.to(bench.device)
+                up = bench.normal(number, rows, width).mul_(width**-0.5)
+                down = bench.normal(number, width, inner).mul_(inner**-0.5)
+                expert = config.expert.activation, config.expert.gated
+                plain = ExpertWeights(up, down, *expert)
+                packed = ExpertWeights(
+                    format.quantize(up.flatten(0, 1)).stacked(number),
+                    format.quantize(down.flatten(0, 1)).stacked(number),
+                    *expert,
+                )
+                mix = bench.kernels.experts.mix
+                return {
+                    "ours": lambda: mix(x, chosen, shares, packed),
+                    "not quantised": lambda: mix(x, chosen, shares, plain),
+                }
+
+            used = len(chosen.unique())  # experts whose weights are read
+            moved = used * (_bytes(format, rows, width) + _bytes(format, width, inner))
+            moved += 2 * tokens * width * bench.item
+            pairs = tokens * config.experts_per_token
+            flops = 2 * pairs * width * (rows + inner) * _time_of(format)
+            yield case(f"experts {name}", f"{tokens} tokens", moved, make, flops)
