@@ -267,6 +267,7 @@ class _Plan:
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
         _check_kv_dtype(config, shapes, device)
+        _check_quantized(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
@@ -342,6 +343,18 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
     conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
     ssm = resolve_dtype(config.mamba_inference_ssm_states_dtype)
     return _Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)
+
+
+def _check_quantized(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
+    if device.type != "cuda" or config.kernels == "reference" or not shapes.is_quantized:
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < (9, 0):
+        raise ConfigurationError(
+            "The kernels for quantised weights need a GPU of compute capability 9.0 (Hopper) or "
+            f"newer; {device} has {found[0]}.{found[1]}. --kernels reference computes them in "
+            "plain torch, slowly."
+        )
 
 
 def _check_kv_dtype(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:

@@ -154,6 +154,12 @@ class HybridModel(nn.Module):
             if prepare is not None and module is not self:
                 prepare()
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any of this rank's weights is."""
+        layers = (layer for layer in self.modules() if isinstance(layer, Linear))
+        return any(True for layer in layers for _ in layer.quantized_tensors())
+
     def weight_bytes(self) -> dict[str, int]:
         """What this rank's weights take, by the format that they are kept in."""
         found = Counter[str]()

@@ -115,8 +115,8 @@ class StoredWeight:
     @property
     def all_names(self) -> set[str]:
         """Those, and what else belongs to them."""
-        others = {f"{self.module}.{name}" for name in _UNUSED}
-        return set(self.names.values()) | (others & self.source.names.keys())
+        others = (f"{self.module}.{name}" for name in _UNUSED)
+        return {*self.names.values(), *(name for name in others if name in self.source.names)}
 
     def check(self) -> None:
         """Raise WeightsError for a tensor that is missing, or has another shape or type than the
