@@ -61,10 +61,6 @@ class LinearPart:
 Formats = Callable[[str], WeightFormat | None]
 
 
-def in_one_type(role: str) -> None:
-    """Formats of a model that is not quantised."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Rows of a layer in one format."""
@@ -159,11 +155,16 @@ class Linear(nn.Module):
             return weight.view(experts, -1, self.inputs)
         return weight.stacked(experts)
 
-    def quantized_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Of each run that is quantised its format and what it is kept in."""
+    def kept_bytes(self) -> Iterator[tuple[str, int]]:
+        """Of each run how it is kept and what it takes, and of the bias."""
         for run in self._runs:
             if isinstance(run.weight, QuantizedWeight):
-                yield str(run.weight.format), list(run.weight.tensors().values())
+                tensors = run.weight.tensors().values()
+                yield str(run.weight.format), sum(tensor.nbytes for tensor in tensors)
+            else:
+                yield str(run.weight.dtype), run.weight.nbytes
+        if self.bias is not None:
+            yield str(self.bias.dtype), self.bias.nbytes
 
     @property
     def formats(self) -> list[tuple[WeightFormat | None, int]]:
@@ -253,7 +254,7 @@ class RowParallelLinear(Linear):
         return self.bias if self.parallel.is_first else None
 
 
-def allocate_linears(parts: Iterable[object], formats: Formats = in_one_type) -> None:
+def allocate_linears(parts: Iterable[object], formats: Formats) -> None:
     """Memory for the linear layers that these parts of a model belong to."""
     linear = [part for part in parts if isinstance(part, LinearPart)]
     for layer in dict.fromkeys(part.layer for part in linear):

@@ -157,21 +157,24 @@ class HybridModel(nn.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether any of this rank's weights is."""
-        layers = (layer for layer in self.modules() if isinstance(layer, Linear))
-        return any(True for layer in layers for _ in layer.quantized_tensors())
+        return any(
+            format is not None
+            for layer in self.modules()
+            if isinstance(layer, Linear)
+            for format, _ in layer.formats
+        )
 
     def weight_bytes(self) -> dict[str, int]:
         """What this rank's weights take, by the format that they are kept in."""
         found = Counter[str]()
-        quantized = set[int]()
         for layer in self.modules():
             if isinstance(layer, Linear):
-                for name, tensors in layer.quantized_tensors():
-                    found[name] += sum(tensor.nbytes for tensor in tensors)
-                    quantized.update(tensor.data_ptr() for tensor in tensors)
-        for weight in self.parameters():
-            if weight.data_ptr() not in quantized:
-                found[str(weight.dtype).removeprefix("torch.")] += weight.nbytes
+                kept = list(layer.kept_bytes())
+            else:
+                own = layer.parameters(recurse=False)
+                kept = [(str(weight.dtype), weight.nbytes) for weight in own]
+            for name, size in kept:
+                found[name.removeprefix("torch.")] += size
         return dict(found)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts import reference
-from megatron_hybrid.kernels.experts.reference import plain_weight
 from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
 from megatron_hybrid.kernels.protocols import ExpertWeights
 
@@ -88,7 +87,9 @@ def quantized_mixture(m: Mixture, format: WeightFormat) -> tuple[Mixture, Mixtur
             rounded = replace(rounded, scale=halves, row_scale=rounded.row_scale * 2)
         packed.append(rounded.stacked(len(weight)))
     up, down = packed
-    plain = m._replace(up_proj=plain_weight(up, m.x.dtype), down_proj=plain_weight(down, m.x.dtype))
+    assert not isinstance(up, Tensor) and not isinstance(down, Tensor)
+    dtype = m.x.dtype
+    plain = m._replace(up_proj=up.dequantize(dtype), down_proj=down.dequantize(dtype))
     return m._replace(up_proj=up, down_proj=down), plain
 
 

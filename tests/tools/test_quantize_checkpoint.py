@@ -96,7 +96,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     make_tiny_model("nemotron_h", source)
     quantize_folder(source, target, "fp8", progress=False)
-    with pytest.raises(ConfigurationError, match="is not empty"):
+    with pytest.raises(ConfigurationError, match="is not an empty folder"):
         quantize_folder(source, target, "fp8", progress=False)
     with pytest.raises(ConfigurationError, match="in 16 or 32 bits"):
         quantize_folder(target, tmp_path / "again", "fp8", progress=False)

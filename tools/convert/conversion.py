@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from convert.arguments import arguments_of
 from convert.config_json import with_model_type
+from convert.shards import Shards
 from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
@@ -24,7 +24,12 @@ from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheck
 from megatron_hybrid.models.checkpoints.megatron_limits import check_expressible
 from megatron_hybrid.models.checkpoints.megatron_names import HEAD, MegatronNames, Role, Rows
 from megatron_hybrid.models.checkpoints.megatron_source import MegatronSource
-from megatron_hybrid.models.checkpoints.weight_source import FolderSource, Index, open_folder
+from megatron_hybrid.models.checkpoints.weight_source import (
+    FolderSource,
+    Index,
+    WeightSource,
+    open_folder,
+)
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.registry import family_of
@@ -59,7 +64,7 @@ def to_megatron(source: Path, target: Path, *, progress: bool = True) -> None:
     config = folder.config
     check_expressible(config)
     arguments = arguments_of(config) | {"tokenizer_model": str(target.resolve())}
-    _make(target)
+    make_folder(target)
     with open_folder(folder, config) as weights:
         reader = _HuggingFaceRoles(weights)
         reader.check()
@@ -233,8 +238,8 @@ def to_hugging_face(
     weights.check_all_used(())
     if config.tie_word_embeddings and HEAD in weights.names:
         first, copy = weights.places(None, "embedding")
-        weights.check_same(first, copy, partial(_whole, weights))
-    _make(target)
+        weights.check_same(first, copy, partial(whole_tensor, weights))
+    make_folder(target)
     tensors = _HuggingFaceTensors(weights, checkpoint.dtypes, _recorded_names(folder))
     _write_safetensors(target, tensors, max_shard_bytes, progress)
     copy_description(folder, target)
@@ -242,7 +247,8 @@ def to_hugging_face(
         (target / "config.json").write_text(json.dumps(values, indent=2))
 
 
-def _whole(source: MegatronSource, place: Location) -> Tensor:
+def whole_tensor(source: WeightSource, place: Location) -> Tensor:
+    """All that is stored under a place's name."""
     return source.read(place.name, tuple(slice(0, n) for n in source.shape(place.name)))
 
 
@@ -264,10 +270,6 @@ class _Whole:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: list[tuple[str, tuple[int, ...], Location]]  # (name, shape) in the source, place in it
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class _HuggingFaceTensors:
@@ -306,50 +308,24 @@ class _HuggingFaceTensors:
         for stored, shape, place in whole.parts:
             target = out if place.index is None else out[place.index]
             rows = target[place.part * shape[0] : (place.part + 1) * shape[0]]
-            rows.copy_(_whole(self._source, Location(stored)))
+            rows.copy_(whole_tensor(self._source, Location(stored)))
         return out
 
 
 def _write_safetensors(
     target: Path, tensors: _HuggingFaceTensors, max_shard_bytes: int, progress: bool
 ) -> None:
-    shards = list(_shards(tensors.tensors, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    with tqdm(
-        total=len(tensors.tensors), desc="writing weights", unit="tensor", disable=not progress
-    ) as bar:
-        for number, names in enumerate(shards, 1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) == 1:
-                file = "model.safetensors"
-            values = {}
-            for name in names:
-                values[name] = tensors.read(name)
-                bar.update()
-            save_file(values, target / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(whole.nbytes for whole in tensors.tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _shards(tensors: dict[str, _Whole], max_bytes: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, whole in tensors.items():
-        if names and size + whole.nbytes > max_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += whole.nbytes
-    yield names
+    shards = Shards(target, max_shard_bytes)
+    for name in tqdm(tensors.tensors, desc="writing weights", unit="tensor", disable=not progress):
+        shards.add(name, tensors.read(name))
+    shards.end()
 
 
 # ------------------------------------------------------------------ both
 
 
-def _make(target: Path) -> None:
+def make_folder(target: Path) -> None:
+    """Raises ConfigurationError for one that holds something."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} exists already and is not an empty folder.")
     target.mkdir(parents=True, exist_ok=True)

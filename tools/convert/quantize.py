@@ -4,16 +4,16 @@ to the nearest without calibration: what vLLM, transformers and the engine read.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from convert.conversion import copy_description, make_folder, whole_tensor
+from convert.shards import Shards
 from megatron_hybrid import ConfigurationError
 from megatron_hybrid.kernels.linear.formats import FP8_MAX, WeightFormat
 from megatron_hybrid.layers.linear import LinearPart
@@ -47,10 +47,8 @@ def quantize_folder(
     folder = ModelFolder.open(source)
     if folder.is_megatron or folder.quantization is not None:
         raise ConfigurationError(f"{source} must be a Hugging Face folder in 16 or 32 bits.")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigurationError(f"{target} is not empty.")
+    make_folder(target)
     config = folder.config
-    target.mkdir(parents=True, exist_ok=True)
     with open_folder(folder, config) as opened:
         linears = dict(_linears(folder, opened))
         if scheme == "w4a16":
@@ -60,14 +58,14 @@ def quantize_folder(
             raise ConfigurationError(
                 f"No layer of {source} has columns that --group-size {group_size} divides."
             )
-        writer = _Shards(target, max_shard_bytes)
+        writer = Shards(target, max_shard_bytes)
         inside = {place.name for place, _ in linears.values()}
         left = []
         for name in tqdm(sorted(opened.names), unit="tensor", disable=not progress):
             if name in inside:
                 continue
             own = opened.names[name]
-            writer.add(own, _whole(opened, Location(name)))
+            writer.add(own, whole_tensor(opened, Location(name)))
             if own.endswith(".weight") and len(opened.shape(name)) == 2:
                 left.append(own.removesuffix(".weight"))
         for module, (place, shape) in tqdm(
@@ -114,11 +112,6 @@ def _own_name(usual: str, place: Location, source: FolderSource) -> str:
     return kept + usual.removeprefix(changed)
 
 
-def _whole(source: FolderSource, place: Location) -> Tensor:
-    shape = source.shape(place.name)
-    return source.read(place.name, tuple(slice(0, size) for size in shape)).reshape(shape)
-
-
 def _part(source: FolderSource, place: Location, shape: tuple[int, int]) -> Tensor:
     rows = slice(place.part * shape[0], (place.part + 1) * shape[0])
     index = (rows, slice(0, shape[1]))
@@ -150,9 +143,7 @@ def _describe(
 ) -> None:
     """config.json with how it was quantised, and everything else that is no weight."""
     assert folder.described is not None
-    for path in folder.described.iterdir():
-        if path.is_file() and ".safetensors" not in path.name:
-            shutil.copyfile(path, target / path.name)
+    copy_description(folder, target)
     config = json.loads((folder.described / "config.json").read_text())
     group: dict[str, Any]
     if scheme == "fp8":
@@ -177,41 +168,3 @@ def _describe(
         "kv_cache_scheme": None,
     }
     (target / "config.json").write_text(json.dumps(config, indent=2))
-
-
-class _Shards:
-    """Tensors into files of at most so many bytes, and their index."""
-
-    def __init__(self, target: Path, max_bytes: int) -> None:
-        self._target, self._max_bytes = target, max_bytes
-        self._open: dict[str, Tensor] = {}
-        self._bytes = self._total = 0
-        self._files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """The next tensor."""
-        if self._open and self._bytes + tensor.nbytes > self._max_bytes:
-            self._write()
-        self._open[name] = tensor.contiguous()
-        self._bytes += tensor.nbytes
-
-    def _write(self) -> None:
-        file = self._target / f"part-{len(self._files)}.safetensors"
-        save_file(self._open, file, metadata={"format": "pt"})
-        self._files.append(list(self._open))
-        self._total += self._bytes
-        self._open, self._bytes = {}, 0
-
-    def end(self) -> None:
-        """Write what is left, and give the files the names that libraries expect."""
-        self._write()
-        count, weight_map = len(self._files), {}
-        for number, names in enumerate(self._files):
-            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            name = "model.safetensors" if count == 1 else name
-            (self._target / f"part-{number}.safetensors").rename(self._target / name)
-            weight_map.update(dict.fromkeys(names, name))
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            path = self._target / "model.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=2))

@@ -45,11 +45,6 @@ def _product(x: Tensor, weights: Weight, expert: int) -> Tensor:
     return multiply(x, weights.expert(expert))
 
 
-def plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """What weights are, in 16 or 32 bits."""
-    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
-
-
 def _ranges(flat: Tensor, num_experts: int) -> Iterator[tuple[int, int, int]]:
     """(expert, begin, end) of the sorted assignments, for experts that have any."""
     begin = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
-from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish
+from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish, step_depth
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.linear.triton import quantize_rows
 from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, QuantizedRows
@@ -74,18 +74,18 @@ def mix(
         count = blocks.shape[1]
     limit = num_experts if partial else 0
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
-    tensors = _Arguments.of(x, up, tile)
+    tensors, depth = _Arguments.of(x, up, tile), step_depth(up.format, tile.depth)
     _up_kernel[(count * triton.cdiv(inner, tile.rows),)](
         *tensors, hidden, order, blocks, count, width, inner,
         chosen, layer.activation, layer.gated, single, limit, Kept.of(up.flat(), tensors.inputs),
-        tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+        tile.pairs, tile.rows, depth, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     parts = torch.empty(pairs, width, dtype=dtype, device=experts.device)
-    tensors = _Arguments.of(hidden, down, tile)
+    tensors, depth = _Arguments.of(hidden, down, tile), step_depth(down.format, tile.depth)
     _down_kernel[(count * triton.cdiv(width, tile.rows),)](
         *tensors, weights, parts, order, blocks, count, inner, width,
         single, limit, Kept.of(down.flat(), tensors.inputs),
-        tile.pairs, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+        tile.pairs, tile.rows, depth, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return sum_pairs(parts, experts, limit)
 
@@ -117,11 +117,9 @@ class _Arguments(NamedTuple):
                 taken = quantize_rows(plain_rows(x), format, weight.input_scale)
             assert not isinstance(taken, Tensor)
             rows = taken.values, taken.scale, *taken.scale.stride()
-        group = format.columns or tile.depth
-        return cls(
-            *rows, descriptor(flat, tile.rows, min(tile.depth, group) if rows[1] is not None
-            else tile.depth), flat.scale, flat.zero, flat.row_scale, flat.scale.stride(0),
-        )  # fmt: skip
+        loaded = descriptor(flat, tile.rows, step_depth(format, tile.depth))
+        scale = flat.scale
+        return cls(*rows, loaded, scale, flat.zero, flat.row_scale, scale.stride(0))
 
 
 def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:

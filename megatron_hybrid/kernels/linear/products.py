@@ -11,40 +11,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 
 # Of float4_e2m1: its codes in the places of a bfloat16's bits mean 2^-126 of what they stand for.
 # With a scale that is 2^119 times too large the products are 2^-7 of the weights, and exact.
 FP4_FACTOR = 128.0
-FP4_ASM = """
-{
-.reg .b32 high, low, lift, part;
-prmt.b32 high, $4, 0, 0x1404;
-shr.b32 part, high, 6;
+_FP4_HALF = """
+{prepare}
+shr.b32 part, codes, 6;
 and.b32 part, part, 0x01C001C0;
-and.b32 lift, high, 0x80008000;
-or.b32 part, part, lift;
-mul.bf16x2 $2, part, $5;
-shl.b32 low, high, 4;
-shr.b32 part, low, 6;
-and.b32 part, part, 0x01C001C0;
-and.b32 lift, low, 0x80008000;
-or.b32 part, part, lift;
-mul.bf16x2 $0, part, $5;
-prmt.b32 high, $4, 0, 0x3424;
-shr.b32 part, high, 6;
-and.b32 part, part, 0x01C001C0;
-and.b32 lift, high, 0x80008000;
-or.b32 part, part, lift;
-mul.bf16x2 $3, part, $6;
-shl.b32 low, high, 4;
-shr.b32 part, low, 6;
-and.b32 part, part, 0x01C001C0;
-and.b32 lift, low, 0x80008000;
-or.b32 part, part, lift;
-mul.bf16x2 $1, part, $6;
-}
-"""
+and.b32 sign, codes, 0x80008000;
+or.b32 part, part, sign;
+mul.bf16x2 {result}, part, {factor};"""
+# Four bytes are two pairs; of a pair the upper codes are in place as they are put to the front of
+# 16 bits each, the lower ones four bits later. (bytes, results of both, factor)
+_FP4_PAIRS = (("0x1404", "$2", "$0", "$5"), ("0x3424", "$3", "$1", "$6"))
+FP4_ASM = (
+    "{\n.reg .b32 codes, part, sign;"
+    + "".join(
+        _FP4_HALF.format(prepare=f"prmt.b32 codes, $4, 0, {chosen};", result=upper, factor=factor)
+        + _FP4_HALF.format(prepare="shl.b32 codes, codes, 4;", result=lower, factor=factor)
+        for chosen, upper, lower, factor in _FP4_PAIRS
+    )
+    + "\n}"
+)
 
 
 class Kept(NamedTuple):
@@ -80,6 +70,12 @@ def descriptor(weight: QuantizedWeight, rows: int, depth: int) -> TensorDescript
     return TensorDescriptor(
         weight.values, [length, width], [width, 1], [rows, depth * weight.format.bits // 8]
     )
+
+
+def step_depth(format: WeightFormat, depth: int) -> int:
+    """Columns of a step: of rounded inputs those of one step share a scale."""
+    by_step = format.activations != "none" and format.columns is not None
+    return min(depth, format.columns) if by_step and format.columns is not None else depth
 
 
 def written_out(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -211,7 +207,7 @@ def finish(
     """What `accumulate` gave, times what is the same for a whole row of W or x. valid [TOKENS]."""
     if KEPT.group == 0:
         total *= tl.load(scale + row // KEPT.rows * scale_row)[:, None]
-    if input_scale is not None and (KEPT.group == 0 or not KEPT.by_group):
+    if input_scale is not None and not KEPT.by_group:
         total *= tl.load(input_scale, mask=valid[None, :], other=0.0)
     if row_scale is not None:
         factor = tl.load(row_scale + row)[:, None]

@@ -26,6 +26,7 @@ from megatron_hybrid.kernels.linear.products import (
     accumulate,
     descriptor,
     finish,
+    step_depth,
     written_out,
 )
 from megatron_hybrid.kernels.linear.reference import plain_rows
@@ -156,14 +157,13 @@ def multiply_bytes(
     if not tokens:
         return y
     tile = choose_tile(tokens, rows, columns, format) if tile is None else tile
-    group = format.columns or 0
-    depth = min(tile.depth, group) if group else tile.depth
+    group, depth = format.columns or 0, step_depth(format, tile.depth)
     partial = y
     if tile.splits > 1:
         partial = torch.empty(tile.splits, tokens, rows, device=y.device)
     _bytes_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)](
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [tile.tokens, depth]),
-        TensorDescriptor(weight.values, [rows, columns], [columns, 1], [tile.rows, depth]),
+        descriptor(weight, tile.rows, depth),
         x.scale, weight.scale, bias, y, partial, _counters(y.device),
         tokens, rows, columns, *x.scale.stride(), weight.scale.stride(0),
         group, format.rows, format.activations == "group",
