@@ -66,7 +66,9 @@ def test_cold_answers_are_exact_and_warm_ones_differ_little(tmp_path: Path, fami
             mamba_inference_cached_states_dtype=dtype,
         )
         cold = [llm.generate([prompt], params)[0] for prompt in prompts[-1:]]
-        warm = llm.generate([prompt + [7, 8, 9] for prompt in prompts], params)
+        # Where prompts part is known once they have been there: then states are kept.
+        llm.generate([prompt + [7, 8, 9] for prompt in prompts], params)
+        warm = llm.generate([prompt + [9, 8, 7] for prompt in prompts], params)
         llm.engine.check_integrity()
         assert all(output.cached_tokens > 0 for output in warm)
         found.append([[o.logprobs[0].logprob for o in part if o.logprobs] for part in (cold, warm)])

@@ -117,7 +117,7 @@ def kept(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     table = torch.arange(127, dtype=torch.uint8)  # of the positive ones: 127 is NaN
     numbers = table.view(FP8).double().to(values.device)
     # as the kernels have it, where both neighbours are as near
-    wanted = (values.float() / scale).double()
+    wanted = (values.float() / torch.full((), scale, device=values.device)).double()
     above = torch.searchsorted(numbers, wanted.abs().contiguous()).clamp(1, 126)
     low, high = numbers[above - 1], numbers[above]
     down, up = wanted.abs() - low, high - wanted.abs()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.experts import triton_quantized
+from megatron_hybrid.kernels.experts import triton_few, triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
@@ -91,6 +91,8 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     experts, weights = experts.contiguous(), weights.contiguous()
     up, down = layer.up, layer.down
     if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if triton_few.can_mix(layer, tokens):
+            return triton_few.mix(x, experts, weights, layer)
         if triton_quantized.can_mix(layer, tokens * chosen):
             return triton_quantized.mix(x, experts, weights, layer)
         layer = layer._replace(

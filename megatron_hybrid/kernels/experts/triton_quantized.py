@@ -13,12 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.pairs import activated, group, sum_pairs
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
-from megatron_hybrid.kernels.linear.products import Kept, accumulate, descriptor, finish, step_depth
-from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.linear.triton import quantize_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, QuantizedRows
+from megatron_hybrid.kernels.linear.products import (
+    Kept,
+    accumulate,
+    accumulate_both,
+    descriptor,
+    finish,
+    step_depth,
+)
+from megatron_hybrid.kernels.linear.triton import rows_for
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
 
 
 class Tile(NamedTuple):
@@ -38,8 +44,7 @@ def choose_tile(pairs: int, num_experts: int, format: WeightFormat, dtype: torch
     if dtype.itemsize > 2:
         return Tile(16 if average < 32 else 64, 32, 64, 4, 2)
     if average <= 32:
-        few_rows = format.bits == 4 and pairs <= num_experts // 4
-        return Tile(16 if average <= 8 else 32, 32 if few_rows else 64, 128, 4, 3)
+        return Tile(16 if average <= 8 else 32, 64, 128, 4, 3)
     return Tile(128, 64, 128, 4, 3)
 
 
@@ -65,29 +70,23 @@ def mix(
     pairs, partial, dtype = tokens * chosen, layer.elsewhere > 0, x.dtype
     if tile is None:
         tile = choose_tile(pairs, num_experts + layer.elsewhere, up.format, dtype)
-    # Of few tokens each pair is a block of its own.
-    single = tokens <= FEW_TOKENS
-    order = blocks = experts
-    count = pairs
-    if not single:
-        order, blocks = group(experts, num_experts, tile.pairs, partial)
-        count = blocks.shape[1]
-    limit = num_experts if partial else 0
+    order, blocks = group(experts, num_experts, tile.pairs, partial)
+    count = blocks.shape[1]
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
     tensors, depth = _Arguments.of(x, up, tile), step_depth(up.format, tile.depth)
     _up_kernel[(count * triton.cdiv(inner, tile.rows),)](
         *tensors, hidden, order, blocks, count, width, inner,
-        chosen, layer.activation, layer.gated, single, limit, Kept.of(up.flat(), tensors.inputs),
-        tile.pairs, tile.rows, depth, tile.stages, num_warps=tile.warps,
+        chosen, layer.activation, layer.gated, Kept.of(up.flat(), tensors.inputs),
+        tile.pairs, tile.rows, depth, width % depth == 0, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     parts = torch.empty(pairs, width, dtype=dtype, device=experts.device)
     tensors, depth = _Arguments.of(hidden, down, tile), step_depth(down.format, tile.depth)
     _down_kernel[(count * triton.cdiv(width, tile.rows),)](
         *tensors, weights, parts, order, blocks, count, inner, width,
-        single, limit, Kept.of(down.flat(), tensors.inputs),
-        tile.pairs, tile.rows, depth, tile.stages, num_warps=tile.warps,
+        Kept.of(down.flat(), tensors.inputs),
+        tile.pairs, tile.rows, depth, inner % depth == 0, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return sum_pairs(parts, experts, limit)
+    return sum_pairs(parts, experts, num_experts if partial else 0)
 
 
 class _Arguments(NamedTuple):
@@ -108,71 +107,41 @@ class _Arguments(NamedTuple):
     def of(cls, x: Inputs, weight: QuantizedWeight, tile: Tile) -> _Arguments:
         """weight [experts, N, K]"""
         flat, format = weight.flat(), weight.format
-        rows: tuple[Tensor, Tensor | None, int, int]
-        if format.activations == "none":
-            rows = plain_rows(x).contiguous(), None, 0, 0
-        else:
-            taken = x
-            if isinstance(x, Tensor) or not _fits(x, weight):
-                taken = quantize_rows(plain_rows(x), format, weight.input_scale)
-            assert not isinstance(taken, Tensor)
-            rows = taken.values, taken.scale, *taken.scale.stride()
         loaded = descriptor(flat, tile.rows, step_depth(format, tile.depth))
         scale = flat.scale
-        return cls(*rows, loaded, scale, flat.zero, flat.row_scale, scale.stride(0))
-
-
-def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:
-    """Whether rows were rounded for this format: a constant scale is each layer's own."""
-    format = weight.format
-    groups = 1
-    if format.activations == "group" and format.columns is not None:
-        groups = -(-weight.shape[-1] // format.columns)
-    alike = x.values.dtype == weight.values.dtype and x.scale.shape[1] == groups
-    return alike and format.activations != "tensor"
+        return cls(*rows_for(x, weight), loaded, scale, flat.zero, flat.row_scale, scale.stride(0))
 
 
 @triton.jit
-def _block(order, blocks, num_blocks, tiles, SINGLE: tl.constexpr, PAIRS: tl.constexpr):
-    """Of this program: expert, rows [PAIRS] of the sorted pairs, whether they are there, pairs."""
+def _block(order, blocks, num_blocks, tiles, PAIRS: tl.constexpr):
+    """Of this program: expert, rows [PAIRS] of the sorted pairs, whether they are its own (after
+    those the last one again), pairs."""
     block = tl.program_id(0) // tiles
-    if SINGLE:
-        expert = tl.load(blocks + block)
-        row = block + tl.arange(0, PAIRS)
-        valid = tl.arange(0, PAIRS) < 1
-        pair = row
-    else:
-        expert = tl.load(blocks + block)
-        row = tl.load(blocks + num_blocks + block) + tl.arange(0, PAIRS)
-        valid = row < tl.load(blocks + 2 * num_blocks + block)
-        pair = tl.load(order + row, mask=valid, other=0)
-    return expert.to(tl.int32), row.to(tl.int64), valid, pair.to(tl.int64)
+    row = tl.load(blocks + num_blocks + block) + tl.arange(0, PAIRS)
+    end = tl.load(blocks + 2 * num_blocks + block)
+    valid = row < end
+    row = tl.minimum(row, end - 1)
+    return tl.load(blocks + block), row.to(tl.int64), valid, tl.load(order + row).to(tl.int64)
 
 
 @triton.jit
-def _is_empty(blocks, num_blocks, tiles, SINGLE: tl.constexpr, EXPERTS: tl.constexpr):
-    """EXPERTS: 0, or how many there are: single pairs with other ids are left out."""
+def _is_empty(blocks, num_blocks, tiles):
     block = tl.program_id(0) // tiles
-    if SINGLE:
-        empty = EXPERTS != 0 and tl.load(blocks + block) >= EXPERTS
-    else:
-        begin = tl.load(blocks + num_blocks + block)
-        empty = begin >= tl.load(blocks + 2 * num_blocks + block)
-    return empty
+    return tl.load(blocks + num_blocks + block) >= tl.load(blocks + 2 * num_blocks + block)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _up_kernel(
     x, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
     hidden, order, blocks, num_blocks, width, inner,
-    CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SINGLE: tl.constexpr,
-    EXPERTS: tl.constexpr, KEPT: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(inner, ROWS)
-    if _is_empty(blocks, num_blocks, tiles, SINGLE, EXPERTS):
+    if _is_empty(blocks, num_blocks, tiles):
         return
-    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, SINGLE, PAIRS)
+    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, PAIRS)
     token = pair // CHOSEN
     inputs = x + token[None, :] * width
     scales = None
@@ -183,18 +152,14 @@ def _up_kernel(
     begin = expert * inner * (2 if GATED else 1)
     column = begin + tl.minimum(n, inner - 1)
     total = tl.zeros((ROWS, PAIRS), tl.float32)
-    total = accumulate(
-        total, weight, scale, zero, inputs, scales, input_group, valid[None, :], begin + first,
-        column, width, scale_row, KEPT, DEPTH, STAGES,
+    up = tl.zeros((ROWS, PAIRS), tl.float32)
+    total, up = accumulate_both(
+        total, up, weight, scale, zero, inputs, scales, input_group, valid[None, :], begin + first,
+        column, inner if GATED else None, 0, width, width, scale_row, KEPT, DEPTH, EVEN, STAGES,
     )  # fmt: skip
     total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
     total = activated(total, ACTIVATION)
     if GATED:
-        up = tl.zeros((ROWS, PAIRS), tl.float32)
-        up = accumulate(
-            up, weight, scale, zero, inputs, scales, input_group, valid[None, :],
-            begin + inner + first, column + inner, width, scale_row, KEPT, DEPTH, STAGES,
-        )  # fmt: skip
         column += inner
         total *= finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
     target = hidden + row[:, None] * inner + n[None, :]
@@ -206,13 +171,14 @@ def _up_kernel(
 def _down_kernel(
     hidden, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
     shares, parts, order, blocks, num_blocks, inner, width,
-    SINGLE: tl.constexpr, EXPERTS: tl.constexpr, KEPT: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    KEPT: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(width, ROWS)
-    if _is_empty(blocks, num_blocks, tiles, SINGLE, EXPERTS):
+    if _is_empty(blocks, num_blocks, tiles):
         return
-    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, SINGLE, PAIRS)
+    expert, row, valid, pair = _block(order, blocks, num_blocks, tiles, PAIRS)
     first = tl.program_id(0) % tiles * ROWS
     n = first + tl.arange(0, ROWS)
     column = expert * width + tl.minimum(n, width - 1)
@@ -222,7 +188,8 @@ def _down_kernel(
     total = tl.zeros((ROWS, PAIRS), tl.float32)
     total = accumulate(
         total, weight, scale, zero, hidden + row[None, :] * inner, scales, input_group,
-        valid[None, :], expert * width + first, column, inner, scale_row, KEPT, DEPTH, STAGES,
+        valid[None, :], expert * width + first, column, 0, inner, inner, scale_row, KEPT, DEPTH,
+        EVEN, STAGES,
     )  # fmt: skip
     total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT).T
     total *= tl.load(shares + pair, mask=valid, other=0.0)[:, None]

@@ -126,6 +126,10 @@ class QuantizedWeight:
         """Where it is."""
         return self.values.device
 
+    def words(self) -> Tensor:
+        """The codes, of 4 bits eight at a time as int32: [N, K / 8]."""
+        return self.values.view(torch.int32) if self.format.bits == 4 else self.values
+
     def tensors(self) -> dict[str, Tensor]:
         """What it is kept in, by field."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}

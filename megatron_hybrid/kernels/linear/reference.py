@@ -22,7 +22,8 @@ def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -
         assert input_scale is not None
         scale = input_scale.expand(len(x), 1)
     else:
-        scale = padded.abs().amax(-1) / largest
+        # By a tensor: GPUs multiply by the inverse of a number on the host, which rounds twice.
+        scale = padded.abs().amax(-1) / values.new_full((), largest)
         scale = torch.where(scale > 0, scale, 1)
     numbers = (padded / scale[:, :, None]).flatten(1)[:, : x.shape[1]]
     if format.numbers == "int8":

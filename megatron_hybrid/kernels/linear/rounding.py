@@ -84,24 +84,42 @@ def store_rounded(
 ):  # fmt: skip
     """numbers [BLOCK] float32 of one row, from column `first` on, zeros past the end -> codes in
     `values` and their scales in `scale`, which point at the row's beginning."""
-    largest: tl.constexpr = 448.0 if KIND.is_fp8 else 127.0
     column = first + tl.arange(0, BLOCK)
     if KIND.constant:
         codes = _to_code(numbers / tl.load(scale), KIND.is_fp8)
     elif KIND.group:
         groups: tl.constexpr = BLOCK // KIND.group
         grouped = tl.reshape(numbers, (groups, KIND.group))
-        factor = tl.max(tl.abs(grouped), axis=1) / largest
-        factor = tl.where(factor > 0, factor, 1.0)
+        factor = scale_for(tl.max(tl.abs(grouped), axis=1), KIND)
         group = first // KIND.group + tl.arange(0, groups)
         tl.store(scale + group * scale_group, factor, mask=group * KIND.group < columns)
         codes = tl.reshape(_to_code(grouped / factor[:, None], KIND.is_fp8), (BLOCK,))
     else:
-        factor = tl.max(tl.abs(numbers), axis=0) / largest
-        factor = tl.where(factor > 0, factor, 1.0)
+        factor = scale_for(tl.max(tl.abs(numbers), axis=0), KIND)
         tl.store(scale, factor)
         codes = _to_code(numbers / factor, KIND.is_fp8)
     tl.store(values + column, codes, mask=column < columns)
+
+
+@triton.jit
+def rounded_numbers(numbers, factor, KIND: tl.constexpr):
+    """numbers [A, B] float32 of one row -> what their codes mean; factor: the row's scale, which is
+    not used where groups of columns have their own."""
+    if KIND.group:
+        groups: tl.constexpr = numbers.shape[0] * numbers.shape[1] // KIND.group
+        grouped = tl.reshape(numbers, (groups, KIND.group))
+        scales = scale_for(tl.max(tl.abs(grouped), axis=1), KIND)[:, None]
+        codes = _to_code(grouped / scales, KIND.is_fp8)
+        return tl.reshape(codes.to(tl.float32) * scales, numbers.shape)
+    else:
+        return _to_code(numbers / factor, KIND.is_fp8).to(tl.float32) * factor
+
+
+@triton.jit
+def scale_for(largest, KIND: tl.constexpr):
+    """The scale of numbers of which the largest is so large."""
+    factor = largest / (448.0 if KIND.is_fp8 else 127.0)
+    return tl.where(factor > 0, factor, 1.0)
 
 
 @triton.jit

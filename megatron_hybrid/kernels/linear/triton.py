@@ -9,7 +9,6 @@ numbers in registers. Sums are in float32 and in a fixed order.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,13 +19,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.linear import reference
+from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.products import (
     Kept,
     accumulate,
+    counters,
     descriptor,
     finish,
     step_depth,
+    sum_of_splits,
     written_out,
 )
 from megatron_hybrid.kernels.linear.reference import plain_rows
@@ -48,8 +50,6 @@ class Tile(NamedTuple):
 # Up to so many tokens products with inputs in 16 bits are ours; for more, weights are written out
 # in 16 bits first.
 FEW_TOKENS = 64
-# Programs that count those of their tile that are done: tiles of one product at most.
-COUNTERS = 65536
 
 
 def choose_tile(tokens: int, rows: int, columns: int, format: WeightFormat) -> Tile:
@@ -92,18 +92,42 @@ def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -
     return out
 
 
+def rows_for(x: Inputs, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None, int, int]:
+    """Inputs as the format takes them, for kernels: their scales or None, and how far these are
+    from row to row and from group to group."""
+    format = weight.format
+    if format.activations == "none":
+        return plain_rows(x).contiguous(), None, 0, 0
+    if isinstance(x, Tensor) or not _fits(x, weight):
+        x = quantize_rows(plain_rows(x), format, weight.input_scale)
+    return x.values, x.scale, *x.scale.stride()
+
+
+def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:
+    """Whether rows were rounded for this format: a constant scale is each layer's own."""
+    format = weight.format
+    groups = 1
+    if format.activations == "group" and format.columns is not None:
+        groups = -(-weight.shape[-1] // format.columns)
+    alike = x.values.dtype == weight.values.dtype and x.scale.shape[1] == groups
+    return alike and format.activations != "tensor"
+
+
 def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
     if format.activations == "none":
         x = plain_rows(x)
+        if tokens == 1 and can_chunk(weight):
+            return multiply_row(x, weight, bias)
         if tokens <= FEW_TOKENS and columns * format.bits % 128 == 0:  # of tensor descriptors
             return multiply_plain_inputs(x, weight, bias)
         return F.linear(x, written_out(weight, x.dtype), bias)
     if isinstance(x, Tensor):
         x = quantize_rows(x, format, weight.input_scale)
-    if columns % 16 or (format.columns or 16) % 16 or (format.columns or 256) < 32:
+    block = format.columns or 32
+    if columns % 16 or block < 32 or block & (block - 1):
         # Tensor descriptors have rows of 16 bytes; nothing that a model has is so narrow.
         return reference.multiply(x, weight, bias)
     if format.numbers == "float8_e4m3fn" and rows % 16 == 0:
@@ -142,10 +166,9 @@ def _scaled_mm_by_block(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor 
     return y[:tokens] if bias is None else y[:tokens].add_(bias)
 
 
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros, which every product leaves as zeros: products of a device run one after the other."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+def _parts(y: Tensor, tile: Tile) -> Tensor:
+    """Memory for what the parts of the columns give; unused where there is one."""
+    return torch.empty(tile.splits, *y.shape, device=y.device) if tile.splits > 1 else y
 
 
 def multiply_bytes(
@@ -158,13 +181,10 @@ def multiply_bytes(
         return y
     tile = choose_tile(tokens, rows, columns, format) if tile is None else tile
     group, depth = format.columns or 0, step_depth(format, tile.depth)
-    partial = y
-    if tile.splits > 1:
-        partial = torch.empty(tile.splits, tokens, rows, device=y.device)
     _bytes_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)](
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [tile.tokens, depth]),
         descriptor(weight, tile.rows, depth),
-        x.scale, weight.scale, bias, y, partial, _counters(y.device),
+        x.scale, weight.scale, bias, y, _parts(y, tile), counters(y.device),
         tokens, rows, columns, *x.scale.stride(), weight.scale.stride(0),
         group, format.rows, format.activations == "group",
         tile.tokens, tile.rows, depth, tile.stages, tile.splits, tile.tokens <= 64,
@@ -183,11 +203,15 @@ def multiply_plain_inputs(
         return y
     if tile is None:
         across = max(16, triton.next_power_of_2(min(tokens, 64)))
-        tile = Tile(across, 64, 128 if x.dtype.itemsize == 2 else 64, 4, 4)
-    _plain_inputs_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens))](
+        splits = _splits(triton.cdiv(rows, 64), 4, columns)
+        tile = Tile(across, 64, 128 if x.dtype.itemsize == 2 else 64, 4, 4, splits)
+    grid = triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits
+    _plain_inputs_kernel[grid](
         x, descriptor(weight, tile.rows, tile.depth), weight.scale, weight.zero, weight.row_scale,
-        bias, y, tokens, rows, columns, x.stride(0), weight.scale.stride(0), Kept.of(weight, x),
-        tile.tokens, tile.rows, tile.depth, tile.stages, num_warps=tile.warps,
+        bias, y, _parts(y, tile), counters(y.device),
+        tokens, rows, columns, x.stride(0), weight.scale.stride(0), Kept.of(weight, x),
+        tile.tokens, tile.rows, tile.depth, columns % tile.depth == 0, tile.stages, tile.splits,
+        num_warps=tile.warps,
     )  # fmt: skip
     return y
 
@@ -252,18 +276,9 @@ def _bytes_kernel(
     mask = (m < tokens)[:, None] & (n < rows)[None, :]
     place = m[:, None].to(tl.int64) * rows + n[None, :]
     if SPLITS > 1:
-        # Whoever comes last adds all parts up, in their order.
-        size = tokens.to(tl.int64) * rows
-        tl.store(partial + split * size + place, total, mask=mask)
-        tl.debug_barrier()
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter + tile, 1, sem="acq_rel") < SPLITS - 1:
+        last, total = sum_of_splits(total, partial, counter, place, mask, tokens, rows, SPLITS)
+        if not last:
             return
-        total = tl.zeros((TOKENS, ROWS), tl.float32)
-        for part in tl.static_range(SPLITS):
-            values = partial + part * size + place
-            total += tl.load(values, mask=mask, other=0, cache_modifier=".cg")
-        tl.store(counter + tile, 0)
     if not GROUP:
         total *= tl.load(scale + row * scale_row)[None, :]
     if not BY_GROUP:
@@ -275,24 +290,31 @@ def _bytes_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _plain_inputs_kernel(
-    x, weight, scale, zero, row_scale, bias, y, tokens, rows, columns, x_row, scale_row,
-    KEPT: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, scale, zero, row_scale, bias, y, partial, counter, tokens, rows, columns, x_row,
+    scale_row, KEPT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """weight: a tensor descriptor."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.minimum(n, rows - 1)
-    valid = (m < tokens)[None, :]
+    token = tl.minimum(m, tokens - 1).to(tl.int64)
+    each = tl.cdiv(tl.cdiv(columns, DEPTH), SPLITS) * DEPTH
+    begin = tl.program_id(2) * each
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     total = accumulate(
-        total, weight, scale, zero, x + m[None, :].to(tl.int64) * x_row, None, 0, valid,
-        tl.program_id(0) * ROWS, row, columns, scale_row, KEPT, DEPTH, STAGES,
+        total, weight, scale, zero, x + token[None, :] * x_row, None, 0, (m < tokens)[None, :],
+        tl.program_id(0) * ROWS, row, begin, tl.minimum(begin + each, columns), columns, scale_row,
+        KEPT, DEPTH, EVEN, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, row, scale_row, None, 0, None, KEPT)
-    if bias is not None:
-        total += tl.load(bias + row).to(tl.float32)[:, None]
-    total = total.T
     mask = (m < tokens)[:, None] & (n < rows)[None, :]
-    target = y + m[:, None].to(tl.int64) * rows + n[None, :]
-    tl.store(target, total.to(y.dtype.element_ty), mask=mask)
+    place = m[:, None].to(tl.int64) * rows + n[None, :]
+    total = total.T
+    if SPLITS > 1:
+        last, total = sum_of_splits(total, partial, counter, place, mask, tokens, rows, SPLITS)
+        if not last:
+            return
+    total = finish(total.T, scale, row_scale, row, scale_row, None, 0, None, KEPT).T
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=mask)

@@ -33,7 +33,8 @@ def quantise(values: Tensor, over: int) -> tuple[Tensor, Tensor]:
     """In any float type -> int8, and scales float32, 1 along `over`. What has a NaN or an infinity
     among the entries that share its scale comes back as NaN."""
     values = values.float()
-    scales = values.abs().amax(over, keepdim=True) / LARGEST
+    # By a tensor: GPUs multiply by the inverse of a number on the host, which rounds twice.
+    scales = values.abs().amax(over, keepdim=True) / values.new_full((), LARGEST)
     steps = torch.where(scales > 0, values / scales, 0)  # half a step away at most
     return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
 

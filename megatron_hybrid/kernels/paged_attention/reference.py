@@ -178,7 +178,9 @@ def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> N
 def to_fp8(values: Tensor, scale: float) -> Tensor:
     """values / scale, rounded to the nearest number of e4m3; beyond the largest one to that one. A
     NaN stays one."""
-    return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    # By a tensor: GPUs multiply by the inverse of a number on the host, which rounds twice.
+    divisor = torch.full((), scale, device=values.device)
+    return (values.float() / divisor).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
