@@ -8,7 +8,7 @@ With several GPUs every replica has the same requests, and the first rank report
     torchrun --nproc-per-node 2 tools/profile_steps.py --config configs/nemotron-h-8b.yaml \\
         --tensor-model-parallel-size 2 decode_32
 
-`decode_N`: N requests of 1,024 tokens that decode. `prefill`: prompts of 4,096 tokens as many as a
+`decode_N`: N requests of --prompt-length tokens that decode. `prefill`: prompts of 4,096 tokens as many as a
 step takes. Besides the profile, the time of a step without the profiler is measured, and the share
 of it that the host spends waiting for the device: what is left of it is the host's own work.
 """
@@ -38,7 +38,7 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"
-PROMPT, LONG_PROMPT = 1024, 4096  # tokens, of decode_N and of prefill
+LONG_PROMPT = 4096  # tokens, of prefill
 
 
 @dataclass
@@ -50,8 +50,9 @@ class KernelTime:
 class Load:
     """Requests for an engine."""
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, prompt_length: int) -> None:
         self.engine = engine
+        self.prompt_length = prompt_length
         self._random = np.random.default_rng(0)
         self._sent = 0
 
@@ -73,8 +74,10 @@ class Load:
                     self.engine.step()
             return
         count = int(name.removeprefix("decode_"))
+        # The first ones go on until the last ones are there.
+        prefills = count * self.prompt_length // self.engine.context.max_tokens
         for _ in range(count):
-            self.submit(PROMPT, 3 * steps + 64)
+            self.submit(self.prompt_length, 3 * steps + 64 + 2 * prefills)
         while self.engine.stats()["last_step"]["decode_tokens"] < count:
             self.engine.step()
         for _ in range(8):
@@ -138,6 +141,9 @@ def main() -> int:
     )
     parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N or prefill")
     parser.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
+    parser.add_argument(
+        "--prompt-length", type=int, default=1024, help="tokens, of decode_N (default: 1024)"
+    )
     parser.add_argument("--rows", type=int, default=20, help="kernels to list (default: 20)")
     add_engine_arguments(parser)
     args = parser.parse_args()
@@ -152,7 +158,7 @@ def main() -> int:
         print(f"profile_steps.py: {error}", file=sys.stderr)
         return 2
     for name in args.loads:
-        look_at(Load(engine), name, args.steps, args.rows)
+        look_at(Load(engine, args.prompt_length), name, args.steps, args.rows)
     return 0
 
 
