@@ -15,6 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CACHED_STATES_DTYPES = (*DTYPES, "int8")
 KV_DTYPES = ("auto", "fp8_e4m3")
 QUANTIZATIONS = ("fp8", "fp8_block")
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
 MOST_SPECULATIVE_TOKENS = 32
 MOST_WRITE_INTERVAL = 16
 PREFIX = "inference_dynamic_batching_"
@@ -62,6 +63,22 @@ class EngineConfig(Settings):
         "auto",
         "auto: the fastest kernels on the device; reference: plain torch, to compare with",
         ("auto", "reference"),
+    )
+    transformer_impl: str = option(
+        "local",
+        "whose linear layers: local: ours; transformer_engine: NVIDIA's Transformer Engine, of "
+        "weights in 16 bits, without the experts' and the head",
+        ("local", "transformer_engine"),
+    )
+    fp8_format: str | None = option(
+        None, "with Transformer Engine: products in FP8; left out: in 16 bits", ("e4m3",)
+    )
+    fp8_recipe: str | None = option(
+        None,
+        "with --fp8-format: tensorwise: a scale for a weight and for a step's inputs; delayed: "
+        "inputs have that of the step before; blockwise: for 128x128 weights and 128 inputs; left "
+        "out: tensorwise",
+        FP8_RECIPES,
     )
     seed: int = option(
         1234,
@@ -227,6 +244,29 @@ class EngineConfig(Settings):
                 f"{flag_of(PREFIX + 'max_requests')}, which is {requests}: every running request "
                 "computes one token a step."
             )
+
+        self._check_transformer_engine()
+
+    def _check_transformer_engine(self) -> None:
+        if self.fp8_recipe is not None and self.fp8_format is None:
+            raise ConfigurationError(
+                f"--fp8-recipe is {self.fp8_recipe}, but --fp8-format, which it is about, is not "
+                "given; --fp8-format e4m3 computes in FP8."
+            )
+        if self.transformer_impl == "local":
+            if self.fp8_format is not None:
+                raise ConfigurationError(
+                    f"--fp8-format is {self.fp8_format}, but --transformer-impl is local; give "
+                    "--transformer-impl transformer_engine, or --quantization fp8 for our own "
+                    "layers in FP8."
+                )
+            return
+        for flag, value in (("quantization", self.quantization), ("kernels", self.kernels)):
+            if value not in (None, "auto"):
+                raise ConfigurationError(
+                    f"--transformer-impl is transformer_engine, which does not go together with "
+                    f"--{flag} {value}; leave one of them out."
+                )
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -8,9 +8,10 @@ With several GPUs every replica has the same requests, and the first rank report
     torchrun --nproc-per-node 2 tools/profile_steps.py --config configs/nemotron-h-8b.yaml \\
         --tensor-model-parallel-size 2 decode_32
 
-`decode_N`: N requests of --prompt-length tokens that decode. `prefill`: prompts of 4,096 tokens as many as a
-step takes. Besides the profile, the time of a step without the profiler is measured, and the share
-of it that the host spends waiting for the device: what is left of it is the host's own work.
+`decode_N`: N requests of --prompt-length tokens that decode. `prefill`: prompts of 4,096 tokens as
+many as a step takes. Besides the profile, the time of a step without the profiler is measured, and
+the share of it that the host spends waiting for the device: what is left of it is the host's own
+work.
 """
 
 from __future__ import annotations

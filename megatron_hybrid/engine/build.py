@@ -14,6 +14,11 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.checks import (
+    check_kv_dtype,
+    check_quantized,
+    check_transformer_engine,
+)
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
@@ -39,7 +44,7 @@ from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.checkpoints.weights import formats_of, load_model
+from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
 from megatron_hybrid.models.config import (
     MAMBA,
     SHARED_TRANSFORMER,
@@ -86,6 +91,11 @@ def build_engine(
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
+    if config.transformer_impl == "transformer_engine":
+        recipe = None if config.fp8_format is None else config.fp8_recipe or "tensorwise"
+        model.kernels = kernel_set.with_transformer_engine(
+            plan.kernels, recipe, rounded_weights(model)
+        )
     geometry = _geometry(plan, model, loaded=True)
     if useless := _useless_budget(config, geometry):
         logger.warning("%s", useless)
@@ -266,8 +276,9 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
-        _check_kv_dtype(config, shapes, device)
-        _check_quantized(config, shapes, device)
+        check_kv_dtype(config, shapes, device)
+        check_quantized(config, shapes, device)
+        check_transformer_engine(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
@@ -343,33 +354,6 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
     conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
     ssm = resolve_dtype(config.mamba_inference_ssm_states_dtype)
     return _Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)
-
-
-def _check_quantized(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
-    if device.type != "cuda" or config.kernels == "reference" or not shapes.is_quantized:
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < (9, 0):
-        raise ConfigurationError(
-            "The kernels for quantised weights need a GPU of compute capability 9.0 (Hopper) or "
-            f"newer; {device} has {found[0]}.{found[1]}. --kernels reference computes them in "
-            "plain torch, slowly."
-        )
-
-
-def _check_kv_dtype(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
-    """Raise ConfigurationError where keys and values can't be stored as wanted."""
-    if config.kv_cache_dtype == "auto":
-        return
-    wanted = f"--kv-cache-dtype is {config.kv_cache_dtype}, but "
-    if not shapes.stages.kv_specs:
-        kind = shapes.config.model_type
-        raise ConfigurationError(f"{wanted}the model ({kind}) has no attention, so it stores none.")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise ConfigurationError(
-            f"{wanted}GPUs convert FP8 from compute capability 8.9 on; {device} has {capability}."
-        )
 
 
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:

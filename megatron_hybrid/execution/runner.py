@@ -131,6 +131,7 @@ class ModelRunner(Runner):
     @device_errors()
     def update_weights(self, source: WeightsSource) -> None:
         update_model(self._model, source)
+        self._model.kernels.linear.weights_changed()
 
     def _logits(self, plan: StepPlan, agreed: StepDemand | None) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:

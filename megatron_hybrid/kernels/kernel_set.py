@@ -7,10 +7,11 @@ gpu         Triton kernels of ours, and flashinfer where it is installed
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
@@ -80,6 +81,20 @@ def select(name: str, device: torch.device) -> KernelSet:
     if name == "reference" or device.type == "cpu":
         return REFERENCE
     return _gpu()
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def with_transformer_engine(
+    kernels: KernelSet, recipe: str | None, weights: Iterable[Tensor]
+) -> KernelSet:
+    """The same with Transformer Engine's products; see linear/transformer_engine.py."""
+    from megatron_hybrid.kernels.linear.transformer_engine import TransformerEngineLinear
+
+    return replace(kernels, linear=TransformerEngineLinear(recipe, weights))
 
 
 def _gpu() -> KernelSet:

@@ -20,7 +20,7 @@ from megatron_hybrid.kernels.contract import (
     PagedSequences,
     PrefillSegments,
 )
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
 
 Plan = Any
 Rings = tuple[Tensor, ...]  # [rows, R, ...] each: what `kept` was of earlier tokens
@@ -306,16 +306,19 @@ class Reader(NamedTuple):
 
 
 class Linear(Protocol):
-    """Products with quantised weights; see linear/formats.py."""
+    """Products with weights as they are, or quantised ones; see linear/formats.py."""
 
     def quantize_rows(
         self, x: Tensor, format: WeightFormat, input_scale: Tensor | None
     ) -> QuantizedRows:
         """x [T, K] (rows may be strided), as a layer with weights in this format takes it."""
 
-    def multiply(self, x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    def multiply(self, x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias: x [T, K], W [N, K] -> [T, N] in x's dtype. x is quantised as the format
         says, unless it is already."""
+
+    def weights_changed(self) -> None:
+        """To be called when weights were overwritten where they are."""
 
 
 class ExpertWeights(NamedTuple):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
-from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.parallel import RankGroup
 
@@ -155,6 +154,12 @@ class Linear(nn.Module):
             return weight.view(experts, -1, self.inputs)
         return weight.stacked(experts)
 
+    def plain_weights(self) -> Iterator[Tensor]:
+        """Of its runs that are not quantised."""
+        for run in self._runs:
+            if isinstance(run.weight, Tensor):
+                yield run.weight
+
     def kept_bytes(self) -> Iterator[tuple[str, int]]:
         """Of each run how it is kept and what it takes, and of the bias."""
         for run in self._runs:
@@ -214,9 +219,7 @@ class Linear(nn.Module):
         bias = self._bias
         if bias is not None and len(self._runs) > 1:
             bias = bias[run.start : run.stop]
-        if isinstance(run.weight, QuantizedWeight):
-            return kernels.linear.multiply(x, run.weight, bias)
-        return F.linear(plain_rows(x), run.weight, bias)
+        return kernels.linear.multiply(x, run.weight, bias)
 
     @property
     def _bias(self) -> Tensor | None:

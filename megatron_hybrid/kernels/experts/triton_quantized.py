@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import activated, group, sum_pairs
+from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.products import (
-    Kept,
     accumulate,
     accumulate_both,
     descriptor,

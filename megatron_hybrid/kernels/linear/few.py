@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight
-from megatron_hybrid.kernels.linear.products import (
+from megatron_hybrid.kernels.linear.codes import (
     FP4_LIFTED,
     Kept,
     chunk_scales,
-    finish,
     of_words,
     word_numbers,
 )
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
+from megatron_hybrid.kernels.linear.products import finish
 
 ROWS = 8  # of a weight, in a program
 DEPTH = 512  # columns, a step

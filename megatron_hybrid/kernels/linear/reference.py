@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.linear.formats import FP8_MAX, QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import FP8_MAX, Weight, WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows, Reader
 
 
@@ -40,8 +40,14 @@ def rounded(x: Tensor, into: Reader | None) -> Inputs:
     return rows._replace(plain=x if into.plain else None)
 
 
-def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def weights_changed() -> None:
+    """Nothing is kept of weights."""
+
+
+def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
+    if isinstance(weight, Tensor):
+        return F.linear(plain_rows(x), weight, bias)
     format, dtype = weight.format, x.dtype
     if format.activations == "none":
         values = plain_rows(x)

@@ -19,10 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.linear import reference
+from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
 from megatron_hybrid.kernels.linear.products import (
-    Kept,
     accumulate,
     counters,
     descriptor,
@@ -100,7 +100,8 @@ def rows_for(x: Inputs, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None,
         return plain_rows(x).contiguous(), None, 0, 0
     if isinstance(x, Tensor) or not _fits(x, weight):
         x = quantize_rows(plain_rows(x), format, weight.input_scale)
-    return x.values, x.scale, *x.scale.stride()
+    row, group = x.scale.stride()
+    return x.values, x.scale, row, group
 
 
 def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:
@@ -113,8 +114,14 @@ def _fits(x: QuantizedRows, weight: QuantizedWeight) -> bool:
     return alike and format.activations != "tensor"
 
 
-def multiply(x: Inputs, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def weights_changed() -> None:
+    """Nothing is kept of weights."""
+
+
+def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
+    if isinstance(weight, Tensor):
+        return F.linear(plain_rows(x), weight, bias)
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
     if format.activations == "none":

@@ -133,6 +133,19 @@ def formats_of(
     return format_of
 
 
+def rounded_weights(model: HybridModel) -> list[Tensor]:
+    """The weights [N, K] of dense linear layers that `--quantization` would round."""
+    found: dict[int, Tensor] = {}
+    for _, part in model.weight_parts():
+        if not isinstance(part, LinearPart) or isinstance(part.target, QuantizedWeight):
+            continue
+        if NEVER_ROUNDED.search(part.role) or ".experts." in part.role:
+            continue
+        for weight in part.layer.plain_weights():
+            found[weight.data_ptr()] = weight
+    return list(found.values())
+
+
 def has_mtp_weights(folder: ModelFolder) -> bool:
     """Whether a folder holds the head that the configuration describes: some hold a model without
     it. Raises WeightsError for one without weights."""
