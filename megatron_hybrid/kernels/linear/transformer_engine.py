@@ -71,6 +71,7 @@ class _Layer:
             return
         self._of_weight = _quantizer("tensorwise" if recipe == "delayed" else recipe, weight, 2)
         self._of_inputs = _quantizer(recipe, weight, 1)
+        self._of_inputs.internal = True  # without what makes a tensor of torch's of it
         self._started = False
         self.stored = self._of_weight(weight)
 
@@ -110,18 +111,14 @@ class _Layer:
 def _quantizer(recipe: str, weight: Tensor, block: int) -> Any:
     """`block`: 2 for blocks of rows and columns, 1 for columns of one row."""
     kind, device = te.DType.kFloat8E4M3, weight.device
-    quantizer: Any
     match recipe:
         case "blockwise":
-            quantizer = Float8BlockQuantizer(
+            return Float8BlockQuantizer(
                 kind, rowwise=True, columnwise=False, block_scaling_dim=block
             )
         case "tensorwise":
-            quantizer = Float8CurrentScalingQuantizer(kind, device, columnwise=False)
+            return Float8CurrentScalingQuantizer(kind, device, columnwise=False)
         case "delayed":
             scale, amax = (torch.ones(1, device=device) for _ in range(2))
-            quantizer = Float8Quantizer(scale, amax, kind, columnwise=False)
-        case _:
-            raise AssertionError(recipe)
-    quantizer.internal = True  # without what training needs
-    return quantizer
+            return Float8Quantizer(scale, amax, kind, columnwise=False)
+    raise AssertionError(recipe)
