@@ -26,7 +26,7 @@ from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import TOOL_CALL_FORMATS
 from megatron_hybrid.settings import Settings, option, options_of
-from megatron_hybrid.verify.report import Check, Report, not_checked
+from megatron_hybrid.verify.report import Check, Report, check_place, not_checked
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, options = EngineConfig(**engine), VerifyOptions(**own)
         folder = check_model_files(config)
         layout = RankLayout.from_environment(config.parallel_sizes)
+        if options.report is not None and layout.rank == 0:
+            check_place(options.report)
         report = verify(config, options, folder, layout)
         if layout.rank:
             return 0

@@ -62,7 +62,7 @@ class Comparison:
                 _mean_square(row, exact[a.tokens], _at(usual[a.tokens], row))
                 for a in answers
                 for row in a.rows
-            ]
+            ] or theirs
         floor, own = FLOOR * largest, math.sqrt(_mean(theirs))
         self._bounds = Bounds(
             max(TIMES_USUAL * own, floor),
@@ -75,6 +75,8 @@ class Comparison:
         logits, tokens = f"logits, {way.name}", f"greedy tokens, {way.name}"
         if not way.answers:
             return [not_checked(logits, way.why), not_checked(tokens, way.why)]
+        if not any(answer.rows for answer in way.answers):
+            return [differs(logits, f"{way.problem}."), not_checked(tokens, "there are none.")]
         rounded = self._rounds_states == "all" or (self._rounds_states and way.reads_states)
         bounds = self._bounds.with_states(self._spread) if rounded else self._bounds
         return [self._logits(logits, way, bounds), self._tokens(tokens, way, bounds)]
@@ -147,6 +149,8 @@ def beside_cold(ways: list[Way], *, exact: bool) -> list[Check]:
     """Each way beside the first one, up to the first token that is another."""
     cold, *others = ways
     bound = APART_EXACT if exact else APART_ROUNDED
+    if cold.problem:
+        return [differs(cold.name, f"{cold.problem}.")]
     return [_beside(cold, way, bound) for way in others]
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_hybrid.errors import ConfigurationError
 
 FORMAT = 1  # of the file; counted on when a field changes its meaning
 _A_PATH = re.compile(r"(?<![\w/])(?:~|\.{1,2})?/[\w.@+~-]+(?:/[\w.@+~-]+)+/?")
@@ -48,6 +51,17 @@ def differs(name: str, says: str, **figures: Any) -> Check:
 def not_checked(name: str, why: str) -> Check:
     """There was nothing to look at, or no means to."""
     return Check(name, Outcome.NOT_CHECKED, why)
+
+
+def check_place(path: str) -> None:
+    """Raise ConfigurationError where no file could be written: said before the work, not after."""
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigurationError(f"--report is {path}, which is a folder; name a file.")
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"--report is {path}, but there is no folder {file.parent}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigurationError(f"--report is {path}, which may not be written.")
 
 
 class Report:

@@ -14,14 +14,18 @@ import torch
 
 from megatron_hybrid.llm import LLM
 from megatron_hybrid.models.config import HybridModelConfig
-from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.request import RequestOutput, SamplingParams
 from megatron_hybrid.verify.dequantized import Weight
-from megatron_hybrid.verify.report import Check, not_checked, ok
+from megatron_hybrid.verify.report import Check, differs, not_checked, ok
 
 PROMPT = 128  # tokens before the decode that is measured
 BEFORE, MEASURED = 16, 64  # tokens: until everything is warm, and then
 _EXPERT = re.compile(r"\.experts\.|block_sparse_moe\.(?:input|output)_linear")
 CHUNK, CHUNK_ON_CPU = 4096, 512  # tokens of the prompt that is measured
+
+
+class _GivenUpError(Exception):
+    """Why the engine did not finish an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,13 @@ def measure(
     def prompt(length: int) -> list[int]:
         return [drawn.randrange(engine.vocab_size // 2, engine.vocab_size) for _ in range(length)]
 
-    decode = _decode(llm, prompt(PROMPT))
-    wanted = CHUNK if device.type == "cuda" else CHUNK_ON_CPU
-    chunk = min(wanted, engine.context.max_tokens, longest - 2)
-    prefill = min(_prefill(llm, prompt(chunk)) for _ in range(3)) / chunk
+    try:
+        decode = _decode(llm, prompt(PROMPT))
+        wanted = CHUNK if device.type == "cuda" else CHUNK_ON_CPU
+        chunk = min(wanted, engine.context.max_tokens, longest - 2)
+        prefill = min(_prefill(llm, prompt(chunk)) for _ in range(3)) / chunk
+    except _GivenUpError as error:
+        return [differs("speed", f"the engine gave a request up: {error}")], {}
     read, products = _limits(device)
     ranks = llm.config.parallel_sizes.replica
     least_decode = work.bytes / read / ranks
@@ -97,6 +104,7 @@ def _decode(llm: LLM, prompt: list[int]) -> float:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=BEFORE + MEASURED + 1)
     start, at = 0.0, 0
     for output in llm.stream(prompt, params):
+        _check(output)
         count = len(output.token_ids)
         if count >= BEFORE and not at:
             start, at = time.perf_counter(), count
@@ -108,8 +116,14 @@ def _prefill(llm: LLM, prompt: list[int]) -> float:
     llm.engine.reset()
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     start = time.perf_counter()
-    llm.generate([prompt], params, progress=False)
+    (output,) = llm.generate([prompt], params, progress=False)
+    _check(output)
     return time.perf_counter() - start
+
+
+def _check(output: RequestOutput) -> None:
+    if output.error is not None:
+        raise _GivenUpError(output.error)
 
 
 def _limits(device: torch.device) -> tuple[float, float]:

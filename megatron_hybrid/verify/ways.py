@@ -83,20 +83,19 @@ class _Runs:
         before: Callable[[list[int]], object] = lambda prompt: None,
     ) -> Way:
         """Each prompt by itself, with nothing in the cache but what `before` leaves there."""
-        answers = []
-        for number, prompt in enumerate(self._prompts):
+        outputs = []
+        for prompt in self._prompts:
             self._llm.engine.reset()
             before(prompt)
-            (output,) = self._generate([prompt], params or _params())
-            answers.append(_answer(number, output))
-        return Way(name, answers)
+            outputs += self._generate([prompt], params or _params())
+        return _way(name, outputs)
 
     def warm(self) -> Way:
         if why := self._no_cache():
             return Way("warm", [], why)
         way = self.alone("warm", before=lambda prompt: self._generate([prompt], _short()))
-        problem = ""
-        if not any(answer.cached for answer in way.answers):
+        problem = way.problem
+        if not problem and not any(answer.cached for answer in way.answers):
             problem = "no token of any prompt came from the cache the second time"
         return replace(way, problem=problem, reads_states=True)
 
@@ -120,8 +119,7 @@ class _Runs:
         self._llm.engine.reset()
         others = [prompt[5:] for prompt in self._prompts if len(prompt) > 6]
         outputs = self._generate([*self._prompts, *others], _params())
-        count = len(self._prompts)
-        return Way("batched", [_answer(i, output) for i, output in enumerate(outputs[:count])])
+        return _way("batched", outputs[: len(self._prompts)])
 
     def _generate(
         self, prompts: Sequence[list[int]], params: SamplingParams
@@ -148,6 +146,18 @@ def _small_steps(llm: LLM) -> Iterator[None]:
         yield
     finally:
         context.max_tokens = usual
+
+
+def _way(name: str, outputs: Sequence[RequestOutput]) -> Way:
+    """The answers to all prompts. One that the engine gave up is a problem, however right what came
+    of it before."""
+    problem = ""
+    for number, output in enumerate(outputs):
+        if output.error is not None or len(output.token_ids) != ANSWER:
+            reason = output.error or f"{len(output.token_ids)} tokens of {ANSWER}"
+            problem = f"the answer to prompt {number} was not finished: {reason.rstrip('.')}"
+            break
+    return Way(name, [_answer(i, output) for i, output in enumerate(outputs)], problem=problem)
 
 
 def _answer(number: int, output: RequestOutput) -> Answer:

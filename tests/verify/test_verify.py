@@ -3,6 +3,7 @@ is."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megatron_hybrid import LLM, cli
+from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.verify import prompts, ways
 from tests.parallel.ranks import python_path
@@ -176,6 +178,27 @@ def test_states_that_are_not_kept_right_are_found_where_they_are_read(
     assert {name.partition(", ")[2] for name in found.wrong} <= {"warm", "continued"}
 
 
+@pytest.mark.parametrize("good_steps", [0, 9])
+def test_answers_that_the_engine_gives_up_are_named(
+    verify: Verify,
+    folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    good_steps: int,
+) -> None:
+    launch, steps = ModelRunner.launch, itertools.count()
+
+    def failing(runner: ModelRunner, *args: Any) -> Any:
+        if next(steps) >= good_steps:
+            raise RuntimeError("no memory is left")
+        return launch(runner, *args)
+
+    monkeypatch.setattr(ModelRunner, "launch", failing)
+    found = verify(folder("llama"))
+    assert found.code == 1
+    for name in ("cold", "warm", "continued", "chunked", "batched"):
+        assert "no memory is left" in found.checks[f"logits, {name}"]["says"]
+
+
 def test_a_cache_that_finds_nothing_is_found(
     verify: Verify, folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +236,8 @@ def test_a_wrong_end_token_is_named(verify: Verify, tmp_path: Path) -> None:
 def test_what_cannot_be_run_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--load", str(tmp_path / "nothing")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
+    assert cli.main(["verify", "--report", str(tmp_path / "nowhere" / "report.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", "--orakle", "none"])
     assert ended.value.code == 2
