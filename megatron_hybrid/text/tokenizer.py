@@ -195,6 +195,19 @@ class Tokenizer:
         ends = {bisect_right(token_ends, end) for end in characters} - {0}
         return EncodedPrompt(token_ids, tuple(sorted(ends)))
 
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Tools = (),
+        *,
+        answer_follows: bool = True,
+    ) -> str:
+        """The text of a conversation. `answer_follows`: with what announces an answer. Raises
+        whatever the template does."""
+        conversation, arguments = self._checked_chat(messages, template_arguments, tools)
+        return self._apply_template(conversation, arguments, answer_follows=answer_follows)
+
     def _places(
         self,
         conversation: list[dict[str, Any]],

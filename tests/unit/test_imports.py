@@ -23,6 +23,7 @@ ROOMS = """
     server.log_format server.keys server.addresses server.tls server.options
     server.link server.replicas server.http server.processes server.loop
     server.ask server.cli
+    verify
     cli
 """.split()
 

@@ -1,0 +1,1 @@
+"""`megatron-hybrid verify`: whether a checkpoint runs right here, beside transformers."""

@@ -1,0 +1,84 @@
+"""The model that verify compares with is transformers', in whatever parts it is in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.weight_source import open_folder
+from megatron_hybrid.verify.dequantized import Weight, formats_by_layer, weights_of
+from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, ties_layers
+from tests.quantized_folders import FORMATS, write
+from tests.thorough import usually
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+CPU = torch.device("cpu")
+SEQUENCES = [tuple(range(3, 73)), tuple(range(90, 123))]
+SOME = [("qwen3_5_moe", "gptq"), ("nemotron_h_moe", "compressed_nvfp4")]
+EVERY = [(family, format) for format in FORMATS for family in ("qwen3_5_moe", "nemotron_h_moe")]
+
+
+def ours(folder: Path, *, by_layer: bool) -> list[Tensor]:
+    found = ModelFolder.open(folder)
+    with open_folder(found, found.config) as source:
+        oracle = Oracle(
+            str(folder), weights_of(source), device=CPU, dtype=torch.float32, by_layer=by_layer
+        )
+        assert oracle.is_by_layer == by_layer
+        return list(oracle.logprobs(SEQUENCES))
+
+
+def theirs(folder: Path) -> list[Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = [model(torch.tensor([one]), use_cache=False).logits[0] for one in SEQUENCES]
+    return [torch.log_softmax(one.float(), -1) for one in logits]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", usually(("jamba", "qwen3_next"), FAMILIES))
+def test_whole_and_layer_by_layer_it_is_transformers(family: str, tmp_path: Path) -> None:
+    make_tiny_model(family, tmp_path)
+    expected = theirs(tmp_path)
+    assert_same(ours(tmp_path, by_layer=False), expected)
+    if not ties_layers(str(tmp_path)):
+        assert_same(ours(tmp_path, by_layer=True), expected)
+
+
+@pytest.mark.parametrize(("family", "format"), usually(SOME, EVERY))
+def test_quantised_weights_are_what_they_mean(family: str, format: str, tmp_path: Path) -> None:
+    make_tiny_model(family, tmp_path / "source")
+    quantized, oracle = tmp_path / "quantized", tmp_path / "oracle"
+    write(tmp_path / "source", format, quantized, oracle, block=(48, 32))
+    assert_same(ours(quantized, by_layer=True), theirs(oracle))
+
+
+def test_a_weight_that_is_not_there_is_named(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    found = ModelFolder.open(tmp_path)
+    with open_folder(found, found.config) as source:
+        weights = weights_of(source)
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        with pytest.raises(OracleUnavailable, match="layers.1.mlp.up_proj"):
+            Oracle(str(tmp_path), weights, device=CPU, dtype=torch.float32, by_layer=False)
+        oracle = Oracle(str(tmp_path), weights, device=CPU, dtype=torch.float32, by_layer=True)
+        with pytest.raises(OracleUnavailable, match="layer 1"):
+            list(oracle.logprobs(SEQUENCES))
+
+
+def test_formats_are_counted_without_numbers_of_layers_and_experts() -> None:
+    def weight(name: str, format: str) -> Weight:
+        return Weight(name, 1, lambda: torch.zeros(1), format=format)
+
+    names = [f"model.layers.{i}.experts.{e}.w1.weight" for i in range(2) for e in range(3)]
+    weights = [weight(name, "fp8") for name in names] + [weight("norm.weight", "")]
+    assert formats_by_layer(weights) == {"model.layers.*.experts.*.w1.weight": {"fp8": 6}}
