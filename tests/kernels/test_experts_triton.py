@@ -24,6 +24,7 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     route_by_hand,
     shared_out,
 )
+from tests.thorough import usually  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -145,10 +146,14 @@ QUANTIZED = {
 }
 
 
+# (tokens, activation, gated, inner)
+SHAPES = [(1, "silu", True, 64), (60, "silu", True, 64), (5, "relu2", False, 96)]
+MORE_SHAPES = [(5, "silu", True, 64), (1, "relu2", False, 96), (60, "relu2", False, 96)]
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS + 1, 60])
 @pytest.mark.parametrize(
-    ("activation", "gated", "inner"), [("silu", True, 64), ("relu2", False, 96)]
+    ("tokens", "activation", "gated", "inner"), usually(SHAPES, SHAPES + MORE_SHAPES)
 )
 def test_quantized_weights(
     name: str, tokens: int, activation: str, gated: bool, inner: int
