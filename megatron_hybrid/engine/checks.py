@@ -45,7 +45,8 @@ def check_transformer_engine(
         )
     if not kernel_set.has_transformer_engine():
         raise ConfigurationError(
-            f"{wanted}it is not installed; `pip install transformer-engine[pytorch]` brings it."
+            f"{wanted}it is not installed; `pip install --no-build-isolation "
+            "transformer-engine[pytorch]` brings it."
         )
     try:
         kernel_set.import_transformer_engine()
