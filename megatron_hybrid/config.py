@@ -76,8 +76,8 @@ class EngineConfig(Settings):
     fp8_recipe: str | None = option(
         None,
         "with --fp8-format: tensorwise: a scale for a weight and for a step's inputs; delayed: "
-        "inputs have that of the step before; blockwise: for 128x128 weights and 128 inputs; left "
-        "out: tensorwise",
+        "inputs have that of the largest so far; blockwise: for 128x128 weights and 128 inputs; "
+        "left out: tensorwise",
         FP8_RECIPES,
     )
     seed: int = option(

@@ -169,6 +169,8 @@ def build_engine(
         speculation=_speculation(plan, context),
     )
     engine.statistics.weight_bytes = weights = model.weight_bytes()
+    if copies := _bytes_of_copies(config, model):
+        weights["float8_e4m3fn, copies of others"] = copies
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
     return engine
@@ -209,7 +211,7 @@ def _all_to_all_from(
 def load_weights(config: EngineConfig) -> HybridModel:
     """The model alone, for `build_engine`."""
     plan = _Plan.of(config)
-    weights = _bytes_of(plan.shapes)
+    weights = _bytes_to_load(plan)
     if plan.device.type == "cuda":
         gpu_cache_bytes(plan.device, weights=weights)  # refuses what does not fit
     else:
@@ -359,7 +361,7 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
 def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:
     """`loaded`: the weights are there, so that what a step takes can be measured."""
     config, on_gpu = plan.config, plan.device.type == "cuda"
-    weights = 0 if loaded else _bytes_of(model)
+    weights = 0 if loaded else _bytes_to_load(plan)
     if on_gpu:
         torch.cuda.empty_cache()
         max_tokens = config.inference_dynamic_batching_max_tokens
@@ -412,8 +414,16 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
     )
 
 
-def _bytes_of(model: HybridModel) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+def _bytes_to_load(plan: _Plan) -> int:
+    weights = sum(weight.numel() * weight.element_size() for weight in plan.shapes.parameters())
+    return weights + _bytes_of_copies(plan.config, plan.shapes)
+
+
+def _bytes_of_copies(config: EngineConfig, model: HybridModel) -> int:
+    """In FP8, that Transformer Engine keeps beside weights."""
+    if config.fp8_format is None:
+        return 0
+    return sum(weight.numel() for weight in rounded_weights(model))
 
 
 def _useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:

@@ -38,9 +38,30 @@ def check_transformer_engine(
             f"{wanted}the checkpoint is quantised; leave the flag out: our own layers compute with "
             "weights as they are stored."
         )
+    if shapes.dtype == torch.float32:
+        raise ConfigurationError(
+            f"{wanted}the model is in float32, of which its products keep 10 bits; give --dtype "
+            "bfloat16 or float16."
+        )
     if not kernel_set.has_transformer_engine():
         raise ConfigurationError(
-            f"{wanted}it is not installed; `pip install transformer-engine[pytorch]` brings it."
+            f"{wanted}it is not installed; `pip install --no-build-isolation "
+            "transformer-engine[pytorch]` brings it."
+        )
+    try:
+        kernel_set.import_transformer_engine()
+    except Exception as error:  # whatever its own libraries miss
+        raise ConfigurationError(
+            f"{wanted}it cannot be imported ({type(error).__name__}: {error}); is it installed "
+            "with its extension for torch, transformer-engine[pytorch], and for this torch?"
+        ) from error
+    found = torch.cuda.get_device_capability(device)
+    needed = (9, 0) if config.fp8_recipe == "blockwise" else (8, 9)
+    if config.fp8_format is not None and found < needed:
+        recipe = f" --fp8-recipe {config.fp8_recipe}" if config.fp8_recipe else ""
+        raise ConfigurationError(
+            f"--fp8-format {config.fp8_format}{recipe} needs a GPU of compute capability "
+            f"{needed[0]}.{needed[1]} or newer; {device} has {found[0]}.{found[1]}."
         )
 
 

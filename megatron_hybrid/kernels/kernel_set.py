@@ -6,9 +6,11 @@ gpu         Triton kernels of ours, and flashinfer where it is installed
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -88,13 +90,17 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def import_transformer_engine() -> ModuleType:
+    """Our kernels on it. Raises what the import does."""
+    return importlib.import_module("megatron_hybrid.kernels.linear.transformer_engine")
+
+
 def with_transformer_engine(
     kernels: KernelSet, recipe: str | None, weights: Iterable[Tensor]
 ) -> KernelSet:
     """The same with Transformer Engine's products; see linear/transformer_engine.py."""
-    from megatron_hybrid.kernels.linear.transformer_engine import TransformerEngineLinear
-
-    return replace(kernels, linear=TransformerEngineLinear(recipe, weights))
+    linear = import_transformer_engine().TransformerEngineLinear(recipe, weights)
+    return replace(kernels, linear=linear)
 
 
 def _gpu() -> KernelSet:

@@ -4,7 +4,7 @@ Weights stay as they were loaded; in FP8 a second, rounded copy of each is kept,
 and again whenever weights are overwritten. Inputs are rounded in every product. Recipes:
 
 tensorwise  a scale for a whole weight, and for all rows of a product's inputs
-delayed     the same, but inputs have the scale that suited those of the product before
+delayed     the same, but inputs have the scale that suits the largest of earlier products
 blockwise   a scale for 128x128 weights, and for 128 columns of a row of inputs
 """
 
@@ -98,7 +98,7 @@ class _Layer:
             quantizer.amax.copy_(x.abs().amax().float())
             self._rescale()
             self._started = True
-        rounded = quantizer(x)  # which notes their largest value
+        rounded = quantizer(x)  # `amax` becomes their largest value if that is larger
         self._rescale()
         return rounded
 

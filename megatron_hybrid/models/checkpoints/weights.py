@@ -134,7 +134,8 @@ def formats_of(
 
 
 def rounded_weights(model: HybridModel) -> list[Tensor]:
-    """The weights [N, K] of dense linear layers that `--quantization` would round."""
+    """The weights [N, K] of dense linear layers that `--quantization` would round, with whatever
+    lies in one piece with them: the gates of a delta net."""
     found: dict[int, Tensor] = {}
     for _, part in model.weight_parts():
         if not isinstance(part, LinearPart) or isinstance(part.target, QuantizedWeight):
@@ -142,7 +143,7 @@ def rounded_weights(model: HybridModel) -> list[Tensor]:
         if NEVER_ROUNDED.search(part.role) or ".experts." in part.role:
             continue
         for weight in part.layer.plain_weights():
-            found[weight.data_ptr()] = weight
+            found[id(weight)] = weight
     return list(found.values())
 
 
