@@ -77,7 +77,7 @@ class EngineConfig(Settings):
         None,
         "with --fp8-format: tensorwise: a scale for a weight and for a step's inputs; delayed: "
         "inputs have that of the largest so far; blockwise: for 128x128 weights and 128 inputs; "
-        "left out: tensorwise",
+        "left out: blockwise, whose answers do not depend on who else is in the step",
         FP8_RECIPES,
     )
     seed: int = option(
@@ -246,6 +246,11 @@ class EngineConfig(Settings):
             )
 
         self._check_transformer_engine()
+
+    @property
+    def transformer_engine_recipe(self) -> str | None:
+        """Of its products in FP8; None: in 16 bits, or not by Transformer Engine."""
+        return None if self.fp8_format is None else self.fp8_recipe or "blockwise"
 
     def _check_transformer_engine(self) -> None:
         if self.fp8_recipe is not None and self.fp8_format is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def build_engine(
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
     if config.transformer_impl == "transformer_engine":
-        recipe = None if config.fp8_format is None else config.fp8_recipe or "tensorwise"
+        recipe = config.transformer_engine_recipe
         model.kernels = kernel_set.with_transformer_engine(
             plan.kernels, recipe, rounded_weights(model)
         )
@@ -282,6 +282,9 @@ class _Plan:
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
+        if config.transformer_engine_recipe in ("tensorwise", "delayed"):
+            # A graph's padding, which may hold anything, would have a part in the inputs' scale.
+            kernels = replace(kernels, captures=False)
         return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
 
 

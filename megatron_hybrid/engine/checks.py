@@ -56,7 +56,7 @@ def check_transformer_engine(
             "with its extension for torch, transformer-engine[pytorch], and for this torch?"
         ) from error
     found = torch.cuda.get_device_capability(device)
-    needed = (9, 0) if config.fp8_recipe == "blockwise" else (8, 9)
+    needed = (9, 0) if config.transformer_engine_recipe == "blockwise" else (8, 9)
     if config.fp8_format is not None and found < needed:
         recipe = f" --fp8-recipe {config.fp8_recipe}" if config.fp8_recipe else ""
         raise ConfigurationError(

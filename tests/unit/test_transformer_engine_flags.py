@@ -78,7 +78,8 @@ def test_models_that_it_does_not_compute_are_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("recipe", "capability", "sentence"),
     [
-        (None, (8, 6), "--fp8-format e4m3 needs .* 8.9 or newer; cuda has 8.6"),
+        ("tensorwise", (8, 6), "--fp8-recipe tensorwise needs .* 8.9 or newer; cuda has 8.6"),
+        (None, (8, 9), "--fp8-format e4m3 needs .* 9.0 or newer; cuda has 8.9"),
         ("blockwise", (8, 9), "--fp8-format e4m3 --fp8-recipe blockwise needs .* 9.0 or newer"),
     ],
 )
