@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_hybrid import LLM, ConfigurationError, EngineConfig, SamplingParams
-from megatron_hybrid.engine import build
+from megatron_hybrid.engine import build, checks
 from megatron_hybrid.kv_events.contents import CacheContents
 from megatron_hybrid.kv_events.messages import events_of
 from tests.tiny_models import make_tiny_model
@@ -81,6 +81,6 @@ def test_gpus_that_do_not_convert_fp8_are_refused(folder: Folder, monkeypatch) -
     with pytest.raises(
         ConfigurationError, match=r"from compute capability 8\.9 on; cuda:0 has 8\.6"
     ):
-        build._check_kv_dtype(config, model, gpu)
+        checks.check_kv_dtype(config, model, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    build._check_kv_dtype(config, model, gpu)
+    checks.check_kv_dtype(config, model, gpu)
