@@ -282,7 +282,7 @@ def greedy(tiny: TinyModel, prompt: list[int], count: int) -> list[int]:
 def test_what_no_graph_has_room_for_runs_without_one(
     tiny: Callable[[str], TinyModel], parallel: ParallelContext
 ) -> None:
-    both = Both(tiny("bamba"), parallel)
+    both = Both(tiny("bamba"), parallel, [SIZES[1], SIZES[5]])  # each takes a step to prepare
     text = random_tokens(60)
     for row in range(8):
         both.row(row, [4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3])
@@ -299,7 +299,7 @@ def test_what_no_graph_has_room_for_runs_without_one(
 def test_idle_steps_change_nothing(
     tiny: Callable[[str], TinyModel], parallel: ParallelContext
 ) -> None:
-    both = Both(tiny("bamba"), parallel)
+    both = Both(tiny("bamba"), parallel, [SIZES[0], SIZES[2]])
     both.row(0, [3, 9, 4, 0])
     both.step(SIZES[2], prefills=[chunk(0, 0, 11, prompt=random_tokens(11))])
     both.padded.runner.dummy_forward()
