@@ -61,8 +61,9 @@ class EngineConfig(Settings):
     device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
     kernels: str = option(
         "auto",
-        "auto: the fastest kernels on the device; reference: plain torch, to compare with",
-        ("auto", "reference"),
+        "auto: the fastest kernels on the device; reference: plain torch, to compare with; "
+        "libraries: convolutions by causal-conv1d, Mamba's scans by mamba-ssm, to compare with",
+        ("auto", "reference", "libraries"),
     )
     transformer_impl: str = option(
         "local",

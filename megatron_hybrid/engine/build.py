@@ -16,6 +16,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.checks import (
     check_kv_dtype,
+    check_libraries,
     check_quantized,
     check_transformer_engine,
 )
@@ -159,6 +160,7 @@ def build_engine(
         seed=config.seed,
         chunked_prefill=config.enable_chunked_prefill is not False or keeps_states,
         break_at_checkpoints=config.prefill_checkpoint_mode == "break"
+        or not plan.kernels.stores_checkpoints
         or not all(spec.writes_checkpoints for spec in model.stages.state_specs.values()),
         log_interval=config.inference_logging_step_interval if parallel.is_first else 0,
         grammars=Grammars(
@@ -250,7 +252,7 @@ class _Plan:
         if given is not None:
             return given
         pays = self.device.type == "cuda" and set(self.model_config.pattern) & SPARES_WRITES
-        return WRITE_INTERVAL if pays else 1
+        return WRITE_INTERVAL if pays and self.kernels.has_runs else 1
 
     @property
     def ring_length(self) -> int:
@@ -281,6 +283,7 @@ class _Plan:
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)
+        check_libraries(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
         if config.transformer_engine_recipe in ("tensorwise", "delayed"):
             # A graph's padding, which may hold anything, would have a part in the inputs' scale.

@@ -8,6 +8,14 @@ import torch
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.models.config import (
+    GATED_DELTA_NET,
+    MAMBA,
+    MAMBA1,
+    SHARED_TRANSFORMER,
+    SHORT_CONV,
+    SIDE_BY_SIDE,
+)
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
@@ -63,6 +71,78 @@ def check_transformer_engine(
             f"--fp8-format {config.fp8_format}{recipe} needs a GPU of compute capability "
             f"{needed[0]}.{needed[1]} or newer; {device} has {found[0]}.{found[1]}."
         )
+
+
+_PACKAGES = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}  # by what is imported
+_MAMBA = {MAMBA, MAMBA1, SIDE_BY_SIDE, SHARED_TRANSFORMER}  # layers with a scan of mamba-ssm
+# What causal-conv1d computes.
+_CONV_CHANNELS, _CONV_WIDTHS = 8, range(2, 5)
+
+
+def check_libraries(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
+    """Raise ConfigurationError where mamba-ssm and causal-conv1d are wanted and cannot be used."""
+    if config.kernels != "libraries":
+        return
+    wanted = "--kernels is libraries, but "
+    if device.type != "cuda":
+        raise ConfigurationError(
+            f"{wanted}the device is a {device.type}; mamba-ssm and causal-conv1d need a GPU."
+        )
+    kinds, name = set(shapes.config.pattern), shapes.config.model_type
+    if GATED_DELTA_NET in kinds:
+        raise ConfigurationError(
+            f"{wanted}the model ({name}) has layers with a gated delta rule, of which mamba-ssm "
+            "and causal-conv1d have no kernel; use --kernels auto or reference."
+        )
+    needed = ["causal_conv1d"] if kinds & (_MAMBA | {SHORT_CONV}) else []
+    needed += ["mamba_ssm"] if kinds & _MAMBA else []
+    if not needed:
+        raise ConfigurationError(
+            f"{wanted}the model ({name}) has no layer that mamba-ssm or causal-conv1d computes."
+        )
+    _check_calls(config, shapes, wanted)
+    _check_installed(needed, wanted, device)
+
+
+def _check_calls(config: EngineConfig, shapes: HybridModel, wanted: str) -> None:
+    """Whether the libraries have kernels for what is called."""
+    no_runs = f"{wanted}mamba-ssm and causal-conv1d have no kernel for"
+    if drafts := config.num_speculative_tokens:
+        raise ConfigurationError(
+            f"{no_runs} decodes of several tokens; --num-speculative-tokens is {drafts} and must "
+            "be 0."
+        )
+    interval = config.mamba_inference_state_write_interval
+    if interval not in (None, 1):
+        raise ConfigurationError(
+            f"{no_runs} inputs that wait to go into a state; "
+            f"--mamba-inference-state-write-interval is {interval} and must be 1."
+        )
+    for spec in shapes.stages.state_specs.values():
+        channels, width = spec.conv_shape[0], spec.conv_shape[1] + 1
+        if channels % _CONV_CHANNELS or width not in _CONV_WIDTHS:
+            raise ConfigurationError(
+                f"{wanted}a convolution has {channels} channels on a rank and width {width}; "
+                f"causal-conv1d computes multiples of {_CONV_CHANNELS} channels, and widths "
+                f"{_CONV_WIDTHS[0]} to {_CONV_WIDTHS[-1]}."
+            )
+
+
+def _check_installed(needed: list[str], wanted: str, device: torch.device) -> None:
+    if missing := kernel_set.missing_libraries(needed):
+        packages = [_PACKAGES[module] for module in missing]
+        raise ConfigurationError(
+            f"{wanted}{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not "
+            f"installed; `pip install --no-build-isolation {' '.join(packages)}` brings "
+            f"{'it' if len(packages) == 1 else 'them'}."
+        )
+    try:
+        kernel_set.select("libraries", device)
+    except Exception as error:  # whatever their own libraries miss
+        raise ConfigurationError(
+            f"{wanted}they cannot be imported ({type(error).__name__}: {error}); are they "
+            "installed for this torch?"
+        ) from error
 
 
 def check_kv_dtype(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 reference   plain torch: the meaning, and what a CPU runs
 gpu         Triton kernels of ours, and flashinfer where it is installed
+libraries   the same, but convolutions by causal-conv1d and Mamba's scans by mamba-ssm: the second,
+            independent meaning on a GPU
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.packed_states import reference as packing
 from megatron_hybrid.kernels.paged_attention import reference as attention
+from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.slots import plan_decode
+from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 
 Scan = kinds.Recurrence[kinds.Tokens, kinds.Constants, kinds.Rings]
 
@@ -56,6 +60,8 @@ class KernelSet:
     rope: kinds.Rope
     sampling: kinds.Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
+    stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
+    has_runs: bool = True  # its recurrent kernels have `decode_runs`
 
 
 REFERENCE = KernelSet(
@@ -79,10 +85,40 @@ REFERENCE = KernelSet(
 
 
 def select(name: str, device: torch.device) -> KernelSet:
-    """`name`: "reference", or "auto": the fastest for the device."""
+    """`name`: "reference", "libraries", or "auto": the fastest for the device."""
+    if name == "libraries":
+        return _libraries()
     if name == "reference" or device.type == "cpu":
         return REFERENCE
     return _gpu()
+
+
+def missing_libraries(needed: Iterable[str]) -> list[str]:
+    """Those of these packages (as they are imported) that are not installed."""
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def _libraries() -> KernelSet:
+    # What a model without such layers needs not is not imported: it may not be installed.
+    found = replace(
+        _gpu(),
+        name="libraries",
+        plan_decode=UpdatedSlots.of,
+        plan_runs=refuse_runs,
+        captures=False,  # plans wait for the device
+        stores_checkpoints=False,
+        has_runs=False,
+    )
+    if not missing_libraries(["causal_conv1d"]):
+        from megatron_hybrid.kernels.causal_conv1d import library as conv
+
+        found = replace(found, conv=conv)
+    if not missing_libraries(["mamba_ssm"]):
+        from megatron_hybrid.kernels.mamba1_scan import mamba_ssm as mamba1_scan
+        from megatron_hybrid.kernels.mamba2_scan import mamba_ssm as mamba2_scan
+
+        found = replace(found, mamba1_scan=mamba1_scan, mamba2_scan=mamba2_scan)
+    return found
 
 
 def has_transformer_engine() -> bool:

@@ -206,8 +206,11 @@ class Bench:
                 yield self.conv_decode(kind, batch)
             for tokens in self.prefills():
                 for checkpoints in (0, 4):
-                    yield self.conv_prefill(kind, tokens, checkpoints)
-            for tokens in self.prefills()[:2]:
+                    yield self.conv_prefill(kind, [tokens], checkpoints)
+            short = self.prefills()[:2]
+            for requests in (2, 3) if self.tiny else (8, 64):
+                yield self.conv_prefill(kind, [short[-1] // requests] * requests, 0)
+            for tokens in short:
                 yield self.layer_prefill(kind, tokens, 4)
         if self.model.mamba is not None and self.model.mamba.norm == "gate_first":
             for rows in self.rows():
@@ -429,24 +432,29 @@ class Bench:
         moved = batch * kind.channels * (2 + 2 * (kind.width - 1)) * self.item
         return Case("conv decode", f"B={batch}", moved, make)
 
-    def conv_prefill(self, kind: RecurrentKind, tokens: int, checkpoints: int) -> Case:
+    def conv_prefill(self, kind: RecurrentKind, lengths: list[int], checkpoints: int) -> Case:
         conv, constants = self.kernels.conv, self.conv_constants(kind)
-        segments = self.segments([tokens], checkpoints, kind.kernel_chunk)
+        segments = self.segments(lengths, checkpoints, kind.kernel_chunk)
         plan = conv.plan(segments, kind.width)
-        stored = 1 + len(segments.checkpoint_slot)
+        tokens, stored = sum(lengths), len(lengths) + len(segments.checkpoint_slot)
 
         def make() -> Calls:
             x, state = self.projected(kind, tokens), self.states(kind, stored, self.dtype).conv
             calls: Calls = {"ours": lambda: conv.prefill(x, constants, state, plan)}
             if (fast := library("causal_conv1d")) and not checkpoints:
                 activation = "silu" if kind.silu else None
+                # The library's call for several requests, which leaves no state.
+                of_token = segments.sequence_of_token[None].int() if len(lengths) > 1 else None
                 calls["causal_conv1d"] = lambda: fast.causal_conv1d_fn(
-                    x.t()[None], *constants[:2], activation=activation
+                    x.t()[None], *constants[:2], seq_idx=of_token, activation=activation
                 )
             return calls
 
         moved = 2 * tokens * kind.channels * self.item
-        return Case("conv prefill", f"{tokens} tokens, {checkpoints} checkpoints", moved, make)
+        size = f"{tokens} tokens, {checkpoints} checkpoints"
+        if len(lengths) > 1:
+            size = f"{len(lengths)} x {lengths[0]} tokens"
+        return Case("conv prefill", size, moved, make)
 
     def decode_attention(self, batch: int, kv: int) -> Case:
         attention, shape = self.kernels.attention, self.attention_shape()
