@@ -9,9 +9,10 @@ With several GPUs every replica has the same requests, and the first rank report
         --tensor-model-parallel-size 2 decode_32
 
 `decode_N`: N requests of --prompt-length tokens that decode. `prefill`: prompts of 4,096 tokens as
-many as a step takes. Besides the profile, the time of a step without the profiler is measured, and
-the share of it that the host spends waiting for the device: what is left of it is the host's own
-work.
+many as a step takes. `hit`: one request at a time of --prompt-length tokens that are cached and 16
+that are not, up to its first token, which counts as a step. Besides the profile, the time of a step
+without the profiler is measured, and the share of it that the host spends waiting for the device:
+what is left of it is the host's own work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,7 @@ from megatron_hybrid.errors import ConfigurationError
 
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 LONG_PROMPT = 4096  # tokens, of prefill
+NEW_TOKENS = 16  # of a hit
 
 
 @dataclass
@@ -56,15 +59,22 @@ class Load:
         self.prompt_length = prompt_length
         self._random = np.random.default_rng(0)
         self._sent = 0
+        self._known: list[int] = []
 
-    def submit(self, length: int, max_tokens: int) -> None:
-        prompt = self._random.integers(16, self.engine.vocab_size, size=length).tolist()
+    def submit(self, length: int, max_tokens: int, known: Sequence[int] = ()) -> None:
+        """A request of `known` tokens and `length` random ones."""
+        prompt = [*known, *self._tokens(length)]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.engine.add_request(str(self._sent), prompt, params)
         self._sent += 1
 
     def prepare(self, name: str, steps: int) -> None:
         """Bring the engine to where the steps to look at begin."""
+        self._known = self._tokens(self.prompt_length) if name == "hit" else []
+        if name == "hit":
+            for _ in range(8):
+                self.step()
+            return
         if name == "prefill":
             budget = self.engine.context.max_tokens
             for _ in range(2):  # the first round compiles what is not compiled yet
@@ -84,23 +94,32 @@ class Load:
         for _ in range(8):
             self.engine.step()
 
+    def step(self) -> None:
+        if self._known:
+            self.submit(NEW_TOKENS, 1, self._known)
+            self.drain()
+        else:
+            self.engine.step()
+
     def drain(self) -> None:
         while self.engine.has_work():
             self.engine.step()
 
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.integers(16, self.engine.vocab_size, size=count).tolist()
+
 
 def look_at(load: Load, name: str, steps: int, rows: int) -> None:
-    engine = load.engine
     load.prepare(name, steps)
     torch.cuda.synchronize()
     cpu, start = time.process_time(), time.perf_counter()
     for _ in range(steps):
-        engine.step()
+        load.step()
     torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):
-            engine.step()
+            load.step()
         torch.cuda.synchronize()
     load.drain()
     if not IS_FIRST:
@@ -140,17 +159,20 @@ def main() -> int:
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N or prefill")
+    parser.add_argument("loads", nargs="+", metavar="LOAD", help="decode_N, prefill or hit")
     parser.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
     parser.add_argument(
-        "--prompt-length", type=int, default=1024, help="tokens, of decode_N (default: 1024)"
+        "--prompt-length",
+        type=int,
+        default=1024,
+        help="tokens, of decode_N and hit (default: 1024)",
     )
     parser.add_argument("--rows", type=int, default=20, help="kernels to list (default: 20)")
     add_engine_arguments(parser)
     args = parser.parse_args()
     for name in args.loads:
-        if name != "prefill" and not name.removeprefix("decode_").isdigit():
-            parser.error(f"{name!r} is neither decode_N, with a number N, nor prefill.")
+        if name not in ("prefill", "hit") and not name.removeprefix("decode_").isdigit():
+            parser.error(f"{name!r} is not decode_N, with a number N, prefill or hit.")
     if not torch.cuda.is_available():
         parser.error("torch finds no GPU, and there is nothing else to look at here.")
     try:

@@ -5,9 +5,13 @@ Its arithmetic is transformers'; what quantised weights mean is ours (models/che
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +52,7 @@ class Oracle:
             self._layers: Sequence[nn.Module] = _decoder_layers(self.model)
         except Exception as error:  # whatever a library says about what it does not know
             raise OracleUnavailable(f"transformers can't make this model: {error}") from error
+        _check_gated_norms(self.model)
         for name, weight in weights.items():
             found = _LAYER.search(name)
             self._weights[int(found[1]) if found and by_layer else None][name] = weight
@@ -79,7 +84,8 @@ class Oracle:
             longest = max(map(len, batch))
             padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in batch]
             tokens = torch.tensor(padded, device=self._device)
-            logits = self.model(tokens, use_cache=False).logits
+            with _plain_functions(self.model):
+                logits = self.model(tokens, use_cache=False).logits
             for row, tokens_of_row in zip(logits, batch, strict=True):
                 yield torch.log_softmax(row[: len(tokens_of_row)].float(), -1).cpu()
 
@@ -160,6 +166,20 @@ def _empty_model(folder: str, dtype: torch.dtype) -> Any:
     return model
 
 
+def _check_gated_norms(model: Any) -> None:
+    """Raise OracleUnavailable for transformers before 5.23, which norms all groups of some models
+    at once, where mamba-ssm and whoever trains with it norm each."""
+    config = model.config.get_text_config()
+    groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", None) or 1
+    for module in model.modules():
+        is_gated_norm = type(module).__name__.endswith("RMSNormGated")
+        if groups > 1 and is_gated_norm and not {"group_size", "n_groups"} & set(vars(module)):
+            raise OracleUnavailable(
+                f"transformers {version('transformers')} norms {groups} groups of "
+                f"{config.model_type} at once, which is wrong; 5.23 is right."
+            )
+
+
 def _decoder_layers(model: Any) -> Sequence[nn.Module]:
     layers: Sequence[nn.Module] = getattr(model, model.base_model_prefix).layers
     return layers
@@ -203,6 +223,36 @@ def _drop(layer: nn.Module) -> None:
     for module in layer.modules():
         for name in list(module._parameters):
             _forget(module, name)
+
+
+@contextlib.contextmanager
+def _plain_functions(model: nn.Module) -> Iterator[None]:
+    """transformers' own code, where it would call mamba-ssm's, causal-conv1d's or another package's
+    functions: these round float32, and fail on a CPU."""
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        for name, function in vars(module).items():
+            if inspect.isfunction(function) and hasattr(function, "__wrapped__"):
+                replaced.append((module, name, function))
+    try:
+        for module, name, function in replaced:
+            setattr(module, name, _with_known_arguments(function.__wrapped__))
+        yield
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)
+
+
+def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Which takes any others, too, and ignores them, as transformers' wrappers do."""
+    known = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values()):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: kwargs[name] for name in kwargs if name in known})
+
+    return call
 
 
 @contextlib.contextmanager

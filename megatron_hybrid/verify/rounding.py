@@ -40,10 +40,12 @@ class Roundings(TorchFunctionMode):
 
         def read() -> Tensor:
             values, roundings = weight.read(), weight.roundings()
+            matrices = values if values.ndim == 3 else values[None]  # experts in one tensor
             if (format := self._format_of(weight, values)) is not None:
-                values = format.quantize(values).dequantize()
-                roundings = [InputRounding(format.numbers, format.activations, format.columns)]
-            matrices = values if values.ndim == 3 else values[None]
+                matrices = torch.stack([format.quantize(one).dequantize() for one in matrices])
+                values = matrices.view_as(values)
+                rounding = InputRounding(format.numbers, format.activations, format.columns)
+                roundings = [rounding] * len(matrices)
             for matrix, rounding in zip(matrices, roundings, strict=False):
                 self._known[_mark(matrix.to(self._dtype))] = rounding
             return values
@@ -51,7 +53,7 @@ class Roundings(TorchFunctionMode):
         return Weight(weight.name, weight.numel, read)
 
     def _format_of(self, weight: Weight, values: Tensor) -> WeightFormat | None:
-        if values.ndim != 2 or _LEFT.search(weight.name):
+        if values.ndim not in (2, 3) or _LEFT.search(weight.name):
             return None
         return self._on_the_fly
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.bamba import modeling_bamba
 
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
@@ -73,6 +76,35 @@ def test_a_weight_that_is_not_there_is_named(tmp_path: Path) -> None:
         oracle = Oracle(str(tmp_path), weights, device=CPU, dtype=torch.float32, by_layer=True)
         with pytest.raises(OracleUnavailable, match="layer 1"):
             list(oracle.logprobs(SEQUENCES))
+
+
+def test_packages_that_transformers_would_call_are_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mamba-ssm's kernels, say, which round float32 and need a GPU."""
+
+    @functools.wraps(modeling_bamba.causal_conv1d_fn.__wrapped__)
+    def installed(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a package was asked")
+
+    make_tiny_model("bamba", tmp_path)
+    expected = theirs(tmp_path)
+    monkeypatch.setattr(modeling_bamba, "causal_conv1d_fn", installed)
+    assert_same(ours(tmp_path, by_layer=False), expected)
+    assert modeling_bamba.causal_conv1d_fn is installed
+
+
+def test_a_transformers_that_norms_all_groups_at_once_is_no_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before_5_23(self: Any, hidden_size: int, group_size: int, eps: float = 1e-6) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(hidden_size)), eps
+
+    make_tiny_model("bamba", tmp_path)
+    monkeypatch.setattr(modeling_bamba.BambaRMSNormGated, "__init__", before_5_23)
+    with pytest.raises(OracleUnavailable, match="norms 2 groups of bamba at once"):
+        ours(tmp_path, by_layer=False)
 
 
 def test_formats_are_counted_without_numbers_of_layers_and_experts() -> None:

@@ -121,6 +121,16 @@ def test_every_family_is_right(
 
 
 @thorough
+@pytest.mark.parametrize("format", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("family", ["granite_moe_hybrid", "qwen3_5_moe"])
+def test_experts_that_are_rounded_while_they_are_read(
+    verify: Verify, folder: Callable[..., Path], family: str, format: str
+) -> None:
+    found = verify(folder(family), "--quantization", format)
+    assert found.code == 0, [found.checks[name] for name in found.wrong]
+
+
+@thorough
 @pytest.mark.parametrize(
     "flags",
     [
