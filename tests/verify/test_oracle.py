@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.bamba import modeling_bamba
 
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
+from megatron_hybrid.models.checkpoints.weights import ON_THE_FLY
 from megatron_hybrid.verify.dequantized import Weight, formats_by_layer, weights_of
 from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, ties_layers
+from megatron_hybrid.verify.rounding import Roundings
 from tests.quantized_folders import FORMATS, write
 from tests.thorough import usually
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -105,6 +108,22 @@ def test_a_transformers_that_norms_all_groups_at_once_is_no_oracle(
     monkeypatch.setattr(modeling_bamba.BambaRMSNormGated, "__init__", before_5_23)
     with pytest.raises(OracleUnavailable, match="norms 2 groups of bamba at once"):
         ours(tmp_path, by_layer=False)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+def test_experts_in_one_tensor_are_rounded_each_by_itself(quantization: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stacked = torch.randn(3, 130, 160, generator=generator)
+    x = torch.randn(5, 160, generator=generator)
+    format = ON_THE_FLY[quantization]
+    roundings = Roundings(torch.float32, False, format)
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    found = roundings.noted(Weight(name, stacked.numel(), lambda: stacked)).read()
+    for one, original in zip(found, stacked, strict=True):
+        assert torch.equal(one, format.quantize(original).dequantize())
+        with roundings:
+            rounded = F.linear(x, one)
+        assert 1e-3 < (rounded - F.linear(x, one)).norm() / rounded.norm() < 0.05
 
 
 def test_formats_are_counted_without_numbers_of_layers_and_experts() -> None:
