@@ -210,6 +210,12 @@ class EngineConfig(Settings):
     mamba_inference_ssm_states_dtype: str = option(
         "float32", "type of the recurrent states", DTYPES
     )
+    mamba_inference_stochastic_rounding: bool = option(
+        False,
+        "round states of running requests to float16 up or down by chance, so that what they take "
+        "in is right on average; needs --mamba-inference-ssm-states-dtype float16. The chance "
+        "comes from --seed, the layer and the position, and is the same in every run",
+    )
     mamba_inference_cached_states_dtype: str | None = option(
         None,
         "type of recurrent states that are cached; left out: that of running requests' states, "
@@ -247,6 +253,12 @@ class EngineConfig(Settings):
             )
 
         self._check_transformer_engine()
+        states = self.mamba_inference_ssm_states_dtype
+        if self.mamba_inference_stochastic_rounding and states != "float16":
+            raise ConfigurationError(
+                f"--mamba-inference-stochastic-rounding is for states in float16; "
+                f"--mamba-inference-ssm-states-dtype is {states}."
+            )
 
     @property
     def transformer_engine_recipe(self) -> str | None:

@@ -127,6 +127,7 @@ def build_engine(
         ring_length=plan.ring_length,
         num_packed=geometry.num_cached_slots if geometry.packs_states else 0,
         packed_dtype=packed_states_dtype(config) if geometry.packs_states else None,
+        rounding_seed=config.seed if config.mamba_inference_stochastic_rounding else None,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -256,7 +257,12 @@ class _Plan:
 
     @property
     def ring_length(self) -> int:
-        return ring_length(self.config.num_speculative_tokens, self.write_interval)
+        config = self.config
+        return ring_length(
+            config.num_speculative_tokens,
+            self.write_interval,
+            config.mamba_inference_stochastic_rounding,
+        )
 
     @classmethod
     def of(cls, config: EngineConfig, model: HybridModel | None = None) -> _Plan:

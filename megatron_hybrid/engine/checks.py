@@ -112,6 +112,11 @@ def _check_calls(config: EngineConfig, shapes: HybridModel, wanted: str) -> None
             f"{no_runs} decodes of several tokens; --num-speculative-tokens is {drafts} and must "
             "be 0."
         )
+    if config.mamba_inference_stochastic_rounding:
+        raise ConfigurationError(
+            f"{wanted}mamba-ssm rounds states to the nearest; leave out "
+            "--mamba-inference-stochastic-rounding."
+        )
     interval = config.mamba_inference_state_write_interval
     if interval not in (None, 1):
         raise ConfigurationError(

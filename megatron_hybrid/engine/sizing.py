@@ -174,12 +174,12 @@ def _bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = No
     return sum(spec.bytes_per_packed_slot(packed) for spec in specs)
 
 
-def ring_length(drafts: int, write_interval: int) -> int:
+def ring_length(drafts: int, write_interval: int, stochastic_rounding: bool = False) -> int:
     """Places of a ring: for a step's own tokens, and for the unfolded ones: the accepted drafts of
     the last step, or tokens since the state was written. Both at once are never: a step with
     drafts writes it."""
     if not drafts and write_interval == 1:
-        return 0
+        return int(stochastic_rounding)  # of states, which needs the positions of DecodeRuns
     return max(drafts, write_interval - 1) + drafts + 1
 
 

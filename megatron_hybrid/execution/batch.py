@@ -65,12 +65,13 @@ class BatchBuilder:
         last_steps: LastSteps | None = None,
         write_interval: int = 1,
         head: HeadDrafter | None = None,
+        as_runs: bool = False,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
         where decodes have drafts. `write_interval`: decodes have fewer unfolded tokens than that.
-        `head`: where the model's own head makes the drafts."""
+        `head`: where the model's own head makes the drafts. `as_runs`: of SingleDecodes."""
         self._rows = rows
-        self._singles = SingleDecodes(rows, write_interval)
+        self._singles = SingleDecodes(rows, write_interval, as_runs)
         self._drafted = None
         if last_steps is not None:
             self._drafted = DraftedDecodes(rows, last_steps, head, block_size)

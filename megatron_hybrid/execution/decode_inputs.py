@@ -35,15 +35,17 @@ class DecodeInputs(NamedTuple):
 
 
 class SingleDecodes:
-    """`write_interval`: a row has fewer unfolded tokens than that."""
+    """`write_interval`: a row has fewer unfolded tokens than that. `as_runs`: kernels are given
+    DecodeRuns, for which the caches have rings."""
 
-    def __init__(self, rows: RowTable, write_interval: int) -> None:
+    def __init__(self, rows: RowTable, write_interval: int, as_runs: bool) -> None:
         self._rows = rows
+        self._as_runs = as_runs
         self._write_interval = write_interval
 
     def figures(self, plan: StepPlan, room: GraphSize) -> SingleFigures[Ints] | None:
-        """None where all states are written in every step."""
-        if self._write_interval == 1:
+        """None where kernels are given DecodeSlots."""
+        if not self._as_runs:
             return None
         rows, decodes = self._rows, plan.decode_rows
         return SingleFigures(

@@ -31,8 +31,7 @@ class SegmentFigures(NamedTuple, Generic[T]):
 
 
 class SingleFigures(NamedTuple, Generic[T]):
-    """Of decodes of one token each whose states are not written in every step: as in DecodeRuns,
-    [decodes] but for cu_seqlens."""
+    """Of decodes of one token each as DecodeRuns: [decodes] but for cu_seqlens."""
 
     cu_seqlens: T  # [decodes + 1]
     position: T

@@ -76,6 +76,7 @@ class ModelRunner(Runner):
             last_steps,
             write_interval,
             head,
+            as_runs=bool(caches.rings),
         )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(

@@ -60,6 +60,7 @@ class Mamba1Constants(NamedTuple):
     A: Tensor  # [channels, state], negative
     D: Tensor  # [channels]
     dt_bias: Tensor  # [channels]
+    rounding_seed: int | None = None  # see RoundsStates
 
 
 class Mamba2Tokens(NamedTuple):
@@ -88,6 +89,7 @@ class Mamba2Constants(NamedTuple):
     D: Tensor  # [heads]
     dt_bias: Tensor  # [heads]
     dt_limit: tuple[float, float]  # that step sizes are clamped to
+    rounding_seed: int | None = None  # see RoundsStates
 
 
 class DeltaRuleTokens(NamedTuple):
@@ -115,6 +117,17 @@ class DeltaRuleConstants(NamedTuple):
 
     A: Tensor  # [v_heads], negative
     dt_bias: Tensor  # [v_heads]
+    rounding_seed: int | None = None  # see RoundsStates
+
+
+class RoundsStates(Protocol):
+    """Constants of any scan."""
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Of stochastic rounding (state_rounding/reference.py) of the states that a call stores,
+        which are float16, an odd number; None: they are rounded to the nearest. Not for `decode`,
+        which does not know how many tokens are in a state: one-token DecodeRuns do."""
 
 
 # The tokens of any scan, and a function's that gives or takes those of one.

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
-from megatron_hybrid.kernels.protocols import AScansTokens, Rings
+from megatron_hybrid.kernels.protocols import AScansTokens, Rings, RoundsStates
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites, indices
 from megatron_hybrid.kernels.tiles import TilePlan, largest_tile, plan_tiles
 
-Constants = TypeVar("Constants")
+Constants = TypeVar("Constants", bound=RoundsStates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class RunsPlan:
 
     reads: SlotReads
     writes: SlotWrites
+    write_positions: Tensor  # [sequences]: tokens in the written states
+    checkpoint_positions: Tensor  # [sequences]
     folds: tuple[Turn, ...]  # whose tokens the written states include
     drafts: tuple[Turn, ...]
     kept: Turn  # the tokens whose inputs go to the ring
@@ -68,6 +70,8 @@ def plan_runs(runs: DecodeRuns, ring_length: int) -> RunsPlan:
     return RunsPlan(
         reads=SlotReads.of(runs.read_slot.tolist(), host.device),
         writes=SlotWrites.of(host.write_slot, host.device),
+        write_positions=runs.position + runs.cu_seqlens.diff().clamp(max=1),
+        checkpoint_positions=runs.checkpoint_position,
         folds=tuple(host.turn(tokens, folds=True) for tokens in folds),
         drafts=tuple(map(host.turn, drafts)),
         kept=host.kept(),
@@ -161,7 +165,8 @@ class TorchScan(Generic[AScansTokens, Constants]):
             y, states = self.over_tiles(tokens, constants, states, plan)
         else:
             y = torch.empty_like(tokens.like)
-        plan.writes.scatter(state, states.index_select(0, plan.write_rows))
+        written = states.index_select(0, plan.write_rows)
+        plan.writes.scatter(state, written, constants.rounding_seed, plan.write_positions)
         return into(out, y, tokens.like)
 
     def decode(
@@ -196,6 +201,7 @@ class TorchScan(Generic[AScansTokens, Constants]):
         """As in Recurrence."""
         out = torch.empty_like(tokens.like) if out is None else out
         states, inputs = plan.reads.gather(state).float(), tokens.kept
+        seed = constants.rounding_seed
 
         def take(turn: Turn) -> None:
             part = states.index_select(0, turn.sequences)
@@ -213,8 +219,8 @@ class TorchScan(Generic[AScansTokens, Constants]):
         for fold in plan.folds:
             take(fold)
             if fold.checkpoints is not None:
-                fold.checkpoints.scatter(state, states)
-        plan.writes.scatter(state, states)
+                fold.checkpoints.scatter(state, states, seed, plan.checkpoint_positions)
+        plan.writes.scatter(state, states, seed, plan.write_positions)
         for turn in plan.drafts:
             take(turn)
         for values, kept in zip(inputs, ring, strict=True):

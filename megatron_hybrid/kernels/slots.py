@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.state_rounding.reference import rounded
 
 
 def indices(values: list[int], device: torch.device) -> Tensor:
@@ -68,8 +69,15 @@ class SlotWrites:
         rows = indices([row for row, _ in kept], device)
         return rows, cls.of([slot for _, slot in kept], device)
 
-    def scatter(self, state: Tensor, values: Tensor) -> None:
-        """values [N, ...] into state [slots, ...], in the state's dtype."""
+    def scatter(
+        self, state: Tensor, values: Tensor, seed: int | None = None,
+        positions: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """values [N, ...] into state [slots, ...], in the state's dtype; with a seed after
+        stochastic rounding, of what is there after `positions` [N] tokens."""
+        if seed is not None:
+            assert positions is not None
+            values = rounded(values, seed, positions)
         if self.rows is not None:
             values = values.index_select(0, self.rows)
         state.index_copy_(0, self.slots, values.to(state.dtype))

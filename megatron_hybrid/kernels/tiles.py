@@ -15,6 +15,7 @@ divides the kernel chunk makes a state on the chunk grid the state at some tile'
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class TilePlan:
     reads: SlotReads  # of the initial states
     writes: SlotWrites
     write_rows: Tensor  # [writes]: which states are written
+    write_positions: Tensor  # [writes]: how many tokens of their sequences are in them
     before_rows: Tensor | None  # [C]: the state each tile starts from; None for one sequence
     rounds: list[tuple[Tensor, Tensor]]  # (tiles, states they start from), the r-th of each
     token_index: Tensor | None  # [C * L]: token of each place; None when tiles are all of L tokens
@@ -90,6 +92,7 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
     rounds: list[tuple[list[int], list[int]]] = []
     row_at: dict[tuple[int, int], int] = {}  # (sequence, position) at a tile's end -> state
     written: list[tuple[int, int]] = []  # state, slot
+    positions: list[int] = []
     for sequence, (start, slot) in enumerate(
         zip(starts, segments.write_slot.tolist(), strict=True)
     ):
@@ -108,8 +111,12 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
             length.append(tile_end - position)
             position, turn = tile_end, turn + 1
         written.append((row, slot))
-    written += [(row_at[s, position], slot) for s, position, slot in segments.checkpoints()]
+        positions.append(end)
+    checkpoints = list(segments.checkpoints())
+    written += [(row_at[s, position], slot) for s, position, slot in checkpoints]
+    positions += [position for _, position, _ in checkpoints]
     write_rows, writes = SlotWrites.some(written, device)
+    is_written = [slot > 0 for _, slot in written]
 
     longest = max(length, default=0)
     token_index = padding = places = None
@@ -126,6 +133,7 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
         reads=SlotReads.of(segments.read_slot.tolist(), device),
         writes=writes,
         write_rows=write_rows,
+        write_positions=indices(list(compress(positions, is_written)), device),
         before_rows=None if num_sequences == 1 else indices(before, device),
         rounds=[(indices(tiles, device), indices(rows, device)) for tiles, rows in rounds],
         token_index=token_index,

@@ -128,7 +128,7 @@ class GatedDeltaNet(RecurrentMixer):
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)
-        constants = DeltaRuleConstants(self.A, self.dt_bias)
+        constants = DeltaRuleConstants(self.A, self.dt_bias, self.rounding_seed(plans))
         y = self.scan(plans.kernels.gated_delta_rule, tokens, constants, plans)
         normed = plans.kernels.norm.gated_rms_norm(
             y.flatten(1),

@@ -158,6 +158,7 @@ class LayerCaches:
     end_logits: Tensor  # [slots, vocabulary] float32; a row goes with the state slot of that id
     rings: dict[int, RecurrentRings] = field(default_factory=dict)  # where decodes have drafts
     packed: tuple[PackedStates, ...] = ()  # of the layers in `state`, where cached ones are packed
+    rounding_seed: int | None = None  # of stochastic rounding of states; None: to the nearest
 
     @property
     def ring_length(self) -> int:
@@ -177,13 +178,15 @@ def allocate_caches(
     ring_length: int = 0,
     num_packed: int = 0,
     packed_dtype: torch.dtype | None = None,
+    rounding_seed: int | None = None,
 ) -> LayerCaches:
     """Zeroed caches.
 
     `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
     0 keeps none. `num_rings`, `ring_length`: sequences that decode with drafts, and the tokens that
     a ring has room for (DecodeRuns); 0: there are none. `num_packed`, `packed_dtype`: slots behind
-    the `num_slots` that hold packed states, and their type; None: none are packed.
+    the `num_slots` that hold packed states, and their type; None: none are packed. `rounding_seed`:
+    of LayerCaches.
     """
     kv = {}
     for layer, kv_spec in kv_specs.items():
@@ -213,7 +216,9 @@ def allocate_caches(
             layer: _rings(spec, (num_rings, ring_length), device)
             for layer, spec in state_specs.items()
         }
-    return LayerCaches(kv, dict(sorted(state.items())), end_logits, rings, tuple(packed))
+    return LayerCaches(
+        kv, dict(sorted(state.items())), end_logits, rings, tuple(packed), rounding_seed
+    )
 
 
 def _packed_states(

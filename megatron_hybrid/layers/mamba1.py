@@ -111,6 +111,6 @@ class Mamba1(RecurrentMixer):
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
             low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
         tokens = Mamba1Tokens(x, z, self.dt_proj(low, kernels), b, c)
-        constants = Mamba1Constants(self.A, self.D, self.dt_bias)
+        constants = Mamba1Constants(self.A, self.D, self.dt_bias, self.rounding_seed(plans))
         y = self.scan(kernels.mamba1_scan, tokens, constants, plans)
         return self.out_proj(y, kernels)

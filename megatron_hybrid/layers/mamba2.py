@@ -135,7 +135,9 @@ class Mamba2(RecurrentMixer):
         values, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
         values = values.unflatten(1, (self.heads, self.config.head_dim))
         b, c = (part.unflatten(1, (self.groups, self.config.state_size)) for part in (b, c))
-        constants = Mamba2Constants(self.A, self.D, self.dt_bias, self.config.dt_limit)
+        constants = Mamba2Constants(
+            self.A, self.D, self.dt_bias, self.config.dt_limit, self.rounding_seed(plans)
+        )
         scan, tokens = kernels.mamba2_scan, Mamba2Tokens(values, b, c, dt)
         y = self.scan(scan, tokens, constants, plans).view(-1, self.inner)
         if self.norm is None:

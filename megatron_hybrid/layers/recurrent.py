@@ -15,6 +15,7 @@ from megatron_hybrid.kernels.contract import (
 )
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
 from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Plan, Recurrence
+from megatron_hybrid.kernels.state_rounding.reference import layer_seed
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
@@ -101,6 +102,11 @@ class RecurrentMixer(Mixer):
         """The layer's states in all slots."""
         return plans.caches.state[self.layer]
 
+    def rounding_seed(self, plans: KernelPlans) -> int | None:
+        """Of the recurrence's constants: see RoundsStates."""
+        seed = plans.caches.rounding_seed
+        return None if seed is None else layer_seed(seed, self.layer, self.parallel.rank)
+
     def convolve(self, x: Tensor, plans: KernelPlans, *, silu: bool = True) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
         kernel, state, parts = plans.kernels.conv, self.state(plans).conv, self._parts(plans)
@@ -122,6 +128,8 @@ class RecurrentMixer(Mixer):
         state, parts = self.state(plans).ssm, self._parts(plans)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.inputs
+        by_chance = plans.caches.rounding_seed is not None
+        assert not (by_chance and any(part.kind is PartKind.DECODE for part in parts))
         if len(parts) == 1:
             return _run(kernel, parts[0].kind, tokens, constants, state, ring, parts[0].scan)
         out = tokens.like.new_empty(tokens.like.shape)

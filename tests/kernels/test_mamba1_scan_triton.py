@@ -59,7 +59,9 @@ class Data:
 
 def naive(data: Data, initial: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     """Token by token in float64: outputs [T, channels], and the states after 0, 1, ... T tokens."""
-    x, z, dt, B, C, A, D, bias = (v.double() for part in data.arguments() for v in part)
+    x, z, dt, B, C, A, D, bias = (
+        v.double() for part in data.arguments() for v in part if isinstance(v, Tensor)
+    )
     states = [torch.zeros_like(A) if initial is None else initial.double()]
     outputs = []
     for t in range(x.shape[0]):

@@ -49,6 +49,15 @@ def test_a_cpu_is_refused() -> None:
             {"mamba_inference_state_write_interval": 4},
             "--mamba-inference-state-write-interval is 4 and must be 1",
         ),
+        (
+            "M*",
+            (64, 3),
+            {
+                "mamba_inference_stochastic_rounding": True,
+                "mamba_inference_ssm_states_dtype": "float16",
+            },
+            "leave out --mamba-inference-stochastic-rounding",
+        ),
         ("M*", (60, 3), {}, "60 channels on a rank and width 4; .* multiples of 8 channels"),
         ("C*", (64, 4), {}, "width 5; .* widths 2 to 4"),
     ],

@@ -139,6 +139,11 @@ def test_experts_that_are_rounded_while_they_are_read(
         ("--kv-cache-dtype", "fp8_e4m3"),
         ("--mamba-inference-cached-states-dtype", "int8"),
         ("--mamba-inference-ssm-states-dtype", "bfloat16"),
+        (
+            "--mamba-inference-ssm-states-dtype",
+            "float16",
+            "--mamba-inference-stochastic-rounding",
+        ),
         ("--num-speculative-tokens", "3"),
     ],
 )

@@ -50,6 +50,7 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     gates,
 )
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
+from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 __all__ = ["decode", "decode_runs", "plan", "prefill"]
 
@@ -117,13 +118,14 @@ def prefill(
     chunks = s.cu_chunk_seqlens[chunk]
     if chunks.shape[0] > 1:
         _prepare_kernel[(heads, (chunks.shape[0] - 1) * (chunk // tile))](
-            q, k, v, a, b, *constants, u, w, weights, factors, chunks, count,
+            q, k, v, a, b, constants.A, constants.dt_bias, u, w, weights, factors, chunks, count,
             *row_strides(q, k, v, a, b), heads // k_heads, k_dim**-0.5,
             **shape, CHUNK=chunk, SPLIT=v.dtype != torch.float32, num_warps=t.prepare_warps,
         )  # fmt: skip
     _walk_kernel[(v_dim // t.block_v, heads, sequences)](
         q, k, u, w, weights, factors, state, y, count,
         *s.of_sequences, *row_strides(q, k, y, state), heads // k_heads,
+        constants.rounding_seed,
         **shape, CHUNK=chunk, BLOCK_V=t.block_v, STAGES=t.walk_stages, num_warps=t.walk_warps,
     )  # fmt: skip
     return y
@@ -264,7 +266,7 @@ def _walk_kernel(
     q_ptr, k_ptr, u_ptr, w_ptr, weights_ptr, factors_ptr, state_ptr, y_ptr, tokens,
     cu_seqlens_ptr, start_ptr, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
-    q_row, k_row, y_row, state_slot, heads_per_key,
+    q_row, k_row, y_row, state_slot, heads_per_key, seed,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -331,16 +333,19 @@ def _walk_kernel(
         s = tl.dot(tl.trans(k), added, s * decay, input_precision="ieee")
         if end == due:  # a loop alone would keep the compiler from issuing loads ahead
             while end == due:
-                _store_state(state_ptr, slot_ptr + checkpoint, state_slot, in_state, s)
+                _store_state(
+                    state_ptr, slot_ptr + checkpoint, state_slot, in_state, s, seed, start + end
+                )
                 checkpoint += 1
                 due = length + 1
                 if checkpoint < last_checkpoint:
                     due = tl.load(position_ptr + checkpoint).to(tl.int32) - start
-    _store_state(state_ptr, write_ptr + sequence, state_slot, in_state, s)
+    _store_state(state_ptr, write_ptr + sequence, state_slot, in_state, s, seed, start + length)
 
 
 @triton.jit
-def _store_state(state_ptr, slot_ptr, state_slot, in_state, s):
+def _store_state(state_ptr, slot_ptr, state_slot, in_state, s, seed, position):
     slot = tl.load(slot_ptr).to(tl.int64)
     if slot > 0:
-        tl.store(state_ptr + slot * state_slot + in_state, s.to(state_ptr.dtype.element_ty))
+        stored = as_stored(s, state_ptr.dtype.element_ty, seed, position, in_state)
+        tl.store(state_ptr + slot * state_slot + in_state, stored)

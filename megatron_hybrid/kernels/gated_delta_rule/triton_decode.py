@@ -30,7 +30,7 @@ def decode(
     rows, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
     _decode_kernel[(v_dim // block_v, heads, rows)](
-        *tokens, *constants, state, y, plan.read_slot, plan.write_slot,
+        *tokens, *constants[:2], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
         K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
@@ -50,8 +50,8 @@ def decode_runs(
     count, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
     _runs_kernel[(v_dim // 8, heads, plan.read_slot.shape[0] + 1)](
-        *tokens, *constants, state, *ring, y, *plan.tensors, count,
-        *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
+        *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
+        *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
         K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=8, num_warps=1,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _runs_kernel(
     state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
     cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
-    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
+    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +169,12 @@ def _runs_kernel(
         b = tl.load(ring_b_ptr + place * HEADS + head)
         s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], V_DIM)
+            store_state(
+                state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], seed, earlier + 1,
+                V_DIM,
+            )  # fmt: skip
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], V_DIM)
+        store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], seed, position, V_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n)
@@ -184,9 +187,12 @@ def _runs_kernel(
         y = tl.sum(s * q[None, :], 1)
         tl.store(y_ptr + row * y_row + head * V_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], V_DIM)
-            if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], V_DIM)
+            after = position + 1
+            store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], seed, after, V_DIM)
+            if after == checkpoint_position:
+                store_state(
+                    state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], seed, after, V_DIM
+                )
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p, v)

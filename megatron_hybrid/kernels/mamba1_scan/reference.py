@@ -28,7 +28,7 @@ def _over_tiles(
 ) -> tuple[Tensor, Tensor]:
     """initial [S, channels, state] -> y [T, channels], states [S + C, channels, state]."""
     x, z, dt, B, C = tokens
-    A, D, dt_bias = constants
+    A, D, dt_bias, _ = constants
     # From here on: c tiles, l places in a tile, d channels, n state.
     dt = plan.tiled(_softplus(dt.float() + dt_bias))  # [c, l, d]
     if plan.padding is not None:

@@ -48,6 +48,7 @@ from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     softplus,
 )
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
+from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 __all__ = ["Tiling", "decode", "decode_runs", "plan", "prefill"]
 
@@ -86,7 +87,8 @@ def prefill(
     states, num_warps = tiling or _tiling(segments, tokens.x, size)
     block = channel_block(channels, max(1, num_warps * 32 * states // size))
     _prefill_kernel[(channels // block, segments.read_slot.shape[0])](
-        *tokens, *constants, state, y, *segments.of_sequences, *row_strides(*tokens, y, state),
+        *tokens, *constants[:3], state, y, *segments.of_sequences,
+        *row_strides(*tokens, y, state), constants.rounding_seed,
         SIZE=size,
         BLOCK=block,
         PLACES=min(16, chunk & -chunk),  # checkpoints lie at multiples of it
@@ -117,7 +119,7 @@ def _prefill_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr, state_ptr, y_ptr,
     cu_seqlens_ptr, start_ptr, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
-    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot,
+    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot, seed,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(1)
@@ -182,13 +184,15 @@ def _prefill_kernel(
         while due <= group:
             slot = tl.load(slot_ptr + checkpoint).to(tl.int64)
             if slot > 0:
-                tl.store(state_ptr + slot * state_slot, h.to(state_ptr.dtype.element_ty))
+                stored = as_stored(h, state_ptr.dtype.element_ty, seed, due, in_slot)
+                tl.store(state_ptr + slot * state_slot, stored)
             checkpoint += 1
             due = _due(position_ptr, checkpoint, last_checkpoint)
         x, z, raw_dt, b, c = ahead
         x, dt, b, c = _prepare(x, raw_dt, b, c, bias)
     if write > 0:
-        tl.store(state_ptr + write * state_slot, h.to(state_ptr.dtype.element_ty))
+        stored = as_stored(h, state_ptr.dtype.element_ty, seed, end, in_slot)
+        tl.store(state_ptr + write * state_slot, stored)
 
 
 @triton.jit

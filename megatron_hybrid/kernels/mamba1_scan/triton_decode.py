@@ -31,7 +31,7 @@ def decode(
     (rows, channels), size = tokens.x.shape, constants.A.shape[1]
     block = channel_block(channels, max(1, block_bytes // (size * state.element_size())))
     _decode_kernel[(channels // block, rows)](
-        *tokens, *constants, state, y, plan.read_slot, plan.write_slot,
+        *tokens, *constants[:3], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), SIZE=size, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return y
@@ -50,8 +50,8 @@ def decode_runs(
     (count, channels), size = tokens.x.shape, constants.A.shape[1]
     block = channel_block(channels, max(1, 4096 // (size * state.element_size())))
     _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
-        *tokens, *constants, state, *ring, y, *plan.tensors, count,
-        *row_strides(*tokens, y, state),
+        *tokens, *constants[:3], state, *ring, y, *plan.tensors, count,
+        *row_strides(*tokens, y, state), constants.rounding_seed,
         CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return y
@@ -64,7 +64,7 @@ def checked_output(
     size = constants.A.shape[1]
     if size not in (4, 8, 16, 32, 64, 128):
         raise ValueError(f"the state size is {size}; it must be a power of two from 4 to 128.")
-    for name, tensor in zip(constants._fields, constants, strict=True):
+    for name, tensor in zip(constants._fields[:3], constants[:3], strict=True):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}; "
@@ -141,7 +141,7 @@ def _runs_kernel(
     state_ptr, ring_x_ptr, ring_dt_ptr, ring_b_ptr, y_ptr,
     cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
-    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot,
+    x_row, z_row, dt_row, b_row, c_row, y_row, state_slot, seed,
     CHANNELS: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(1)
@@ -177,9 +177,12 @@ def _runs_kernel(
         dt = softplus(tl.load(ring_dt_ptr + place * CHANNELS + d).to(tl.float32) + bias)
         h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], BLOCK)
+            store_state(
+                state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], seed, earlier + 1,
+                BLOCK,
+            )  # fmt: skip
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], BLOCK)
+        store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], seed, position, BLOCK)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + d)
@@ -193,9 +196,13 @@ def _runs_kernel(
         y = (tl.sum(h * c[None, :], 1) + skip * x) * silu(z)
         tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], BLOCK)
-            if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], BLOCK)
+            after = position + 1
+            store_state(state_ptr, write, state_slot, in_slot, h, lane[:, None], seed, after, BLOCK)
+            if after == checkpoint_position:
+                store_state(
+                    state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], seed, after,
+                    BLOCK,
+                )  # fmt: skip
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * CHANNELS + d, raw_x)

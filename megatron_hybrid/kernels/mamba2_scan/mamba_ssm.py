@@ -60,7 +60,7 @@ def decode(
 ) -> Tensor:
     """One token a sequence."""
     x, B, C, dt = (values.contiguous() for values in tokens)
-    A, D, dt_bias, dt_limit = constants
+    A, D, dt_bias, dt_limit, _ = constants
     has_limit = dt_limit != (0.0, float("inf"))
     if has_limit:  # which the library's update does not know
         dt = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)

@@ -46,6 +46,7 @@ from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     softplus,
 )
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
+from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 __all__ = ["decode", "decode_runs", "plan", "prefill"]
 
@@ -79,7 +80,7 @@ def prefill(
     """head_dim and state must be powers of two of at least 16. `tiling` and `part`: other than
     those that _tiling and _chunks_per_part choose."""
     y = checked_output(tokens, state, out)
-    A, D, dt_bias, dt_limit = constants
+    A, D, dt_bias, dt_limit, seed = constants
     x, B, C, dt = aligned(tokens.x), aligned(tokens.B), aligned(tokens.C), tokens.dt
     count, heads, head_dim = x.shape
     groups, size = B.shape[1:]
@@ -122,7 +123,7 @@ def prefill(
         )  # fmt: skip
     _prefill_kernel[(head_dim // block_p, heads, sequences + inner_parts)](
         x, B, C, decays, D, state, carried, y, *segments, part, *s.of_sequences[2:],
-        *row_strides(x, B, C, y, state), row, heads // groups,
+        *row_strides(x, B, C, y, state), row, heads // groups, seed,
         **shape, BLOCK_P=block_p, STAGES=num_stages, SPLIT=inner_parts > 0, num_warps=num_warps,
     )  # fmt: skip
     return y
@@ -340,7 +341,7 @@ def _prefill_kernel(
     state_ptr, carried_ptr, y_ptr,
     cu_seqlens_ptr, start_ptr, sequences, part, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
-    x_row, b_row, c_row, y_row, state_slot, decays_row, heads_per_group,
+    x_row, b_row, c_row, y_row, state_slot, decays_row, heads_per_group, seed,
     HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -402,8 +403,10 @@ def _prefill_kernel(
             first_tile = tl.maximum(begin, reached)
         stop = tl.cdiv(end, TILE)
         slot = tl.load(write_ptr + sequence).to(tl.int64)
+        position = end
         if checkpoint < last_checkpoint:
-            stop = tl.cdiv(tl.load(position_ptr + checkpoint).to(tl.int32), TILE)
+            position = tl.load(position_ptr + checkpoint).to(tl.int32)
+            stop = tl.cdiv(position, TILE)
             slot = tl.load(slot_ptr + checkpoint).to(tl.int64)
         for t in tl.range(first_tile, tl.minimum(stop, finish), num_stages=STAGES):
             x, bt, valid = _load_tile(x_ptr, b_ptr, x_row, b_row, t, start, end, n, p, places, TILE)
@@ -438,6 +441,5 @@ def _prefill_kernel(
         here = (stop <= finish) & ((stop > begin) | (own_part == 0))
         if (slot > 0) & here:
             stored = tl.fma(h, factor, s)
-            tl.store(
-                state_ptr + slot * state_slot + in_state, stored.to(state_ptr.dtype.element_ty)
-            )
+            stored = as_stored(stored, state_ptr.dtype.element_ty, seed, position, in_state)
+            tl.store(state_ptr + slot * state_slot + in_state, stored)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rings
+from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -26,7 +27,7 @@ def decode(
     """The outputs of padded rows are zeros. A program takes block_p rows of the state: many small
     programs keep most bytes in flight."""
     y = checked_output(tokens, state, out)
-    A, D, dt_bias, dt_limit = constants
+    A, D, dt_bias, dt_limit, _ = constants
     rows, heads, head_dim = tokens.x.shape
     groups, size = tokens.B.shape[1:]
     _decode_kernel[(head_dim // block_p, heads, rows)](
@@ -47,7 +48,7 @@ def decode_runs(
 ) -> Tensor:
     """Rings are contiguous. The state stays in registers for the whole run."""
     y = checked_output(tokens, state, out)
-    A, D, dt_bias, dt_limit = constants
+    A, D, dt_bias, dt_limit, seed = constants
     count, heads, head_dim = tokens.x.shape
     groups, size = tokens.B.shape[1:]
     kernel, more, block_p = _runs_kernel, {}, 8
@@ -59,7 +60,7 @@ def decode_runs(
         more = {"TOKENS": tokens_each, "LANES": min(32, size)}
     kernel[(head_dim // block_p, heads, plan.read_slot.shape[0] + 1)](
         *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
-        *row_strides(*tokens, y, state), heads // groups, *dt_limit,
+        *row_strides(*tokens, y, state), heads // groups, *dt_limit, seed,
         HEADS=heads, GROUPS=groups, RING=ring[0].shape[1], HEAD_DIM=head_dim, SIZE=size,
         BLOCK_P=block_p, num_warps=1, **more,
     )  # fmt: skip
@@ -119,11 +120,13 @@ def _decode_kernel(
 
 
 @triton.jit
-def store_state(state_ptr, slot, state_slot, in_slot, state, row, ROWS: tl.constexpr):
-    """Rows of a state to a slot; nothing to slots of 0 or less. in_slot, state: of one shape; row:
-    of each, broadcast to it."""
+def store_state(
+    state_ptr, slot, state_slot, in_slot, state, row, seed, position, ROWS: tl.constexpr
+):  # fmt: skip
+    """Rows of a state after `position` tokens to a slot; nothing to slots of 0 or less. in_slot,
+    state: of one shape; row: of each, broadcast to it; seed: of their rounding, or None."""
     is_written = row < tl.where(slot > 0, ROWS, 0)
-    values = state.to(state_ptr.dtype.element_ty)
+    values = as_stored(state, state_ptr.dtype.element_ty, seed, position, in_slot)
     tl.store(state_ptr + slot * state_slot + in_slot, values, mask=is_written)
 
 
@@ -134,7 +137,7 @@ def _runs_kernel(
     cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     x_row, b_row, c_row, dt_row, y_row, state_slot,
-    heads_per_group, dt_min, dt_max,
+    heads_per_group, dt_min, dt_max, seed,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr,
     HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -177,9 +180,12 @@ def _runs_kernel(
         dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
         h = h * tl.exp2(dt * a) + (dt * x)[:, None] * b[None, :]
         if earlier + 1 == checkpoint_position:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], HEAD_DIM)
+            store_state(
+                state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], seed, earlier + 1,
+                HEAD_DIM,
+            )  # fmt: skip
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], HEAD_DIM)
+        store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], seed, position, HEAD_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p)
@@ -193,9 +199,13 @@ def _runs_kernel(
         y = tl.sum(h * c[None, :], 1) + d * x
         tl.store(y_ptr + row * y_row + head * HEAD_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
-            store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], HEAD_DIM)
-            if position + 1 == checkpoint_position:
-                store_state(state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], HEAD_DIM)
+            after = position + 1
+            store_state(state_ptr, write, state_slot, in_slot, h, p[:, None], seed, after, HEAD_DIM)
+            if after == checkpoint_position:
+                store_state(
+                    state_ptr, checkpoint, state_slot, in_slot, h, p[:, None], seed, after,
+                    HEAD_DIM,
+                )  # fmt: skip
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
             tl.store(ring_x_ptr + place * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, raw_x)
@@ -218,7 +228,7 @@ def _single_kernel(
     cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     x_row, b_row, c_row, dt_row, y_row, state_slot,
-    heads_per_group, dt_min, dt_max,
+    heads_per_group, dt_min, dt_max, seed,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -311,15 +321,21 @@ def _single_kernel(
                 h, 0, reached, before, dt, before - cs, position - unfolded, ring,
                 ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
             )  # fmt: skip
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
+            store_state(
+                state_ptr, checkpoint, state_slot, in_slot, h, of_row, seed,
+                position - unfolded + reached, HEAD_DIM,
+            )  # fmt: skip
         h = _folded(
             h, reached, unfolded, total - before, dt, total - cs, position - unfolded, ring,
             ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
         )  # fmt: skip
         h += (x * new_weight)[None, :, None] * b[:, None, :]
-        store_state(state_ptr, write, state_slot, in_slot, h, of_row, HEAD_DIM)
+        after = position + count
+        store_state(state_ptr, write, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM)
         if tokens_in == unfolded + count:
-            store_state(state_ptr, checkpoint, state_slot, in_slot, h, of_row, HEAD_DIM)
+            store_state(
+                state_ptr, checkpoint, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM
+            )
         if count > 0:
             y = tl.sum(tl.sum(h * c[:, None, :], 0), 1) + d * x
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))

@@ -1,0 +1,1 @@
+"""Stochastic rounding of recurrent states to float16."""
