@@ -150,6 +150,29 @@ def column_order(DEPTH: tl.constexpr):
 def half_weights(codes, factor, zeros, KEPT: tl.constexpr, DEPTH: tl.constexpr, kind: tl.constexpr):
     """Weights of codes of 4 bits, words [ROWS, DEPTH / 8], by halves [ROWS, DEPTH / 2]: see
     column_order; with their scales where these differ in a step. factor, zeros: of step_scales."""
+    numbers = _of_step(codes, factor, zeros, KEPT, DEPTH, kind)
+    first = _joined(numbers[0], numbers[1], numbers[2], numbers[3], DEPTH)
+    return first, _joined(numbers[4], numbers[5], numbers[6], numbers[7], DEPTH)
+
+
+@triton.jit
+def ordered_weights(
+    codes, factor, zeros, KEPT: tl.constexpr, DEPTH: tl.constexpr, kind: tl.constexpr
+):
+    """As half_weights, in the columns' order, [ROWS, DEPTH]: a thread's lie side by side."""
+    numbers = _of_step(codes, factor, zeros, KEPT, DEPTH, kind)
+    low = tl.join(tl.join(numbers[0], numbers[1]), tl.join(numbers[4], numbers[5]))
+    high = tl.join(tl.join(numbers[2], numbers[3]), tl.join(numbers[6], numbers[7]))
+    numbers = tl.join(low, high)
+    rows: tl.constexpr = numbers.shape[0]
+    # [ROWS, chunks, words, bytes, pairs of bytes, halves of a byte]
+    numbers = tl.reshape(numbers, (rows, DEPTH // 16, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(numbers, (0, 1, 5, 2, 4, 3)), (rows, DEPTH))
+
+
+@triton.jit
+def _of_step(codes, factor, zeros, KEPT: tl.constexpr, DEPTH: tl.constexpr, kind: tl.constexpr):
+    """word_numbers of half_weights' arguments."""
     scales = None
     middle = None
     if KEPT.in_assembler:
@@ -158,9 +181,7 @@ def half_weights(codes, factor, zeros, KEPT: tl.constexpr, DEPTH: tl.constexpr, 
         scales = of_words(factor.to(tl.float32))
     if KEPT.zero_points:
         middle = of_words(zeros.to(tl.float32))
-    numbers = word_numbers(codes, middle, scales, KEPT, kind)
-    first = _joined(numbers[0], numbers[1], numbers[2], numbers[3], DEPTH)
-    return first, _joined(numbers[4], numbers[5], numbers[6], numbers[7], DEPTH)
+    return word_numbers(codes, middle, scales, KEPT, kind)
 
 
 @triton.jit

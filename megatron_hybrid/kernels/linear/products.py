@@ -16,6 +16,7 @@ from megatron_hybrid.kernels.linear.codes import (
     byte_weights,
     column_order,
     half_weights,
+    ordered_weights,
     places,
     scale_by_step,
     step_scales,
@@ -53,9 +54,11 @@ def written_out(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     flat = weight if len(weight.shape) == 2 else weight.flat()
     rows, columns = flat.shape
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    _write_out_kernel[(triton.cdiv(rows, 32), triton.cdiv(columns, 256))](
+    depth = min(1024, triton.next_power_of_2(columns))
+    height = 8192 // depth
+    _write_out_kernel[(triton.cdiv(rows, height), triton.cdiv(columns, depth))](
         flat.words(), flat.scale, flat.zero, flat.row_scale, values, rows, columns,
-        flat.scale.stride(0), Kept.of(flat, values), ROWS=32, DEPTH=256, num_warps=4,
+        flat.scale.stride(0), Kept.of(flat, values), ROWS=height, DEPTH=depth, num_warps=4,
     )  # fmt: skip
     return values
 
@@ -84,11 +87,10 @@ def _write_out_kernel(
             factor *= scales[:, None]
         elif KEPT.group == 0:
             factor *= tl.load(scale + row * scale_row)[:, None]
-        first, second = half_weights(codes, scales, zeros, KEPT, DEPTH, kind)
-        k = start + column_order(DEPTH)
+        numbers = ordered_weights(codes, scales, zeros, KEPT, DEPTH, kind)
+        k = start + tl.arange(0, DEPTH)
         mask = (n < rows)[:, None] & (k < columns)[None, :]
-        tl.store(target + k[None, :], (first.to(tl.float32) * factor).to(kind), mask=mask)
-        tl.store(target + k[None, :] + 2, (second.to(tl.float32) * factor).to(kind), mask=mask)
+        tl.store(target + k[None, :], (numbers.to(tl.float32) * factor).to(kind), mask=mask)
     else:
         k = start + tl.arange(0, DEPTH)
         mask = (n < rows)[:, None] & (k < columns)[None, :]

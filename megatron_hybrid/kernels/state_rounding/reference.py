@@ -1,5 +1,5 @@
-"""Stochastic rounding in plain torch: a number between two of float16 becomes the upper one the more
-often, the nearer it is, so that what a state takes in is right on average, however little it is.
+"""Stochastic rounding in plain torch: a number between two of float16 becomes the upper one the
+more often, the nearer it is, so that what a state takes in is right on average, however little.
 
 The chance comes from the seed of a layer, the position (how many tokens are in the state) and the
 place in the state: the same prefix gives the same state, whoever computes it beside whom.
@@ -24,8 +24,8 @@ def rounded(values: Tensor, seed: int, positions: Tensor) -> Tensor:
     step = ((exponent - 10) << 23).view(torch.float32)  # between neighbours of float16
     steps = flat.abs() * ((264 - exponent) << 23).view(torch.float32)
     found = (steps + bits * 2.0**-_BITS).floor() * step
-    found = torch.where(found > LARGEST, LARGEST, found).copysign(flat)
-    return found.half().view(values.shape)
+    found = torch.where(found > LARGEST, LARGEST, found)
+    return torch.where(flat < 0, -found, found).half().view(values.shape)
 
 
 def layer_seed(seed: int, layer: int, rank: int) -> int:
