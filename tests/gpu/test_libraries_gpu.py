@@ -3,6 +3,7 @@ reference, and an engine's greedy tokens against those of the reference kernels.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+# One tiling of each of mamba-ssm's kernels, which it would choose among many for minutes.
+os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
 if torch.cuda.is_available():
     pytest.importorskip("causal_conv1d")
     pytest.importorskip("mamba_ssm")
