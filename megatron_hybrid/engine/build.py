@@ -257,12 +257,8 @@ class _Plan:
 
     @property
     def ring_length(self) -> int:
-        config = self.config
-        return ring_length(
-            config.num_speculative_tokens,
-            self.write_interval,
-            config.mamba_inference_stochastic_rounding,
-        )
+        by_chance = self.config.mamba_inference_stochastic_rounding
+        return ring_length(self.config.num_speculative_tokens, self.write_interval, by_chance)
 
     @classmethod
     def of(cls, config: EngineConfig, model: HybridModel | None = None) -> _Plan:
