@@ -47,7 +47,6 @@ CASES = usually(
         *(("nemotron_h", way, False) for way in WAYS),
         *(("nemotron_h", way, True) for way in ("extract", "rings", "drafts")),
         *((family, "extract", True) for family in FAMILIES[1:]),
-        *((family, "drafts", False) for family in FAMILIES[1:]),
     ],
     list(product(FAMILIES, WAYS, (False, True))),
 )

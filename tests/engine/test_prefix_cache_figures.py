@@ -23,6 +23,11 @@ def big_engine(mode: str, budget: int = 8192, **options):  # type: ignore[no-unt
     )  # fmt: skip
 
 
+def is_thorough(test: str, mode: str = "", asynchronous: bool = False, **others: object) -> bool:
+    """Whether CI leaves this case out: half of them."""
+    return mode != "" and (mode == "break") == asynchronous
+
+
 @MODES
 @BUDGETS
 def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budget):

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from megatron_hybrid.request import PAUSE_MODES, FinishReason, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
+from tests.thorough import usually
 
 BASES = [random_tokens(seed, 120) for seed in range(3)]
 Answer = tuple[str, int]  # request id and index
@@ -242,7 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
 # HYPOTHESIS_EXAMPLES: fewer for a quick look, more for a long one.
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "300")),
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", usually("150", "300"))),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

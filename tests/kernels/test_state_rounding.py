@@ -20,6 +20,7 @@ from tests.kernels import test_gated_delta_rule, test_mamba1_scan, test_mamba2_s
 from tests.kernels.recurrence_contract import Data, Recurrence
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, prefill_segments
+from tests.thorough import EVERYTHING, usually
 
 CHUNK, SEED = 16, 12345
 KERNELS = ["reference"]
@@ -89,7 +90,10 @@ def test_prompts(recurrence: Recurrence) -> None:
 
 @pytest.mark.parametrize("most", [1, 4])
 def test_runs(recurrence: Recurrence, most: int) -> None:
-    """Sequences with unfolded tokens, drafts, checkpoints; and of one token each."""
+    """Sequences with unfolded tokens, drafts, checkpoints; and of one token each, for which Mamba2
+    has a kernel of its own."""
+    if most == 1 and recurrence.shape != KINDS["mamba2_scan"][1] and not EVERYTHING:
+        pytest.skip("others show much the same: TESTS=all")
     play = Play(3, count=3, ring_length=4 if most == 1 else 7, most=most, start=40)
     stored = torch.randn(
         play.slots, *recurrence.shape, generator=torch.Generator().manual_seed(0)
@@ -98,7 +102,7 @@ def test_runs(recurrence: Recurrence, most: int) -> None:
     for ring in rings:
         ring.normal_()
     written = 0
-    for number in range(6):
+    for number in range(usually(4, 6)):
         call = play.call(padding=number % 2)
         data = recurrence.draw(sum(call.lengths) + call.padding, seed=number)
         exact, other_rings = stored.float(), tuple(ring.clone() for ring in rings)
@@ -113,7 +117,7 @@ def test_runs(recurrence: Recurrence, most: int) -> None:
         check_slots(stored, exact, positions)
         written += len(positions)
         call.done()
-    assert written >= 6
+    assert written >= 4
 
 
 def test_it_is_right_on_average() -> None:

@@ -55,7 +55,7 @@ def answer(client: Client) -> str:
 @pytest.mark.parametrize(
     ("signum", "rank", "words"),
     [
-        (signal.SIGKILL, 1, "is gone: its process has ended"),
+        pytest.param(signal.SIGKILL, 1, "is gone: its process has ended", marks=thorough),
         pytest.param(signal.SIGSTOP, 1, "has said nothing for", marks=thorough),
         (signal.SIGUSR1, 0, "has been in turn"),  # a loop inside a step
     ],

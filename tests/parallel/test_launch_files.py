@@ -30,6 +30,7 @@ from tests.parallel.launches import (
     wait_until,
 )
 from tests.server.running import free_port
+from tests.thorough import thorough
 
 CONFIGS = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
 KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=2"  # torchrun's, of a lost machine
@@ -94,6 +95,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chat_model("nemotron_h_moe", tmp_path_factory.mktemp("experts") / "tiny")
 
 
+@thorough  # test_lockstep.py: without a server
 def test_replicas_that_share_experts_answer_like_one_process(experts: Path, tmp_path: Path) -> None:
     check_server(experts, tmp_path, tensor=2, replicas=2)
 

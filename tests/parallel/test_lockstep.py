@@ -10,7 +10,7 @@ import pytest
 
 from tests.parallel.lockstep_worker import Answers, answers_of
 from tests.parallel.ranks import start_ranks
-from tests.thorough import thorough
+from tests.thorough import thorough, usually
 from tests.tiny_models import FAMILIES as ALL_FAMILIES
 from tests.tiny_models import make_tiny_model
 
@@ -95,7 +95,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, ON_TWO_RANKS), (4, ON_FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), usually([(2, ON_TWO_RANKS)], [(2, ON_TWO_RANKS), (4, ON_FOUR_RANKS)])
+)
 def test_replicas_in_lockstep_answer_like_one_process(
     ranks: int, layouts: dict[str, Layout], models: Models, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from tests.server.conftest import reference_server
+from tests.thorough import usually
 
 PROMPT = "The old town, the old harbour, the old town, the old harbour, the old"
 COMPLETION = "/v1/completions"
@@ -43,7 +44,7 @@ def streamed_text(http: FlaskClient, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("temperature, logprobs", [(0.0, 2), (0.7, None)])
-@pytest.mark.parametrize("stop", [None, ["harbour, the"], ["e o"]])
+@pytest.mark.parametrize("stop", usually([None, ["e o"]], [None, ["harbour, the"], ["e o"]]))
 def test_answers_are_those_without_drafts(
     reference_http: FlaskClient,
     drafting: FlaskClient,

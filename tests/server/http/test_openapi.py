@@ -14,10 +14,11 @@ import pytest
 from flask.testing import FlaskClient
 
 from tests.server.running import ROOT, ServerProcess
+from tests.thorough import usually
 
 # Random cases for each route, besides those at the edges of every field, of which there are about
 # a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,600 cases in all.
-EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "5")
+EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", usually("3", "5"))
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 CONTROL = "^/(pause|resume|update_weights)$"
 KEY = "a-key"

@@ -24,6 +24,7 @@ import pytest
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions
 from tests.server.running import ROOT, ServerProcess, is_alive, wait_until
+from tests.thorough import thorough
 
 JSON = {"Content-Type": "application/json"}
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
@@ -199,7 +200,7 @@ def port() -> str:
         return str(free.getsockname()[1])
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=thorough)])
 def test_a_signal_lets_open_requests_finish_and_leaves_nothing(
     tokenizer_folder: Path, temporary: str, signum: int
 ) -> None:

@@ -18,6 +18,7 @@ from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.replica import PromptKeys
+from tests.thorough import thorough
 
 CHATS, TURNS, OPEN_CHATS, RUNNING = 16, 4, 10, 4
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 40, 20, 6
@@ -123,7 +124,9 @@ def joint() -> int:
     return skipped
 
 
-@pytest.mark.parametrize("policy", ["longest_prefix", "load_balanced"])
+@pytest.mark.parametrize(
+    "policy", ["longest_prefix", pytest.param("load_balanced", marks=thorough)]
+)
 def test_two_replicas_skip_nearly_what_one_with_their_memory_does(policy: str, joint: int) -> None:
     run = Run([make_engine(1.0), make_engine(1.0)], policy)
     skipped = run.skipped()
@@ -136,6 +139,7 @@ def test_two_replicas_skip_nearly_what_one_with_their_memory_does(policy: str, j
         assert skipped >= 0.9 * joint
 
 
+@thorough  # test_replicas.py kills one of a model that is made up
 def test_a_killed_replica_of_a_real_model_takes_only_its_own_requests_with_it() -> None:
     flags = ["--inference-dynamic-batching-buffer-size-gb", "0.05", "--device", "cpu"]
     workload = Workload(requests=30, turns=2, clients=6, open_chats=6, system_words=20)

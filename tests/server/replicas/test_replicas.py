@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_hybrid.server import cli
 from tests.server.processes.test_processes import FAKE, open_stream, send
 from tests.server.running import ServerProcess, free_port, is_alive, wait_until
+from tests.thorough import thorough
 
 SLOW = ("--step-seconds", "0.05")  # 20 tokens a second
 
@@ -292,6 +293,7 @@ def test_a_replica_that_ends_in_order_answers_its_requests_and_the_last_one_ends
     wait_until(lambda: not is_alive(front_end))
 
 
+@thorough  # test_faults.py: after a rank of one group is lost
 def test_a_group_that_is_restarted_whole_finds_its_front_end(own: Replicas) -> None:
     """As torchrun does it: one rank dies, the agent sends SIGTERM to the others, and starts all."""
     streams = own.streams([1, 1], max_tokens=80)
