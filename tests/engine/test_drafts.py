@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.thorough import usually
 T = random_tokens(71, 2000)
 GRID = 16
 MODES = pytest.mark.parametrize("asynchronous", [False, True])
-KINDS = pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
+KINDS = ("hybrid", "attention", "recurrent")
 # What depends on how many steps there are, or on drafts themselves.
 OF_STEPS = {
     "steps", "last_step", "latency", "iteration_tokens", "started", "kv_cached_by_age",
@@ -75,11 +76,24 @@ def converse(engine: CheckedEngine, seed: int = 0, stop_ids: tuple[int, ...] = (
     return [*seen, {name: value for name, value in stats.items() if name not in OF_STEPS}]
 
 
-@MODES
-@KINDS
-@pytest.mark.parametrize(
-    ("drafts", "exact_ends"), usually([(3, False), (8, True)], [(1, True), (3, False), (8, True)])
+# Every pair of two of the parameters; TESTS=all: all.
+SKIPPING = usually(
+    [
+        (kind, asynchronous, *((8, True) if asynchronous == (kind == "hybrid") else (3, False)))
+        for kind, asynchronous in product(KINDS, (False, True))
+    ],
+    [
+        (kind, asynchronous, *drafts)
+        for kind, asynchronous, drafts in product(
+            KINDS,
+            (False, True),
+            ((1, True), (3, False), (8, True)),
+        )
+    ],
 )
+
+
+@pytest.mark.parametrize(("kind", "asynchronous", "drafts", "exact_ends"), SKIPPING)
 def test_the_cache_skips_what_it_skips_without_drafts(
     asynchronous: bool, kind: str, exact_ends: bool, drafts: int
 ):
@@ -91,9 +105,18 @@ def test_the_cache_skips_what_it_skips_without_drafts(
     assert engine.stats()["accepted_tokens"] > 20
 
 
-@KINDS
-@pytest.mark.parametrize("policy", ["replay_cost", "lru", "ref_zero"])
-@pytest.mark.parametrize("drafts", usually([1, 8], [1, 2, 8]))
+POLICIES = ("replay_cost", "lru", "ref_zero")
+# Every pair of a kind and a policy; TESTS=all: each with all numbers of drafts.
+EVICTING = usually(
+    [
+        (kind, policy, (1, 8)[(i + j) % 2])
+        for (i, kind), (j, policy) in product(enumerate(KINDS), enumerate(POLICIES))
+    ],
+    list(product(KINDS, POLICIES, (1, 2, 8))),
+)
+
+
+@pytest.mark.parametrize(("kind", "policy", "drafts"), EVICTING)
 def test_what_is_evicted_is_what_would_be_without_drafts(kind: str, policy: str, drafts: int):
     """With a step at a time, where it is known which drafts hold before anything is reserved."""
     options = {"asynchronous": False, "policy": policy, "num_blocks": 60, "cached_slots": 5}

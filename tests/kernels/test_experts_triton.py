@@ -146,14 +146,17 @@ QUANTIZED = {
 }
 
 
-# (tokens, activation, gated, inner)
-SHAPES = [(1, "silu", True, 64), (60, "silu", True, 64), (5, "relu2", False, 96)]
-MORE_SHAPES = [(5, "silu", True, 64), (1, "relu2", False, 96), (60, "relu2", False, 96)]
+GATED, PLAIN = ("silu", True, 64), ("relu2", False, 96)  # activation, gated, inner
+# Every format with few tokens and with many, gated and not; TESTS=all: with each of these shapes.
+SHAPES = usually(
+    [((1, *GATED), (60, *PLAIN)), ((5, *PLAIN), (60, *GATED))],
+    [tuple((tokens, *shape) for tokens in (1, 5, 60) for shape in (GATED, PLAIN))] * 2,
+)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize(
-    ("tokens", "activation", "gated", "inner"), usually(SHAPES, SHAPES + MORE_SHAPES)
+    ("name", "tokens", "activation", "gated", "inner"),
+    [(name, *shape) for i, name in enumerate(QUANTIZED) for shape in SHAPES[i % 2]],
 )
 def test_quantized_weights(
     name: str, tokens: int, activation: str, gated: bool, inner: int
