@@ -82,6 +82,7 @@ setup(
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
     package_data={
         "megatron_hybrid": ["py.typed"],
+        "megatron_hybrid.kernels.linear": ["*.cu"],
         "megatron_hybrid.reference_model": ["weights/*"],
         "megatron_hybrid.server.http.dashboard": ["static/*"],
     },

@@ -366,6 +366,9 @@ class Experts(Protocol):
         [tokens, width] in x's dtype.
         """
 
+    def add_shared(self, routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        """routed + sigmoid(x gate^T) * shared: all [tokens, width] but gate [1, width]."""
+
 
 class Filters(NamedTuple):
     """What tokens may be drawn, by row: [rows] each."""

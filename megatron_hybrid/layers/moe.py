@@ -200,7 +200,7 @@ class MoE(Mixer):
         shared = self.shared(given, plans)
         if self.shared_gate is None:
             return routed + shared
-        return torch.addcmul(routed, shared, F.linear(x, self.shared_gate).sigmoid())
+        return plans.kernels.experts.add_shared(routed, shared, x, self.shared_gate)
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:

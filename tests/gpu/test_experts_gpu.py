@@ -186,3 +186,83 @@ def test_quantized_weights(shape: str, tokens: int, name: str) -> None:
     # and what rounding costs
     exact = by_hand(plain)
     assert (result.double() - exact).norm() <= 6e-2 * exact.norm()
+
+
+FP4 = QUANTIZED["fp4"]
+
+
+def mix_fp4_poisoned(m: Mixture, elsewhere: int = 0) -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return triton.mix(*m.arguments(elsewhere))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 32, 80])
+@pytest.mark.parametrize("shape", ["granite", "nemotron"])
+def test_ranks_with_some_of_the_experts_in_fp4_add_up_to_all(shape: str, tokens: int) -> None:
+    m = make(shape, tokens)
+    num_experts = m.up_proj.shape[0]
+    parts, plain = [], []
+    for part in shared_out(m, 4):
+        packed, unpacked = quantized_mixture(part, FP4)
+        parts.append(mix_fp4_poisoned(packed, num_experts * 3 // 4))
+        plain.append(unpacked)
+    whole = m._replace(
+        up_proj=torch.cat([one.up_proj for one in plain]),
+        down_proj=torch.cat([one.down_proj for one in plain]),
+    )
+    check(torch.stack(parts).float().sum(0).to(m.x.dtype), whole)
+
+
+@pytest.mark.parametrize("tokens", [2, 6, 33])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_all_tokens_to_one_expert_in_fp4(tokens: int, integers: torch.dtype) -> None:
+    m = make("granite", tokens)
+    m.experts.fill_(63)
+    packed, plain = quantized_mixture(m._replace(experts=m.experts.to(integers)), FP4)
+    check(mix_fp4_poisoned(packed), plain)
+
+
+@pytest.mark.parametrize("shape", ["granite", "nemotron"])
+def test_a_token_in_fp4_has_the_same_bits_in_every_crowd(shape: str) -> None:
+    m = make(shape, 40)
+    packed, _ = quantized_mixture(m, FP4)
+    whole = mix_fp4_poisoned(packed)
+    assert torch.equal(whole, mix_fp4_poisoned(packed))
+    for rows in (slice(0, 1), slice(7, 11), slice(3, 8), slice(11, 40)):
+        some = packed._replace(
+            x=packed.x[rows], experts=packed.experts[rows], weights=packed.weights[rows]
+        )
+        assert torch.equal(whole[rows], mix_fp4_poisoned(some))
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_a_captured_graph_in_fp4_follows_its_inputs(tokens: int) -> None:
+    packed, plain = quantized_mixture(make("granite", tokens), FP4)
+    others = [make("granite", tokens, seed=seed) for seed in range(1, 4)]
+    triton.mix(*packed.arguments())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = triton.mix(*packed.arguments())
+    for other in others:
+        for target, source in zip(packed[:3], other[:3], strict=True):
+            target.copy_(source)
+        y.fill_(torch.nan)
+        graph.replay()
+        check(y, plain._replace(x=packed.x, experts=packed.experts, weights=packed.weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (37, 2688), (3, 200), (5, 9000)])
+def test_a_shared_mlp_is_added_by_its_gate(tokens: int, width: int, dtype: torch.dtype) -> None:
+    routed, shared, x = (torch.randn(tokens, width, device="cuda").to(dtype) for _ in range(3))
+    gate = (torch.randn(1, width, device="cuda") * width**-0.5).to(dtype)
+    shares = (x.double() @ gate.double().T).sigmoid()
+    expected = routed.double() + shared.double() * shares
+    result = triton.add_shared(routed, shared, x, gate)
+    assert result.dtype == dtype
+    limit = 4e-3 if dtype == torch.bfloat16 else 1e-6
+    assert ((result - expected).abs() <= limit * (expected.abs() + shared.double().abs())).all()

@@ -14,7 +14,7 @@ if torch.cuda.is_available():
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from megatron_hybrid.kernels.experts import triton  # noqa: E402
+from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
     by_hand,
@@ -172,3 +172,12 @@ def test_ranks_with_quantized_weights_add_up_to_all() -> None:
         parts = [quantized_mixture(part, format)[0] for part in shared_out(m, 4)]
         mixed = [triton.mix(*part.arguments(6)) for part in parts]
         torch.testing.assert_close(sum(mixed), triton.mix(*whole.arguments()))
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 24), (3, 2100)])
+def test_a_shared_mlp_is_added_by_its_gate(tokens: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    routed, shared, x = (torch.randn(tokens, width, generator=generator) for _ in range(3))
+    gate = torch.randn(1, width, generator=generator) * width**-0.5
+    expected = reference.add_shared(routed, shared, x, gate)
+    torch.testing.assert_close(triton.add_shared(routed, shared, x, gate), expected)

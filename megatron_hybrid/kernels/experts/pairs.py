@@ -15,11 +15,13 @@ from torch import Tensor
 FEW_TOKENS = 4
 
 
-def sum_pairs(parts: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """parts [tokens * chosen, width] -> the sum of each token's. `num_experts`: 0, or how many are
-    here: those of other ids are left out."""
+def sum_pairs(
+    parts: Tensor, experts: Tensor, num_experts: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """parts [tokens * chosen, width] -> the sum of each token's, of `dtype` or as the parts.
+    `num_experts`: 0, or how many are here: those of other ids are left out."""
     (tokens, chosen), width = experts.shape, parts.shape[1]
-    y = parts.new_empty(tokens, width)
+    y = parts.new_empty(tokens, width, dtype=dtype)
     block = min(triton.next_power_of_2(width), 1024)
     _sum_kernel[(tokens, triton.cdiv(width, block))](
         parts, experts, y, chosen, width, num_experts, block, num_warps=4

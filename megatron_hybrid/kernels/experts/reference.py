@@ -39,6 +39,11 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
 
 
+def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """As in Experts."""
+    return torch.addcmul(routed, shared, F.linear(x, gate).sigmoid())
+
+
 def _product(x: Tensor, weights: Weight, expert: int) -> Tensor:
     if isinstance(weights, Tensor):
         return F.linear(x, weights[expert])

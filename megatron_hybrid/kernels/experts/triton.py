@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.experts import triton_few, triton_quantized
+from megatron_hybrid.kernels.experts import fp4_few, triton_few, triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
@@ -91,6 +91,8 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     experts, weights = experts.contiguous(), weights.contiguous()
     up, down = layer.up, layer.down
     if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if fp4_few.can_mix(layer, tokens * chosen, plain.dtype):
+            return fp4_few.mix(plain, experts, weights, layer)
         if triton_few.can_mix(layer, tokens):
             return triton_few.mix(x, experts, weights, layer)
         if triton_quantized.can_mix(layer, tokens * chosen):
@@ -104,6 +106,19 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     every = layer.up.shape[0] + layer.elsewhere
     tiles = choose_tiles(tokens * chosen, every, layer.gated, x.dtype)
     return mix_grouped(x, experts, weights, layer, tiles)
+
+
+def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """As in Experts, in float32 up to the end."""
+    tokens, width = x.shape
+    x, routed, shared = x.contiguous(), routed.contiguous(), shared.contiguous()
+    y = torch.empty_like(routed)
+    block = min(triton.next_power_of_2(width), 2048)
+    if tokens:
+        _add_shared_kernel[(tokens,)](
+            routed, shared, x, gate, y, width, block, num_warps=max(block // 256, 1)
+        )
+    return y
 
 
 def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -287,6 +302,23 @@ def _down_kernel(
     total *= tl.load(shares + pair, mask=row < end, other=0.0)[:, None]
     target = parts + pair[:, None] * WIDTH + n[None, :]
     tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
+
+
+@triton.jit
+def _add_shared_kernel(routed, shared, x, gate, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        k = start + column
+        inputs = tl.load(x + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        sums += inputs * tl.load(gate + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    share = tl.sigmoid(tl.sum(sums, axis=0))
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        k = start + column
+        value = tl.load(routed + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        value += share * tl.load(shared + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        tl.store(y + row + k, value.to(y.dtype.element_ty), mask=k < WIDTH)
 
 
 @triton.jit

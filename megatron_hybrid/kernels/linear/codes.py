@@ -15,27 +15,32 @@ from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 # With a scale that is 2^119 times too large the products are 2^-7 of the weights, and exact.
 FP4_FACTOR = 128.0
 FP4_LIFTED = tl.constexpr(0x7B007B00)  # 2^119 as a bfloat16, twice
-# A word's bytes 0 and 1, or 2 and 3, are brought to the upper halves of 16 bits each; their upper
-# codes are in place then, the lower ones four bits later. $0 to $7: results by byte pair, half and
-# byte; $8: eight codes; $9: their scale twice.
-_FP4_PAIR = """
-shr.b32 part, codes, 6;
+# Pairs of a word's codes (formats.FP4_PLACES) to the places of two bfloat16. $0 to $7: results as
+# in word_numbers; $8: eight codes; $9: their scale twice.
+FP4_ASM = """{
+.reg .b32 part, sign;
+and.b32 part, $8, 0x81C081C0;
+mul.bf16x2 part, part, $9;
+mov.b32 {$0, $1}, part;
+shl.b32 part, $8, 3;
+and.b32 part, part, 0x81C081C0;
+mul.bf16x2 part, part, $9;
+mov.b32 {$2, $3}, part;
+shl.b32 part, $8, 6;
 and.b32 part, part, 0x01C001C0;
-and.b32 sign, codes, 0x80008000;
+shl.b32 sign, $8, 1;
+and.b32 sign, sign, 0x80008000;
 or.b32 part, part, sign;
 mul.bf16x2 part, part, $9;
-mov.b32 {{${first}, ${second}}}, part;"""
-FP4_ASM = (
-    "{\n.reg .b32 codes, part, sign;"
-    + "".join(
-        f"prmt.b32 codes, $8, 0, {chosen};"
-        + _FP4_PAIR.format(first=4 * pair + 2, second=4 * pair + 3)
-        + "shl.b32 codes, codes, 4;"
-        + _FP4_PAIR.format(first=4 * pair, second=4 * pair + 1)
-        for pair, chosen in enumerate(("0x1404", "0x3424"))
-    )
-    + "\n}"
-)
+mov.b32 {$4, $5}, part;
+shr.b32 part, $8, 3;
+and.b32 part, part, 0x01C001C0;
+shl.b32 sign, $8, 2;
+and.b32 sign, sign, 0x80008000;
+or.b32 part, part, sign;
+mul.bf16x2 part, part, $9;
+mov.b32 {$6, $7}, part;
+}"""
 # A scale's byte, float8_e4m3fn, in the places of a bfloat16's bits means 2^-120 of what it stands
 # for; twice in a word, and multiplied by 2^127 and 2^112.
 FP4_SCALE_ASM = """{
@@ -204,9 +209,9 @@ def of_words(chunks):
 
 @triton.jit
 def word_numbers(words, middle, scales, KEPT: tl.constexpr, kind: tl.constexpr):
-    """Words of eight codes -> as many tensors like `words`, by pair of bytes, half of a byte and
-    byte: what codes stand for, less `middle` (None: half of their range) and times `scales` (None:
-    1), which are like `words`; in assembler, scales are of `_lifted`."""
+    """Words of eight codes -> as many tensors like `words`, by pair of columns, four of columns
+    and column: what codes stand for, less `middle` (None: half of their range) and times `scales`
+    (None: 1), which are like `words`; in assembler, scales are of `_lifted`."""
     if KEPT.in_assembler:
         return tl.inline_asm_elementwise(
             FP4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scales],
@@ -218,14 +223,14 @@ def word_numbers(words, middle, scales, KEPT: tl.constexpr, kind: tl.constexpr):
         )  # fmt: skip
     else:
         return (
-            _weight(words, 0, middle, scales, KEPT, kind),
-            _weight(words, 8, middle, scales, KEPT, kind),
-            _weight(words, 4, middle, scales, KEPT, kind),
-            _weight(words, 12, middle, scales, KEPT, kind),
-            _weight(words, 16, middle, scales, KEPT, kind),
-            _weight(words, 24, middle, scales, KEPT, kind),
-            _weight(words, 20, middle, scales, KEPT, kind),
-            _weight(words, 28, middle, scales, KEPT, kind),
+            _weight(words, 0, 6, 15, middle, scales, KEPT, kind),
+            _weight(words, 8, 22, 31, middle, scales, KEPT, kind),
+            _weight(words, 4, 3, 12, middle, scales, KEPT, kind),
+            _weight(words, 12, 19, 28, middle, scales, KEPT, kind),
+            _weight(words, 16, 0, 14, middle, scales, KEPT, kind),
+            _weight(words, 24, 16, 30, middle, scales, KEPT, kind),
+            _weight(words, 20, 9, 13, middle, scales, KEPT, kind),
+            _weight(words, 28, 25, 29, middle, scales, KEPT, kind),
         )
 
 
@@ -240,9 +245,17 @@ def _lifted(scales):
 
 
 @triton.jit
-def _weight(words, SHIFT: tl.constexpr, middle, scales, KEPT: tl.constexpr, kind: tl.constexpr):
-    """Of the code from bit SHIFT on."""
-    weight = number((words >> SHIFT) & 15, KEPT)
+def _weight(
+    words, SHIFT: tl.constexpr, MAGNITUDE: tl.constexpr, SIGN: tl.constexpr, middle, scales,
+    KEPT: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """Of the code from bit SHIFT on; of float4_e2m1, from bit MAGNITUDE on and with bit SIGN."""
+    if KEPT.numbers == "float4_e2m1":
+        # The same exponent and mantissa in the places of float8_e4m3fn, whose bias is 6 more.
+        bits = (((words >> SIGN) & 1) << 7) | (((words >> MAGNITUDE) & 7) << 2)
+        weight = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
+    else:
+        weight = ((words >> SHIFT) & 15).to(tl.float32)
     if middle is not None:
         weight -= middle
     elif KEPT.numbers == "uint4":
@@ -250,17 +263,6 @@ def _weight(words, SHIFT: tl.constexpr, middle, scales, KEPT: tl.constexpr, kind
     if scales is not None:
         weight *= scales
     return weight.to(kind)
-
-
-@triton.jit
-def number(code, KEPT: tl.constexpr):
-    """What 4 bits mean, float32."""
-    if KEPT.numbers == "float4_e2m1":
-        # The same exponent and mantissa in the places of float8_e4m3fn, whose bias is 6 more.
-        bits = ((code & 8) << 4) | ((code & 7) << 2)
-        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
-    else:
-        return code.to(tl.float32)
 
 
 FP4: tl.constexpr = tl.constexpr(FP4_ASM)

@@ -20,6 +20,11 @@ from torch import Tensor
 FP8_MAX = 448.0  # of float8_e4m3fn
 FP4_MAX = 6.0  # of float4_e2m1
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth: sign
+# Where a word has its codes: by four columns of it (the first or those 8 later) and pair of
+# columns, where the lower three bits begin and where the sign is, in the lower half of the word for
+# the first of the pair and in the upper one for the second. A shift and a mask, or two of them,
+# bring a pair to the places of two bfloat16's exponents and signs (codes.FP4_ASM).
+FP4_PLACES = {(0, 0): (6, 15), (1, 0): (3, 12), (0, 1): (0, 14), (1, 1): (9, 13)}
 # (type that codes are kept in, bits of a code)
 NUMBERS = {
     "float8_e4m3fn": (torch.float8_e4m3fn, 8),
@@ -223,9 +228,18 @@ Weight = Tensor | QuantizedWeight
 
 
 def pack_codes(codes: Tensor, format: WeightFormat) -> Tensor:
-    """[..., K] codes as they are kept: of 16 columns the first 8 in the lower halves of bytes."""
+    """[..., K] codes as they are kept. Of 4 bits, 16 columns are two words of four bytes: columns 0
+    to 3 and 8 to 11, the others. Of uint4 the first four are the lower halves of a word's bytes;
+    float4_e2m1 as FP4_PLACES says."""
     if format.bits == 8:
         return codes
+    if format.numbers == "float4_e2m1":
+        halves = codes.unflatten(-1, (-1, 2, 2, 2, 2)).short()
+        words = torch.zeros_like(halves[..., 0, :, 0, :])  # [..., words, halves of words]
+        for (eight, pair), (magnitude, sign) in FP4_PLACES.items():
+            code = halves[..., eight, :, pair, :]
+            words |= (code & 7) << magnitude | code >> 3 << sign
+        return words.view(torch.uint8).flatten(-3)
     halves = codes.unflatten(-1, (-1, 2, 8))
     return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
@@ -234,6 +248,12 @@ def unpack_codes(values: Tensor, format: WeightFormat) -> Tensor:
     """The reverse."""
     if format.bits == 8:
         return values
+    if format.numbers == "float4_e2m1":
+        words = values.view(torch.int16).unflatten(-1, (-1, 2, 2))
+        codes = values.new_empty(*words.shape[:-2], 2, 2, 2, 2)
+        for (eight, pair), (magnitude, sign) in FP4_PLACES.items():
+            codes[..., eight, :, pair, :] = words >> magnitude & 7 | (words >> sign & 1) << 3
+        return codes.flatten(-5)
     halves = values.unflatten(-1, (-1, 1, 8))
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.linear import reference
+from megatron_hybrid.kernels.linear import fp4_few, reference
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -126,6 +126,8 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     (rows, columns), tokens = weight.shape, x.shape[0]
     if format.activations == "none":
         x = plain_rows(x)
+        if fp4_few.can_multiply(x, weight, bias):
+            return fp4_few.multiply(x, weight)
         if tokens == 1 and can_chunk(weight):
             return multiply_row(x, weight, bias)
         if tokens <= FEW_TOKENS and columns * format.bits % 128 == 0:  # of tensor descriptors
