@@ -4,11 +4,14 @@ brings: for kernels whose threads' registers Triton does not let one choose."""
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 # Bytes of shared memory of a block of threads on GPUs from Hopper on.
 SHARED_MEMORY = 227 * 1024
@@ -30,15 +33,26 @@ def is_available(device: torch.device) -> bool:
     """Whether such kernels run there: on CUDA from Hopper on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    try:
+        torch.cuda._utils._get_gpu_rtc_library()
+    except OSError as error:
+        _log.warning("Slower kernels are used, since CUDA's NVRTC is not found: %s", error)
+        return False
+    return True
 
 
 @functools.cache
 def kernel(file: Path, name: str, shared_memory: int, device: torch.device) -> Kernel:
-    """`name`: of a __global__ function, with the arguments of a template."""
+    """`name`: of a __global__ function, with the arguments of a template. shared_memory: bytes that
+    it needs besides what its source declares."""
+    if shared_memory:
+        # More than 48 KB with what is declared must be asked for, which torch does from 48 KB on.
+        shared_memory = max(shared_memory, 48 * 1024)
     with torch.cuda.device(device):
         compiled = torch.cuda._compile_kernel(_source(file), name)
-        if shared_memory >= 48 * 1024:
+        if shared_memory:
             compiled.set_shared_memory_config(shared_memory)
     return Kernel(compiled, shared_memory)
 

@@ -17,7 +17,7 @@ from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 200, 300])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 65, 200, 300])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 512), (4096, 2048), (80, 160), (10304, 2688)])
 def test_every_format(name: str, tokens: int, rows: int, columns: int) -> None:
     check_multiply(
