@@ -49,7 +49,8 @@ def run(case: Case, bench: Bench, ceilings: Ceilings) -> dict[str, Any]:
         try:
             timings[label].append(time_calls([calls[label] for calls in sets], bench.device))
         except Exception as error:  # one kernel must not cost the figures of the others
-            row.setdefault("failed", {})[label] = f"{type(error).__name__}: {error}"[:300]
+            why = " ".join(str(error).split())  # in one line, or the table would break
+            row.setdefault("failed", {})[label] = f"{type(error).__name__}: {why}"[:300]
     for label, found in timings.items():
         if not found:
             continue
@@ -64,7 +65,7 @@ def run(case: Case, bench: Bench, ceilings: Ceilings) -> dict[str, Any]:
 
 # Padded, so that a terminal shows it as a table and a Markdown page takes it as it is.
 HEAD = (
-    f"| {'kernel':17} | {'size':34} | {'us':>10} | {'floor us':>8} | {'ratio':>7} "
+    f"| {'kernel':18} | {'size':34} | {'us':>10} | {'floor us':>8} | {'ratio':>7} "
     "| libraries, us |\n"
     "|---|---|---|---|---|---|"
 )
@@ -75,7 +76,7 @@ def describe(row: dict[str, Any], on_gpu: bool) -> str:
     others = [f"{label} {us:.1f}" for label, us in row["libraries_us"].items()]
     others += [f"{label} failed: {why}" for label, why in row.get("failed", {}).items()]
     return (
-        f"| {row['name']:17} | {row['shape']:34} | {row.get('us', math.nan):9.1f}{mark} "
+        f"| {row['name']:18} | {row['shape']:34} | {row.get('us', math.nan):9.1f}{mark} "
         f"| {row['floor_us']:8.1f} | {row.get('over_floor', math.nan):7.2f} | {', '.join(others)} |"
     )
 

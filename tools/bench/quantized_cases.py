@@ -1,5 +1,5 @@
 """Products with quantised weights, for tools/benchmark_kernels.py: dense ones of the model's widest
-projection, and experts; beside them the same in the model's own type."""
+projection, and experts; beside them the same in the model's own type, and on a GPU libraries'."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.linear.formats import WeightFormat
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from bench import humming_products
+from bench.recurrent_kinds import library
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, QuantizedRows
 from megatron_hybrid.models.config import HybridModelConfig
 
 if TYPE_CHECKING:
     from bench.kernel_cases import Bench, Calls, Case
+    from bench.timing import Call
 
 FORMATS = {
     "FP8": WeightFormat("float8_e4m3fn", activations="token"),
@@ -65,14 +68,59 @@ def linear_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
                 inputs: Inputs = x
                 if format.activations != "none":  # norms and activations leave them rounded
                     inputs = bench.kernels.linear.quantize_rows(x, format, None)
-                return {
+                calls: Calls = {
                     "ours": lambda: bench.kernels.linear.multiply(inputs, packed),
                     "not quantised": lambda: F.linear(x, weight),
                 }
+                return calls if bench.tiny else calls | _linear_libraries(x, inputs, packed)
 
             moved = _bytes(format, rows, columns) + tokens * (rows + columns) * bench.item
             flops = 2 * tokens * rows * columns * _time_of(format)
             yield case(f"linear {name}", f"{tokens} x {columns} to {rows}", moved, make, flops)
+
+
+def _linear_libraries(x: Tensor, inputs: Inputs, weight: QuantizedWeight) -> Calls:
+    """`inputs`: x as the format takes it."""
+    format = weight.format
+    if isinstance(inputs, QuantizedRows):
+        if format.numbers == "int8":
+            return _int_mm(inputs, weight)
+        return _scaled_mm(inputs, weight) if format.columns is None else _by_block(inputs, weight)
+    if format.numbers == "float4_e2m1" and library("humming"):
+        return {"humming": humming_products.products((weight, x))}
+    return {}
+
+
+def _int_mm(x: QuantizedRows, weight: QuantizedWeight) -> Calls:
+    values, transposed = x.values, weight.values.t()
+    if len(values) <= 16:  # it takes no fewer
+        return {}
+    return {"torch._int_mm (no scales)": lambda: torch._int_mm(values, transposed)}
+
+
+def _scaled_mm(x: QuantizedRows, weight: QuantizedWeight) -> Calls:
+    values, transposed = x.values, weight.values.t()
+    scales = x.scale.contiguous(), weight.scale.t()
+    return {
+        "torch._scaled_mm": lambda: torch._scaled_mm(
+            values, transposed, *scales, out_dtype=x.dtype, use_fast_accum=True
+        )
+    }
+
+
+def _by_block(x: QuantizedRows, weight: QuantizedWeight) -> Calls:
+    """cuBLASLt takes rows to a multiple of 4, their scales side by side, and weights' scales four
+    by four."""
+    below = (0, 0, 0, -len(x.values) % 4)
+    values = F.pad(x.values.view(torch.uint8), below).view(x.values.dtype)
+    scale = F.pad(x.scale, below).t().contiguous().t()
+    theirs = F.pad(weight.scale, (0, -weight.scale.shape[1] % 4)).t()
+    return {
+        "torch scaled_mm": lambda: F.scaled_mm(
+            values, weight.values.t(), scale, F.ScalingType.BlockWise1x128, theirs,
+            F.ScalingType.BlockWise128x128, output_dtype=x.dtype,
+        )
+    }  # fmt: skip
 
 
 def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
@@ -102,10 +150,11 @@ def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
                     *expert,
                 )
                 mix = bench.kernels.experts.mix
-                return {
+                calls: Calls = {
                     "ours": lambda: mix(x, chosen, shares, packed),
                     "not quantised": lambda: mix(x, chosen, shares, plain),
                 }
+                return calls if bench.tiny else calls | _expert_libraries(bench, x, chosen, packed)
 
             used = len(chosen.unique())  # experts whose weights are read
             moved = used * (_bytes(format, rows, width) + _bytes(format, width, inner))
@@ -113,3 +162,36 @@ def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
             pairs = tokens * config.experts_per_token
             flops = 2 * pairs * width * (rows + inner) * _time_of(format)
             yield case(f"experts {name}", f"{tokens} tokens", moved, make, flops)
+
+
+def _expert_libraries(bench: Bench, x: Tensor, chosen: Tensor, layer: ExpertWeights) -> Calls:
+    """Both products, but no activation and no sum of a token's experts."""
+    up, down = layer.up, layer.down
+    assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+    hidden = bench.normal(chosen.numel(), down.shape[-1])
+    if up.format == FORMATS["FP8"]:
+        return {"torch grouped (products alone)": _grouped(bench, x, hidden, chosen, up, down)}
+    if up.format == FORMATS["NVFP4"] and library("humming"):
+        both = humming_products.products((up, x), (down, hidden), chosen=chosen)
+        return {"humming (products alone)": both}
+    return {}
+
+
+def _grouped(
+    bench: Bench, x: Tensor, hidden: Tensor, chosen: Tensor, up: QuantizedWeight,
+    down: QuantizedWeight,
+) -> Call:  # fmt: skip
+    """Of pairs that are sorted by expert and rounded before."""
+    pairs = chosen.flatten()
+    ends = torch.bincount(pairs, minlength=up.shape[0]).cumsum(0).int()
+    gathered = x[pairs.argsort(stable=True) // chosen.shape[1]]
+    factors = []
+    for plain, weight in ((gathered, up), (hidden, down)):
+        rows = bench.kernels.linear.quantize_rows(plain, weight.format, None)
+        scales = rows.scale.flatten().contiguous(), weight.scale.flatten(1)
+        factors.append((rows.values, weight.values.transpose(-1, -2), *scales))
+
+    return lambda: [
+        torch._scaled_grouped_mm(*each, offs=ends, out_dtype=x.dtype, use_fast_accum=True)
+        for each in factors
+    ]
