@@ -29,7 +29,7 @@ def drafting(
     with reference_server(folder, num_speculative_tokens=6) as (http, running):
         running.engine.runner.asynchronous = request.param
         yield http
-        # How many have held depends on when a stop string ended an answer: a longer one, if need be.
+        # How many have held depends on when a stop string ended an answer. If too few: a long one.
         if accepted(http) <= 20:
             body = {**BODY, "temperature": 0.0, "max_tokens": 400}
             assert answer(http, body) == answer(reference_http, body)
