@@ -50,11 +50,11 @@ MODES = pytest.mark.parametrize("mode", ["extract", "break"])  # where chunks of
 Prompt = list[int]
 
 
-# Three kinds go through every test, the others through ESSENTIAL, which is what each family's
+# Two kinds go through every test, the others through ESSENTIAL, which is what each family's
 # layers do by themselves: who shares what, who waits and who is sampled does not depend on the
 # family. test_logits.py has every family's logits in chunks, from a checkpoint and in bfloat16.
 # TESTS=all: all of them, everything.
-FULLY_TESTED = ("nemotron_h", "qwen3_next", "in_flight")
+FULLY_TESTED = ("nemotron_h", "in_flight")
 ESSENTIAL = {
     "test_batched_cold_and_warm_equal_transformers",
     "test_prompts_cut_into_tiny_chunks_equal_transformers",
@@ -70,7 +70,7 @@ LIKE_OTHERS = {
     *("lfm2_moe", "qwen3_5"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
-DRAFTED = {"bamba", "falcon_h1", "zamba2", "jamba", "lfm2"}
+DRAFTED = {"qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2"}
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 
 
