@@ -12,7 +12,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as thorough what the module's `is_thorough(test, **parameters)` says."""
     for item in items:
         asked = getattr(getattr(item, "module", None), "is_thorough", None)
-        if asked is not None and asked(item.originalname, **item.callspec.params):  # type: ignore[attr-defined]
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if asked is not None and asked(item.originalname, **parameters):  # type: ignore[attr-defined]
             item.add_marker(thorough)
 
 

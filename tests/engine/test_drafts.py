@@ -98,7 +98,7 @@ def test_the_cache_skips_what_it_skips_without_drafts(
     asynchronous: bool, kind: str, exact_ends: bool, drafts: int
 ):
     options = {"asynchronous": asynchronous, "exact_ends": exact_ends, "cached_slots": 200}
-    options["num_blocks"] = 4000
+    options["num_blocks"] = 1500
     plain = converse(engine_with(0, kind, **options), stop_ids=(3, 5))
     engine = engine_with(drafts, kind, **options)
     assert converse(engine, stop_ids=(3, 5)) == plain

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_hybrid import LLM, SamplingParams
+from tests.thorough import usually
 from tests.tiny_models import make_tiny_model
 
 Engine = Callable[..., LLM]
@@ -19,7 +20,8 @@ AT_ONCE = pytest.mark.parametrize("at_once", [True, False])
 _GENERATOR = torch.Generator().manual_seed(0)
 T, U = torch.randint(0, 160, (2, 1000), generator=_GENERATOR).tolist()
 FIVE = [T[:300], T[:800], T[:800], T[:800], T[:800] + U[:300]]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+# With either, no answer comes to a position on the grid.
+PARAMS = SamplingParams(temperature=0.0, max_tokens=usually(16, 64), ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,7 @@ WAYS = {
 # (family, way, with a step in flight)
 CASES = usually(
     [
-        *(("nemotron_h", way, False) for way in WAYS),
-        *(("nemotron_h", way, True) for way in ("extract", "rings", "drafts")),
+        *(("nemotron_h", way, way in ("rings", "drafts")) for way in WAYS),
         *((family, "extract", True) for family in FAMILIES[1:]),
     ],
     list(product(FAMILIES, WAYS, (False, True))),

@@ -13,7 +13,7 @@ U = random_tokens(2, 2000)
 pytestmark = pytest.mark.usefixtures("asynchronous")
 
 MODES = pytest.mark.parametrize("mode", ["extract", "break"])
-BUDGETS = pytest.mark.parametrize("budget", usually([8192, 300, 100], [8192, 300, 256, 128, 100]))
+BUDGETS = pytest.mark.parametrize("budget", usually([8192, 100], [8192, 300, 256, 128, 100]))
 
 
 def big_engine(mode: str, budget: int = 8192, **options):  # type: ignore[no-untyped-def]

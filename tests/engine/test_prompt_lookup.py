@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from megatron_hybrid.engine.prompt_lookup import SIZES, PromptLookup
 from megatron_hybrid.execution.plan import NO_DRAFT
+from tests.thorough import usually
 
 WORDS = st.lists(st.integers(0, 3), max_size=40)
 # rows and what each of them goes on with
@@ -49,7 +50,7 @@ def test_a_step_in_which_no_text_grows_changes_no_guess():
 
 
 @given(st.lists(WORDS, min_size=3, max_size=3), st.lists(STEP, max_size=12), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=usually(100, 300), deadline=None)
 def test_a_guess_goes_on_from_where_the_text_was_last(
     first: list[list[int]], steps: list[dict[int, list[int]]], count: int
 ):
@@ -67,7 +68,7 @@ def test_a_guess_goes_on_from_where_the_text_was_last(
 
 
 @given(st.lists(WORDS, min_size=2, max_size=6), st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=usually(100, 200), deadline=None)
 def test_neither_runs_with_the_same_hash_nor_former_texts_are_mistaken(
     texts: list[list[int]], count: int
 ):
@@ -92,7 +93,7 @@ TEXTS = st.lists(
 
 
 @given(TEXTS, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=usually(100, 300), deadline=None)
 def test_texts_of_the_same_salt_are_shared_and_no_others(
     begun: list[tuple[int, str, list[int]]], count: int
 ):

@@ -73,6 +73,9 @@ def values(llm: LLM) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in model_of(llm).named_parameters()}
 
 
+ROUNDINGS = ("fp8", "fp8_block")
+
+
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(value.view(torch.uint8), second[name].view(torch.uint8))
@@ -81,8 +84,10 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_moe", "lfm2"])
+ROUNDED = [(family, name) for family in ("nemotron_h", "qwen3_5_moe", "lfm2") for name in ROUNDINGS]
+
+
+@pytest.mark.parametrize(("family", "quantization"), usually(ROUNDED[::3] + ROUNDED[4:], ROUNDED))
 def test_weights_are_rounded_while_they_are_read(
     family: str, quantization: str, folders: Folders
 ) -> None:

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 def large_engine(**options):  # type: ignore[no-untyped-def]
     block = options.get("block_size", 64)
     defaults = {
-        "block_size": 64, "kernel_chunk": 128, "num_blocks": 200_000 // block, "max_requests": 40,
+        "block_size": 64, "kernel_chunk": 128, "num_blocks": 60_000 // block, "max_requests": 40,
         "cached_slots": 200, "max_tokens": 8192, "max_seq_length": 8192, "exact_ends": True,
         "interval": 1024,
     }  # fmt: skip
@@ -131,7 +131,9 @@ def test_an_answer_that_was_cut_short_is_continued_from_where_it_was():
 
 
 def test_the_same_prompt_again_computes_nothing_at_every_length():
-    engine = large_engine(block_size=16, kernel_chunk=32, interval=0, cached_slots=400)
+    engine = large_engine(
+        block_size=16, kernel_chunk=32, interval=0, cached_slots=400, num_blocks=1000
+    )
     for length in (*range(1, 70), 500):
         prompt = own(length % 100, 600)[:length]
         generate(engine, [prompt])

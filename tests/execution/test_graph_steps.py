@@ -42,6 +42,40 @@ DRAFTS = 3
 WITH_DRAFTS = [GraphSize(2), GraphSize(4, drafts=4 * DRAFTS)]
 
 
+# As few layers and heads as have all that a step has: each takes the interpreter its time.
+MIXER = {"mamba_num_heads": 4, "mamba_head_dim": 32}
+SMALL: dict[str, dict[str, Any]] = {
+    "bamba": {
+        "num_hidden_layers": 2,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+    },
+    "nemotron_h_moe": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        **MIXER,
+    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"], **MIXER},
+    "llama": {"num_hidden_layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(
+    tmp_path_factory: pytest.TempPathFactory, parallel: ParallelContext
+) -> Callable[[str], TinyModel]:
+    """The small model of a family, made once."""
+    made: dict[str, TinyModel] = {}
+
+    def get(family: str) -> TinyModel:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = TinyModel(family, folder, parallel, **SMALL.get(family, {}))
+        return made[family]
+
+    return get
+
+
 class Imitation:
     """Of CudaGraphs."""
 
@@ -229,7 +263,7 @@ def test_padded_steps_with_drafts_of_a_head_compute_what_unpadded_ones_do(
 ) -> None:
     """A graph makes as many drafts for every row, padding included, as one may have. Before the
     last steps some states are not written."""
-    oracle = make_mtp_model(family, tmp_path, agrees=True)
+    oracle = make_mtp_model(family, tmp_path, agrees=True, **SMALL.get(family, {}))
     ours: Any = SimpleNamespace(ours=load(tmp_path, parallel, mtp=True))
     both = Both(ours, parallel, WITH_DRAFTS, DRAFTS, write_interval=4)
     prompts = [random_tokens(n, seed=n) for n in (15, 1, 9)]

@@ -15,6 +15,7 @@ from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 from tests.execution.steps import BLOCK, VOCAB, Steps, chunk
 from tests.models.conftest import TinyModel, random_tokens
+from tests.thorough import usually
 
 Tiny = Callable[[str], TinyModel]
 Model = Callable[[str, torch.dtype], HybridModel]
@@ -174,7 +175,8 @@ def test_a_chunk_goes_on_from_any_position(
     decodes of other lengths and another such chunk."""
     text = random_tokens(60, seed=2)
     expected = tiny(family).expected(text)
-    for start in range(1, 34):
+    # in CI each length has half of the positions, and two lengths have all of them
+    for start in range(1 + usually(length % 2, 0), 34, usually(2, 1)):
         steps = Steps(tiny(family).ours, parallel)
         steps.row(0, [3, 9, 4, 7], slot=20)
         left = chunk(0, 0, start, prompt=text, write_slot=20, samples=False)

@@ -20,6 +20,7 @@ from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
+from tests.thorough import usually
 
 CHUNK = 16
 LONGEST = 2 * CHUNK + 1
@@ -274,8 +275,13 @@ def texts(recurrence: Recurrence) -> list[Text]:
     return [Text(data, *recurrence.token_loop(data)) for data in drawn]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-@pytest.mark.parametrize("length", range(1, LONGEST + 1))
+LENGTHS = range(1, LONGEST + 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "packed"),
+    [(length, False) for length in LENGTHS[:: usually(3, 1)]] + [(n, True) for n in LENGTHS],
+)
 def test_a_segment_may_start_and_end_anywhere(
     recurrence: Recurrence, texts: list[Text], length: int, packed: bool
 ) -> None:

@@ -9,14 +9,17 @@ import torch
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 from tests.kernels.activation_cases import check_activate, check_gate
+from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
 
+TYPES = (torch.float32, torch.bfloat16)
+SIZES = [(columns, dtype) for columns in (1, 12, 700) for dtype in TYPES]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 12, 700])
+
+@pytest.mark.parametrize(("columns", "dtype"), usually(SIZES[::3] + SIZES[4:], SIZES))
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -30,12 +30,16 @@ class TinyModel:
         self.folder = folder
         self.theirs: PreTrainedModel = make_tiny_model(family, folder, **overrides)
         self.ours: HybridModel = load(folder, parallel)
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     def expected(self, tokens: list[int]) -> Tensor:
-        """transformers' logits [tokens, vocab] by full recompute."""
-        with torch.no_grad():
-            logits: Tensor = self.theirs(torch.tensor([tokens]), use_cache=False).logits
-        return logits[0].float()
+        """transformers' logits [tokens, vocab] by full recompute, once for each text."""
+        key = tuple(tokens)
+        if key not in self._known:
+            with torch.no_grad():
+                logits: Tensor = self.theirs(torch.tensor([tokens]), use_cache=False).logits
+            self._known[key] = logits[0].float()
+        return self._known[key]
 
 
 def load(folder: Path, parallel: ParallelContext, **options: Any) -> HybridModel:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import ServerOptions
@@ -220,7 +221,7 @@ def test_two_front_ends_wait_for_the_same_pause(running: RunningLoop, engine: Fa
 
 
 def test_a_real_server_changes_its_weights(tmp_path: Path, tokenizer_folder: Path):
-    """Its answers are those of a server that was started with them."""
+    """Its answers are those of a model that was loaded with them."""
     for name, seed in (("a", 1), ("b", 2)):
         make_tiny_model("bamba", tmp_path / name, seed=seed, vocab_size=512)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -245,8 +246,14 @@ def test_a_real_server_changes_its_weights(tmp_path: Path, tokenizer_folder: Pat
         "--inference-dynamic-batching-buffer-size-gb", "0.02",
         "--inference-dynamic-batching-block-size", "16",
     )  # fmt: skip
-    with ServerProcess(*command, "--load", str(tmp_path / "b"), OMP_NUM_THREADS="1") as server:
-        expected, _ = ask()
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    new = LLM(
+        str(tmp_path / "b"),
+        device="cpu",
+        inference_dynamic_batching_buffer_size_gb=0.02,
+        inference_dynamic_batching_block_size=16,
+    )
+    expected = new.generate([list(range(40))], greedy, progress=False)[0].text
     with ServerProcess(*command, "--load", str(tmp_path / "a"), OMP_NUM_THREADS="1") as server:
         old, _ = ask()
         assert ask() == (old, 40) and old != expected
