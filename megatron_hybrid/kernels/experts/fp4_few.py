@@ -21,12 +21,8 @@ def can_mix(layer: ExpertWeights, pairs: int, dtype: torch.dtype) -> bool:
     """Whether these kernels are for so many pairs and the layer's weights."""
     num_experts = layer.up.shape[0]
     few = pairs <= FEW_PAIRS * (num_experts + layer.elsewhere) and num_experts <= MOST_EXPERTS
-    return few and fits(layer.up, dtype) and fits(layer.down, dtype) and _is_even(layer)
-
-
-def _is_even(layer: ExpertWeights) -> bool:
-    """Whether 16 rows of the weight are all gates or none."""
-    return layer.down.shape[-1] % 16 == 0
+    whole = layer.down.shape[-1] % 16 == 0  # 16 rows of `up` are all gates or none
+    return few and whole and fits(layer.up, dtype) and fits(layer.down, dtype)
 
 
 def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
@@ -35,9 +31,9 @@ def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
     pairs, partial = tokens * chosen, layer.elsewhere > 0
-    slots = None if tokens <= FEW_TOKENS else group(experts.int(), num_experts)
-    blocks = pairs if slots is None else _most_blocks(pairs, num_experts)
     experts = experts.int()
+    slots = None if tokens <= FEW_TOKENS else group(experts, num_experts)
+    blocks = pairs if slots is None else _most_blocks(pairs, num_experts)
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     launch(
         "UP", x, up, hidden, blocks=blocks, experts=experts, slots=slots, chosen=chosen,
