@@ -31,8 +31,21 @@ PRECISIONS = pytest.mark.parametrize(
 )
 
 
+FAMILIES = ("bamba", "falcon_mamba", "lfm2")
+
+
 @pytest.fixture(scope="module")
-def libraries() -> Iterator[SimpleNamespace]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of models, by family."""
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        make_tiny_model(family, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def libraries(folders: dict[str, Path]) -> Iterator[SimpleNamespace]:
+    """After transformers' models were made, which would keep the stand-ins for other tests."""
     with pytest.MonkeyPatch.context() as patch:
         yield library_stand_ins.install(patch)
 
@@ -76,13 +89,15 @@ def test_a_state_in_the_middle_of_a_segment_is_a_mistake() -> None:
         WholeSegments.of(prefill_segments([Segment(0, 20, 0, 1, [(16, 2)])]), 16)
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon_mamba", "lfm2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_breaks_prompts_where_states_are_kept(
-    family: str, libraries: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    libraries: SimpleNamespace,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU, and so with the stand-ins: the same greedy tokens as the reference's, cold and
     with what is cached."""
-    make_tiny_model(family, tmp_path)
     text = torch.randint(0, 160, (70,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [text[:50], text, text[:64] + [1, 2, 3], text[:3]]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -97,7 +112,7 @@ def test_an_engine_breaks_prompts_where_states_are_kept(
     def answers(llm: LLM) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(prompts, params)]
 
-    expected = answers(LLM(str(tmp_path), **options))
+    expected = answers(LLM(str(folders[family]), **options))
     kernels = replace(
         kernel_set.REFERENCE,
         conv=libraries.causal_conv1d,
@@ -109,7 +124,7 @@ def test_an_engine_breaks_prompts_where_states_are_kept(
         has_runs=False,
     )
     monkeypatch.setattr(build.kernel_set, "select", lambda name, device: kernels)
-    llm = LLM(str(tmp_path), **options)
+    llm = LLM(str(folders[family]), **options)
     assert answers(llm) == expected
     assert answers(llm) == expected
     warm = llm.generate([prompts[1]], params)[0]
