@@ -23,7 +23,7 @@ constexpr int CONSUMERS = 32 * WARPS;
 constexpr int INPUTS = 8;   // rows of a block
 constexpr int STEP = 128;   // columns that a warp takes at a time: 32 a thread, four threads a row
 constexpr int STAGES = 2;   // items in shared memory
-constexpr int NOTES = 2 * STAGES;
+constexpr int NOTES = 2 * STAGES;  // whose inputs are noted: some threads still read the last item's
 
 // What is computed: y = W x; act(W x), of pairs, perhaps times a second half of the rows; a share of
 // W x, of pairs.
