@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from megatron_hybrid.models.checkpoints.quantized_weights import (
     weight_format,
 )
 from megatron_hybrid.models.checkpoints.weight_source import FolderSource
-from megatron_hybrid.models.families.family import Location
+from megatron_hybrid.models.config import EXPERTS, HybridModelConfig
+from megatron_hybrid.models.families.family import GATED, Location
 
 # What the tensor with a weight's numbers is called behind the layer's name. Of stacked experts the
 # tensor has the layer's name itself.
@@ -66,6 +67,10 @@ def weights_of(source: FolderSource) -> dict[str, Weight]:
     for name, own in source.names.items():
         if name not in used and not is_kv_scale(name) and not source.ignores(name):
             found[own] = Weight(own, math.prod(source.shape(name)), _reader(source, name))
+    for name, experts in _single_experts(source, found).items():
+        for one in experts:
+            del found[one.name]
+        found[name] = _stacked(name, experts, source.config)
     return found
 
 
@@ -108,6 +113,37 @@ def _quantized(source: FolderSource) -> Iterator[tuple[Weight, set[str]]]:
         bits = NUMBERS[stored.numbers][1]
         weight = Weight(plain + place[len(module) :], numel, read, roundings, shown, bits)
         yield weight, parts[0].all_names
+
+
+def _single_experts(source: FolderSource, found: Mapping[str, Weight]) -> dict[str, list[Weight]]:
+    """The weights of experts, one after the other, that the folder has one by one though the
+    family, and transformers with it, has them in one tensor: by its name."""
+    single = defaultdict[str, list[Weight]](list)
+    config = source.config
+    for block in range(len(config.pattern)):
+        if config.moe is None or config.letter(block) != EXPERTS:
+            continue
+        for expert in range(config.moe.num_experts):
+            for projection in GATED:
+                usual, *others = source.places(block, f"mixer.experts.{expert}.{projection}.weight")
+                if usual.index is not None:
+                    single[usual.name] += [found[one.name] for one in others if one.name in found]
+    return {name: experts for name, experts in single.items() if experts}
+
+
+def _stacked(name: str, parts: list[Weight], config: HybridModelConfig) -> Weight:
+    """One weight of all experts, of the same number of parts of each."""
+    assert config.moe is not None
+    experts = config.moe.num_experts
+
+    def read() -> Tensor:
+        return torch.cat([part.read() for part in parts]).unflatten(0, (experts, -1))
+
+    def roundings() -> list[InputRounding]:  # which all parts of an expert share
+        return [one for part in parts[:: len(parts) // experts] for one in part.roundings()]
+
+    numel = sum(part.numel for part in parts)
+    return Weight(name, numel, read, roundings, parts[0].format, parts[0].bits)
 
 
 def _whole_shape(

@@ -3,12 +3,16 @@ inputs are quantised too, transformers' with inputs rounded in the same way."""
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -16,12 +20,12 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load, random_tokens
 from tests.models.driver import run_in_segments
-from tests.quantized_folders import FORMATS, write
+from tests.quantized_folders import FORMATS, read, write
 from tests.rounded_activations import RoundedActivations
 from tests.thorough import usually
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import FAMILIES, make_tiny_model
 
-FAMILIES = ("nemotron_h", "qwen3_5_moe", "lfm2")
+SHOWN = ("nemotron_h", "qwen3_5_moe", "lfm2")  # of those whose inputs are rounded
 # Several blocks in a weight, the last rows ragged; None where the format has no blocks.
 BLOCK = (48, 32)
 # The root mean square of a number's relative rounding error. e4m3 has steps of 1/8 between powers
@@ -38,14 +42,15 @@ MARGIN = {"nemotron_h": 1.0, "qwen3_5_moe": 1.5, "lfm2": 1.0}
 WITH_ROUNDED_INPUTS = tuple(f for f in FORMATS if "fp8" in f or "int8" in f or "mixed" in f)
 WEIGHT_ONLY = tuple(f for f in FORMATS if f not in WITH_ROUNDED_INPUTS)
 
-SEVERAL = [(family, format) for format in WEIGHT_ONLY for family in FAMILIES]
+EACH = [(family, format) for format in WEIGHT_ONLY for family in FAMILIES]
 SOME = [
     ("nemotron_h", "compressed_w4a16"),
     ("qwen3_5_moe", "compressed_nvfp4"),
     ("nemotron_h", "gptq_act_order"),
     ("lfm2", "awq"),
+    ("granite_moe_hybrid", "modelopt_nvfp4"),
 ]
-SEVERAL_ROUNDED = [(family, format) for format in WITH_ROUNDED_INPUTS for family in FAMILIES]
+SEVERAL_ROUNDED = [(family, format) for format in WITH_ROUNDED_INPUTS for family in SHOWN]
 SOME_ROUNDED = [
     ("qwen3_5_moe", "fp8_block"),
     ("nemotron_h", "modelopt_fp8"),
@@ -89,7 +94,11 @@ def make(tmp_path_factory: pytest.TempPathFactory, parallel: ParallelContext) ->
             make_tiny_model(family, sources[family])
         if (family, format) not in made:
             root = tmp_path_factory.mktemp(f"{family}-{format}")
-            write(sources[family], format, root / "quantized", root / "oracle", block=BLOCK)
+            group = 8 if family == "zamba2" else 16  # as wide as its adapters
+            write(
+                sources[family], format, root / "quantized", root / "oracle", block=BLOCK,
+                group=group,
+            )  # fmt: skip
             made[family, format] = Quantized(
                 root / "quantized",
                 root / "oracle",
@@ -115,7 +124,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("family", "format"), usually(SOME, SEVERAL))
+@pytest.mark.parametrize(("family", "format"), usually(SOME, EACH))
 def test_weights_alone_are_computed_with_exactly(make: Make, family: str, format: str) -> None:
     model, tokens = make(family, format), random_tokens(60)
     expected = model.expected(tokens)
@@ -158,3 +167,68 @@ def test_rounded_inputs_cost_no_more_than_the_roundings_add_up_to(
     assert error < MARGIN[family] * rounding * IN_SEQUENCE[family] ** 0.5
     theirs = float((model.rounded(tokens) - expected).std() / expected.std())
     assert 0.5 < error / theirs < 2
+
+
+def stack_experts(folder: Path, stacked: Path) -> None:
+    """The same weights with all experts of a layer in one tensor, as the family or transformers
+    names it."""
+    experts = defaultdict[tuple[str, str], dict[tuple[str, int], Tensor]](dict)
+    tensors = {}
+    for name, tensor in read(folder).items():
+        match = re.fullmatch(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(.*)", name)
+        if match is None:
+            tensors[name] = tensor
+        elif match[4] != "weight_shape":
+            experts[match[1], match[4]][match[3], int(match[2])] = tensor
+    for (layer, last), parts in experts.items():
+        for group, ours, theirs in (("gate up", "gate_up", "input"), ("down", "down", "output")):
+            names = [name for name in group.split() if (name, 0) in parts]
+            count = len({index for _, index in parts})
+            each = [torch.cat([parts[name, i] for name in names]) for i in range(count)]
+            whole = f"{layer}.{theirs}_linear.{last}"
+            if not layer.endswith("block_sparse_moe"):  # Granite's
+                ours = ours if len(names) > 1 else names[0]
+                whole = f"{layer}.experts.{ours}_proj{last.removeprefix('weight')}"
+            tensors[whole] = torch.stack(each)
+    stacked.mkdir()
+    shutil.copy(folder / "config.json", stacked)
+    save_file(tensors, stacked / "model.safetensors", {"format": "pt"})
+
+
+IN_ONE_TENSOR = ("compressed_fp8_channel", "fp8_block", "compressed_w4a16_asymmetric")
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    usually(
+        [("granite_moe_hybrid", "compressed_fp8_channel"), ("qwen3_5_moe", "fp8_block")],
+        [
+            (family, format)
+            for family in ("granite_moe_hybrid", "qwen3_5_moe", "nemotron_h_moe")
+            for format in IN_ONE_TENSOR
+        ],
+    ),
+)
+def test_experts_in_one_tensor_are_those_that_are_single(
+    family: str, format: str, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    make_tiny_model(family, tmp_path / "source")
+    write(tmp_path / "source", format, tmp_path / "single", tmp_path / "oracle", block=(16, 16))
+    stack_experts(tmp_path / "single", tmp_path / "stacked")
+    single, stacked = (load(tmp_path / name, parallel) for name in ("single", "stacked"))
+    assert single.weight_bytes() == stacked.weight_bytes()
+    logits = [run_in_segments(model, random_tokens(40), []) for model in (single, stacked)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["granite_moe_hybrid", *usually([], ["qwen3_5_moe", "lfm2"])])
+def test_random_weights_are_kept_in_the_formats_that_are_said(
+    family: str, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """Also of a configuration that names experts one by one, and some linears alone."""
+    make_tiny_model(family, tmp_path / "source")
+    write(tmp_path / "source", "modelopt_mixed", tmp_path / "made", tmp_path / "oracle")
+    stored = load(tmp_path / "made", parallel).weight_bytes()
+    (tmp_path / "made" / "model.safetensors").unlink()
+    assert load(tmp_path / "made", parallel, load_format="dummy").weight_bytes() == stored
+    assert len(stored) > 2

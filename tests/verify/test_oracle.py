@@ -26,7 +26,8 @@ from tests.tiny_models import FAMILIES, make_tiny_model
 CPU = torch.device("cpu")
 SEQUENCES = [tuple(range(3, 73)), tuple(range(90, 123))]
 SOME = [("qwen3_5_moe", "gptq"), ("nemotron_h_moe", "compressed_nvfp4")]
-EVERY = [(family, format) for format in FORMATS for family in ("qwen3_5_moe", "nemotron_h_moe")]
+WITH_EXPERTS = ("qwen3_5_moe", "nemotron_h_moe", "granite_moe_hybrid")
+EVERY = [(family, format) for format in FORMATS for family in WITH_EXPERTS]
 
 
 def ours(folder: Path, *, by_layer: bool) -> list[Tensor]:

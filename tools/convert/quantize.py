@@ -50,16 +50,17 @@ def quantize_folder(
     make_folder(target)
     config = folder.config
     with open_folder(folder, config) as opened:
-        linears = dict(_linears(folder, opened))
-        if scheme == "w4a16":
-            odd = {n for n, (_, shape) in linears.items() if shape[1] % group_size or shape[1] % 16}
-            linears = {name: found for name, found in linears.items() if name not in odd}
+        linears = {
+            name: (places, shape)
+            for name, places, shape in _linears(folder, opened)
+            if scheme != "w4a16" or not (shape[1] % group_size or shape[1] % 16)
+        }
         if not linears:
             raise ConfigurationError(
                 f"No layer of {source} has columns that --group-size {group_size} divides."
             )
         writer = Shards(target, max_shard_bytes)
-        inside = {place.name for place, _ in linears.values()}
+        inside = {place.name for places, _ in linears.values() for place in places}
         left = []
         for name in tqdm(sorted(opened.names), unit="tensor", disable=not progress):
             if name in inside:
@@ -68,10 +69,10 @@ def quantize_folder(
             writer.add(own, whole_tensor(opened, Location(name)))
             if own.endswith(".weight") and len(opened.shape(name)) == 2:
                 left.append(own.removesuffix(".weight"))
-        for module, (place, shape) in tqdm(
+        for module, (places, shape) in tqdm(
             linears.items(), unit="layer", desc="rounding", disable=not progress
         ):
-            weight = _part(opened, place, shape)
+            weight = _part(opened, places[0], shape)
             for name, tensor in _stored(weight, scheme, group_size).items():
                 writer.add(f"{module}.{name}", tensor)
         writer.end()
@@ -80,8 +81,9 @@ def quantize_folder(
 
 def _linears(
     folder: ModelFolder, source: FolderSource
-) -> Iterator[tuple[str, tuple[Location, tuple[int, int]]]]:
-    """By the names that they have one by one: where the weights are, and their shapes."""
+) -> Iterator[tuple[str, list[Location], tuple[int, int]]]:
+    """By name, one by one where that is usual: where the weights are, and their shapes. Those of a
+    shared layer may be in several places."""
     config = folder.config
     with torch.device("meta"):
         model = HybridModel(
@@ -93,23 +95,30 @@ def _linears(
             continue
         places = source.places(block, part.role)
         there = [place for place in places if place.name in source.names]
-        if there:
-            rows, columns = part.shape
-            own = _own_name(places[0].name, there[0], source)
-            yield own.removesuffix(".weight"), (there[0], (rows, columns))
+        if not there:
+            continue
+        rows, columns = part.shape
+        single = next((place for place in places if place.index is None), there[0])
+        if single.parts > 1:  # whole, as everybody has it
+            there = [Location(place.name) for place in there]
+            rows *= single.parts
+        own = _own_name(single.name, there[0].name, source)
+        yield own.removesuffix(".weight"), there, (rows, columns)
 
 
-def _own_name(usual: str, place: Location, source: FolderSource) -> str:
-    """The usual name of a weight in the spelling of the checkpoint, which has it in `place`."""
-    own = source.names[place.name]
-    if place.name == usual:
+def _own_name(wanted: str, name: str, source: FolderSource) -> str:
+    """The name of a weight in the spelling of the checkpoint, which has it in tensor `name`."""
+    own = source.names[name]
+    if wanted == name:
         return own
-    # what comes before the parts that both spellings have in common
-    common = place.name
-    while not own.endswith(common):
-        common = common.partition(".")[2]
-    changed, kept = place.name.removesuffix(common), own.removesuffix(common)
-    return kept + usual.removeprefix(changed)
+    common = []  # "model.layers.0.mlp", of which authors spell the beginning in other ways
+    for ours, theirs in zip(wanted.split("."), name.split("."), strict=False):
+        if ours != theirs:
+            break
+        common.append(ours)
+    ends = (".".join(common[start:]) + "." for start in range(len(common)))
+    end = next(end for end in ends if end in own)
+    return own[: own.index(end)] + end + wanted.removeprefix(".".join(common) + ".")
 
 
 def _part(source: FolderSource, place: Location, shape: tuple[int, int]) -> Tensor:

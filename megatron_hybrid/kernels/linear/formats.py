@@ -95,7 +95,7 @@ class WeightFormat:
             largest = blocks.abs().amax((1, 3))
             scale = largest / _largest_number(self.numbers)
             if self.numbers == "float4_e2m1":  # two scales: one for the whole, e4m3 for a block
-                row_scale = (largest.max() / (FP4_MAX * FP8_MAX)).clamp(min=1e-30).expand(rows)
+                row_scale = (largest.max() / (FP4_MAX * FP8_MAX)).clamp(min=1e-30).repeat(rows)
                 scale = (scale / row_scale[0]).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
             scale = torch.where(scale.float() > 0, scale.float(), 1).to(scale.dtype)
         factor = scale.float() * (1 if row_scale is None else row_scale[0])

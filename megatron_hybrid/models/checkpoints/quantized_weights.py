@@ -5,7 +5,7 @@ A rank reads its rectangle of a weight: codes, and of the scales those that it n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,22 @@ def stored_format(
         return stored
     scales = (f"{name}_scale", f"{name}_scale_inv", f"{module}.scales")
     return stored if any(scale in names for scale in scales) else None
+
+
+def used_place(
+    said: Quantization, places: Sequence[Location], names: Collection[str] | None
+) -> Location:
+    """Of the places where a weight may be, the usual one first, the one where it is. `names`: of
+    the tensors that are there; None if nobody has looked: then one of which the configuration says
+    something."""
+    for place in places:
+        module = place.name.removesuffix(".weight")
+        if names is None:
+            if said.format_of(module) is not None:
+                return place
+        elif any(one in names for one in (place.name, f"{place.name}_packed", f"{module}.qweight")):
+            return place
+    return places[0]
 
 
 @dataclass(frozen=True, slots=True)

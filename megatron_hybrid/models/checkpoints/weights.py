@@ -27,6 +27,7 @@ from megatron_hybrid.models.checkpoints.kv_scales import read_kv_scales
 from megatron_hybrid.models.checkpoints.quantized_weights import (
     StoredWeight,
     stored_format,
+    used_place,
     weight_format,
 )
 from megatron_hybrid.models.checkpoints.weight_source import (
@@ -124,8 +125,8 @@ def formats_of(
 
     def format_of(block: int | None, role: str) -> WeightFormat | None:
         if said is not None:
-            place = family_of(config.model_type).places(config, block, role)[0]
-            return weight_format(stored_format(said, place.name, names))
+            places = family_of(config.model_type).places(config, block, role)
+            return weight_format(stored_format(said, used_place(said, places, names).name, names))
         if quantization is None or NEVER_ROUNDED.search(role):
             return None
         return ON_THE_FLY[quantization]

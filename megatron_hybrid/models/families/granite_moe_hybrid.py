@@ -14,7 +14,8 @@ from megatron_hybrid.models.families.raw_config import RawConfig
 
 
 class GraniteMoeHybrid(TwoBlockFamily):
-    """Its experts are always stacked, gates and up projections one tensor."""
+    """Its experts are stacked, gates and up projections one tensor; but where they are quantised,
+    they may be single."""
 
     model_types = ("granitemoehybrid",)
     renames = (
@@ -57,5 +58,8 @@ class GraniteMoeHybrid(TwoBlockFamily):
         part, parts = GATED[projection]
         if expert and config.moe is not None:
             name = f"{layer}.block_sparse_moe.{tensor}.weight"
-            return [Location(name, int(expert[1]), config.moe.num_experts, part, parts)]
+            return [
+                Location(name, int(expert[1]), config.moe.num_experts, part, parts),
+                Location(f"{layer}.block_sparse_moe.{role}"),
+            ]
         return [Location(f"{layer}.shared_mlp.{tensor}.weight", part=part, parts=parts)]
