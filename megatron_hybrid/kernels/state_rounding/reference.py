@@ -11,21 +11,27 @@ import torch
 from torch import Tensor
 
 LARGEST = 65504.0  # of float16, where larger numbers end
+SMALLEST = 2.0**-14  # of float16's numbers whose steps grow with them
 _BITS = 13  # of a fraction, that float32 has and float16 has not
 _MASK = 0xFFFFFFFF
 
 
 def rounded(values: Tensor, seed: int, positions: Tensor) -> Tensor:
-    """values [N, ...] float32, positions [N] -> float16 of the same shape."""
-    flat = values.flatten(1)
+    """values [N, ...] float32, positions [N] -> float16 of the same shape.
+
+    A random part of a step of float16 is added, and the bits that float16 has not are cut off.
+    Below SMALLEST, where its steps are equal, SMALLEST is added first and subtracted in the end.
+    """
+    flat = values.flatten(1).clamp(-LARGEST, LARGEST)
     place = torch.arange(flat.shape[1], device=flat.device)
     bits = random_bits(seed, positions.to(flat.device)[:, None], place)
-    exponent = ((flat.view(torch.int32) >> 23) & 255).clamp(min=113)  # below: as far apart
-    step = ((exponent - 10) << 23).view(torch.float32)  # between neighbours of float16
-    steps = flat.abs() * ((264 - exponent) << 23).view(torch.float32)
-    found = (steps + bits * 2.0**-_BITS).floor() * step
-    found = torch.where(found > LARGEST, LARGEST, found)
-    return torch.where(flat < 0, -found, found).half().view(values.shape)
+    power = (flat.view(torch.int32) >> 23 << 23).view(torch.float32)  # of two, signed
+    small = flat.abs() < SMALLEST
+    power = torch.where(small, torch.full_like(flat, SMALLEST).copysign(flat), power)
+    moved = torch.where(small, power, 0)
+    found = (flat + moved) + bits * 2.0**-_BITS * (power * 2.0**-10)
+    found = (found.view(torch.int32) >> _BITS << _BITS).view(torch.float32) - moved
+    return found.half().view(values.shape)
 
 
 def layer_seed(seed: int, layer: int, rank: int) -> int:
@@ -42,4 +48,4 @@ def random_bits(seed: int, position: Tensor, place: Tensor) -> Tensor:
     key ^= key >> 16
     bits = (place * 0x9E3779B9 + key) & _MASK
     bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _MASK
-    return (bits >> (32 - _BITS)).float()
+    return (bits >> 10 & 0x1FFF).float()

@@ -24,9 +24,16 @@ def _rounded(values, seed, position, place):
     key ^= key >> 16
     bits = place.to(tl.uint32) * 0x9E3779B9 + key
     bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
-    exponent = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 255, 113)
-    step = ((exponent - 10) << 23).to(tl.float32, bitcast=True)
-    steps = tl.abs(values) * ((264 - exponent) << 23).to(tl.float32, bitcast=True)
-    found = tl.floor(steps + (bits >> 19).to(tl.float32) * 0.0001220703125) * step
-    found = tl.where(found > 65504.0, 65504.0, found)
-    return tl.where(values < 0, -found, found)
+    # from 1 to 2, the random bits its fraction
+    part = ((bits & 0x007FFC00) | 0x3F800000).to(tl.float32, bitcast=True)
+    x = tl.maximum(values, -65504.0, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    as_bits = x.to(tl.uint32, bitcast=True)
+    sign = as_bits & 0x80000000
+    small = tl.abs(x) < 0.00006103515625
+    power = tl.where(small, sign | 0x38800000, as_bits & 0xFF800000)
+    power = power.to(tl.float32, bitcast=True)
+    moved = tl.where(small, power, 0.0)
+    found = (x + moved) + (part - 1.0) * (power * 0.0009765625)
+    found = (found.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return found - moved
