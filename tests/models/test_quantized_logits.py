@@ -219,16 +219,3 @@ def test_experts_in_one_tensor_are_those_that_are_single(
     assert single.weight_bytes() == stacked.weight_bytes()
     logits = [run_in_segments(model, random_tokens(40), []) for model in (single, stacked)]
     assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("family", ["granite_moe_hybrid", *usually([], ["qwen3_5_moe", "lfm2"])])
-def test_random_weights_are_kept_in_the_formats_that_are_said(
-    family: str, tmp_path: Path, parallel: ParallelContext
-) -> None:
-    """Also of a configuration that names experts one by one, and some linears alone."""
-    make_tiny_model(family, tmp_path / "source")
-    write(tmp_path / "source", "modelopt_mixed", tmp_path / "made", tmp_path / "oracle")
-    stored = load(tmp_path / "made", parallel).weight_bytes()
-    (tmp_path / "made" / "model.safetensors").unlink()
-    assert load(tmp_path / "made", parallel, load_format="dummy").weight_bytes() == stored
-    assert len(stored) > 2

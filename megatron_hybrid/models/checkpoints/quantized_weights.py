@@ -60,18 +60,13 @@ def stored_format(
     return stored if any(scale in names for scale in scales) else None
 
 
-def used_place(
-    said: Quantization, places: Sequence[Location], names: Collection[str] | None
-) -> Location:
+def used_place(places: Sequence[Location], names: Collection[str] | None) -> Location:
     """Of the places where a weight may be, the usual one first, the one where it is. `names`: of
-    the tensors that are there; None if nobody has looked: then one of which the configuration says
-    something."""
+    the tensors that are there, None if nobody has looked."""
     for place in places:
         module = place.name.removesuffix(".weight")
-        if names is None:
-            if said.format_of(module) is not None:
-                return place
-        elif any(one in names for one in (place.name, f"{place.name}_packed", f"{module}.qweight")):
+        codes = (place.name, f"{place.name}_packed", f"{module}.qweight")
+        if names is not None and any(name in names for name in codes):
             return place
     return places[0]
 

@@ -126,7 +126,7 @@ def formats_of(
     def format_of(block: int | None, role: str) -> WeightFormat | None:
         if said is not None:
             places = family_of(config.model_type).places(config, block, role)
-            return weight_format(stored_format(said, used_place(said, places, names).name, names))
+            return weight_format(stored_format(said, used_place(places, names).name, names))
         if quantization is None or NEVER_ROUNDED.search(role):
             return None
         return ON_THE_FLY[quantization]
