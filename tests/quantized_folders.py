@@ -7,7 +7,9 @@ Written from the formats' descriptions alone: nothing here is shared with the en
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -137,6 +139,28 @@ def linears(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             return
     if name.endswith(".weight"):
         yield name.removesuffix(".weight"), tensor
+
+
+def stack_experts(quantized: Path, stacked: Path) -> None:
+    """The same weights with all experts of a layer in one tensor, the reverse of `linears`."""
+    tensors = {}
+    experts = defaultdict[tuple[str, str], dict[tuple[int, str], Tensor]](dict)
+    for name, tensor in read(quantized).items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.(\w+)", name)
+        if match is None:
+            tensors[name] = tensor
+        elif match[4] != "weight_shape":
+            experts[match[1], match[4]][int(match[2]), match[3]] = tensor
+    for (found, last), singles in experts.items():
+        count = 1 + max(expert for expert, _ in singles)
+        left = {part for _, part in singles}
+        for ending, (module, parts) in _STACKED.items():
+            if found.endswith(module) and left.issuperset(parts):
+                left.difference_update(parts)
+                each = [torch.cat([singles[i, part] for part in parts]) for i in range(count)]
+                name = found.removesuffix(module) + ending + last.removeprefix("weight")
+                tensors[name] = torch.stack(each)
+    _save(quantized, stacked, tensors, {})
 
 
 def _kv_scales(modules: list[str], *, of_attention: bool) -> dict[str, Tensor]:

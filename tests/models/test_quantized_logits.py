@@ -3,16 +3,12 @@ inputs are quantised too, transformers' with inputs rounded in the same way."""
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,7 +16,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load, random_tokens
 from tests.models.driver import run_in_segments
-from tests.quantized_folders import FORMATS, read, write
+from tests.quantized_folders import FORMATS, stack_experts, write
 from tests.rounded_activations import RoundedActivations
 from tests.thorough import usually
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -167,32 +163,6 @@ def test_rounded_inputs_cost_no_more_than_the_roundings_add_up_to(
     assert error < MARGIN[family] * rounding * IN_SEQUENCE[family] ** 0.5
     theirs = float((model.rounded(tokens) - expected).std() / expected.std())
     assert 0.5 < error / theirs < 2
-
-
-def stack_experts(folder: Path, stacked: Path) -> None:
-    """The same weights with all experts of a layer in one tensor, as the family or transformers
-    names it."""
-    experts = defaultdict[tuple[str, str], dict[tuple[str, int], Tensor]](dict)
-    tensors = {}
-    for name, tensor in read(folder).items():
-        match = re.fullmatch(r"(.*)\.experts\.(\d+)\.(gate|up|down)_proj\.(.*)", name)
-        if match is None:
-            tensors[name] = tensor
-        elif match[4] != "weight_shape":
-            experts[match[1], match[4]][match[3], int(match[2])] = tensor
-    for (layer, last), parts in experts.items():
-        for group, ours, theirs in (("gate up", "gate_up", "input"), ("down", "down", "output")):
-            names = [name for name in group.split() if (name, 0) in parts]
-            count = len({index for _, index in parts})
-            each = [torch.cat([parts[name, i] for name in names]) for i in range(count)]
-            whole = f"{layer}.{theirs}_linear.{last}"
-            if not layer.endswith("block_sparse_moe"):  # Granite's
-                ours = ours if len(names) > 1 else names[0]
-                whole = f"{layer}.experts.{ours}_proj{last.removeprefix('weight')}"
-            tensors[whole] = torch.stack(each)
-    stacked.mkdir()
-    shutil.copy(folder / "config.json", stacked)
-    save_file(tensors, stacked / "model.safetensors", {"format": "pt"})
 
 
 IN_ONE_TENSOR = ("compressed_fp8_channel", "fp8_block", "compressed_w4a16_asymmetric")

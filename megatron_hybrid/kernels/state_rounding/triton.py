@@ -30,7 +30,7 @@ def _rounded(values, seed, position, place):
     x = tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     as_bits = x.to(tl.uint32, bitcast=True)
     sign = as_bits & 0x80000000
-    small = tl.abs(x) < 0.00006103515625
+    small = tl.abs(x) < 0.00006103515625  # SMALLEST, and its bits:
     power = tl.where(small, sign | 0x38800000, as_bits & 0xFF800000)
     power = power.to(tl.float32, bitcast=True)
     moved = tl.where(small, power, 0.0)

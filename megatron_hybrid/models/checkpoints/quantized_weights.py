@@ -119,11 +119,6 @@ class StoredWeight:
         return names
 
     @property
-    def is_there(self) -> bool:
-        """Whether the checkpoint has any of it."""
-        return self.names["codes"] in self.source.names
-
-    @property
     def all_names(self) -> set[str]:
         """Those, and what else belongs to them."""
         others = (f"{self.module}.{name}" for name in _UNUSED)

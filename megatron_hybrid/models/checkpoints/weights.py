@@ -272,20 +272,19 @@ def _place(model: HybridModel, source: WeightSource, *, some: bool = False) -> l
 
 
 def _quantized(part: Part, places: list[Location], source: WeightSource) -> StoredWeight | None:
-    """A part that its checkpoint says to be quantised: in the place that has any of it, or the
-    usual one. Of what the model keeps in its own type (a router, an embedding) only the tensors
-    tell: some configurations name kinds of layers."""
+    """A part that its checkpoint says to be quantised. Of what the model keeps in its own type (a
+    router, an embedding) only the tensors tell: some configurations name kinds of layers."""
     if source.quantization is None or len(part.shape) != 2:
         return None
-    found = []
-    for place in places:
-        stored = stored_format(source.quantization, place.name, source.names)
-        if stored is not None:
-            found.append(StoredWeight(source, place, stored, *part.shape))
-    there = [one for one in found if one.is_there]
-    if isinstance(part, LinearPart):
-        return next(iter(there or found), None)
-    return next((one for one in there if one.names["scale"] in source.names), None)
+    place = used_place(places, source.names)
+    stored = stored_format(source.quantization, place.name, source.names)
+    if stored is None:
+        return None
+    found = StoredWeight(source, place, stored, *part.shape)
+    needed = {found.names["codes"], found.names["scale"]}
+    if isinstance(part, LinearPart) or needed <= source.names.keys():
+        return found
+    return None
 
 
 def _check_number_type(source: WeightSource, place: Location) -> None:
