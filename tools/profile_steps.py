@@ -13,6 +13,9 @@ many as a step takes. `hit`: one request at a time of --prompt-length tokens tha
 that are not, up to its first token, which counts as a step. Besides the profile, the time of a step
 without the profiler is measured, and the share of it that the host spends waiting for the device:
 what is left of it is the host's own work.
+
+--in-order N lists N kernels from the middle of a step as they follow one another, with the time in
+which nothing ran before each: what a layer consists of.
 """
 
 from __future__ import annotations
@@ -109,7 +112,7 @@ class Load:
         return self._random.integers(16, self.engine.vocab_size, size=count).tolist()
 
 
-def look_at(load: Load, name: str, steps: int, rows: int) -> None:
+def look_at(load: Load, name: str, steps: int, rows: int, in_order: int) -> None:
     load.prepare(name, steps)
     torch.cuda.synchronize()
     cpu, start = time.process_time(), time.perf_counter()
@@ -136,6 +139,24 @@ def look_at(load: Load, name: str, steps: int, rows: int) -> None:
             f"| {spent.microseconds / steps:9.1f} | {spent.calls / steps:5.1f} "
             f"| {spent.microseconds / spent.calls:7.1f} | {kernel[:90]} |"
         )
+    if in_order:
+        show_in_order(recorded.events(), in_order)
+
+
+def show_in_order(events: Any, count: int) -> None:
+    """`count` kernels from the middle of what was recorded, with the gaps between them."""
+    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device.sort(key=lambda event: event.time_range.start)
+    first = max((len(on_device) - count) // 2, 1)
+    reached = max(event.time_range.end for event in on_device[:first])
+    print("| us idle before | us | kernel |\n|---|---|---|")
+    for event in on_device[first : first + count]:
+        span = event.time_range
+        print(
+            f"| {max(span.start - reached, 0.0):5.1f} | {span.elapsed_us():7.1f} "
+            f"| {event.name[:90]} |"
+        )
+        reached = max(reached, span.end)
 
 
 def summarize(events: Any) -> tuple[dict[str, KernelTime], float, float]:
@@ -168,6 +189,13 @@ def main() -> int:
         help="tokens, of decode_N and hit (default: 1024)",
     )
     parser.add_argument("--rows", type=int, default=20, help="kernels to list (default: 20)")
+    parser.add_argument(
+        "--in-order",
+        type=int,
+        default=0,
+        metavar="N",
+        help="kernels to list as they follow one another (default: 0)",
+    )
     add_engine_arguments(parser)
     args = parser.parse_args()
     for name in args.loads:
@@ -181,7 +209,7 @@ def main() -> int:
         print(f"profile_steps.py: {error}", file=sys.stderr)
         return 2
     for name in args.loads:
-        look_at(Load(engine, args.prompt_length), name, args.steps, args.rows)
+        look_at(Load(engine, args.prompt_length), name, args.steps, args.rows, args.in_order)
     return 0
 
 
