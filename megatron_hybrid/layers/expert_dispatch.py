@@ -46,6 +46,11 @@ class ExpertDispatch:
         # Where fewer ranks hold all experts than have the tokens: how often the sum has each.
         self._copies = 1 if self._travels else tensor.size // ranks.everyone.size
 
+    @property
+    def is_here(self) -> bool:
+        """Whether `compute` is given this rank's own tokens, and its results are summed once."""
+        return not self._travels and self._copies == 1
+
     def run(
         self,
         x: Inputs,

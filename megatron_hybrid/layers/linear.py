@@ -140,6 +140,11 @@ class Linear(nn.Module):
         (run,) = self._runs
         return run.weight
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one weight that is not quantised, without a bias."""
+        return self.bias is None and len(self._runs) == 1 and isinstance(self.weight, Tensor)
+
     def stacked(self, experts: int) -> Weight:
         """The weight [experts, outputs / experts, inputs] of as many layers that lie one below the
         other. Raises ConfigurationError where they are in several formats."""

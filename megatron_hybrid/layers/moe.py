@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Reader
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Reader, Router, SharedExpert
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear
@@ -26,10 +26,9 @@ from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """`scoring` is "softmax" (of the chosen experts' logits; unless `normalize_weights`, of all) or
-    "sigmoid" (where `router_bias`, with a learned bias that affects the choice only; and with
-    groups of experts of which some are chosen first). `shared_gate`: the shared MLP's result is
-    multiplied by a learned sigmoid of each token."""
+    """`scoring` is "softmax" (Granite, Jamba, Qwen) or "sigmoid" (DeepSeek-V3, Nemotron-H; where
+    `router_bias`, with a learned bias): see kernels.protocols.Router. `shared_gate`: the shared
+    MLP's result is multiplied by a learned sigmoid of each token."""
 
     num_experts: int
     experts_per_token: int
@@ -46,38 +45,15 @@ class MoEConfig:
     latent_size: int | None = None  # experts work in this size, between two projections
 
 
-class SoftmaxRouter(nn.Module):
-    """Softmax over the logits of the chosen experts (Granite, Qwen) or of all (Jamba)."""
-
-    def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = parameter((config.num_experts, hidden_size), dtype)
-
-    def weight_parts(self) -> Parts:
-        """The weights that it needs: every rank holds them whole."""
-        yield whole("router.weight", self.weight)
-
-    def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
-        logits, config = F.linear(x, self.weight), self.config
-        experts, weights = plans.kernels.experts.route(
-            logits, config.experts_per_token, config.normalize_weights
-        )
-        if config.scaling_factor != 1.0:
-            weights = weights * config.scaling_factor
-        return experts, weights
-
-
-class SigmoidRouter(nn.Module):
-    """Sigmoid scores, chosen by score + bias within the best groups (DeepSeek-V3, Nemotron-H)."""
+class TopKRouter(nn.Module):
+    """Which experts a token goes to, and with what weights."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.weight = parameter((config.num_experts, hidden_size), dtype)
         self.bias = None
-        if config.router_bias:
+        if config.scoring == "sigmoid" and config.router_bias:
             self.bias = parameter((config.num_experts,), torch.float32)
 
     def weight_parts(self) -> Parts:
@@ -89,20 +65,18 @@ class SigmoidRouter(nn.Module):
     def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
         config = self.config
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
-        choice = scores if self.bias is None else scores + self.bias
-        if config.num_groups > 1:
-            # A group is as good as its two best experts.
-            by_group = choice.unflatten(1, (config.num_groups, -1))
-            group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
-            groups = group_scores.topk(config.chosen_groups, dim=-1).indices
-            dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
-            choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
-        experts = choice.topk(config.experts_per_token, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if config.normalize_weights:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + config.weights_eps)
-        return experts, weights * config.scaling_factor
+        router = Router(
+            self.weight,
+            config.experts_per_token,
+            config.scoring,
+            config.normalize_weights,
+            self.bias,
+            config.num_groups,
+            config.chosen_groups,
+            config.weights_eps,
+            config.scaling_factor,
+        )
+        return plans.kernels.experts.route(x, router)
 
 
 class MoE(Mixer):
@@ -126,8 +100,7 @@ class MoE(Mixer):
         self.dispatch = ExpertDispatch(ranks, context.parallel, config.num_experts)
         self.slices = ranks.tensor
         self.parallel = context.parallel
-        router = SigmoidRouter if config.scoring == "sigmoid" else SoftmaxRouter
-        self.router = router(config, hidden_size, dtype)
+        self.router = TopKRouter(config, hidden_size, dtype)
         width = config.latent_size or hidden_size
         local, num_local = size // ranks.tensor.size, self.dispatch.num_local
         rows = 2 * local if config.expert.gated else local
@@ -190,17 +163,35 @@ class MoE(Mixer):
         elsewhere = self.config.num_experts - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
         layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
-        mix = partial(plans.kernels.experts.mix, layer=layer)
+        beside = None
+        if self.dispatch.is_here and plans.kernels.experts.takes_shared(x.shape[0]):
+            beside = self._shared_expert(layer)
+        mix = partial(plans.kernels.experts.mix, layer=layer, shared=beside)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None
             routed = F.linear(routed, self.from_latent.weight, bias)
-        if self.shared is None:
+        if self.shared is None or beside is not None:
             return routed
         shared = self.shared(given, plans)
         if self.shared_gate is None:
             return routed + shared
         return plans.kernels.experts.add_shared(routed, shared, x, self.shared_gate)
+
+    def _shared_expert(self, layer: ExpertWeights) -> SharedExpert | None:
+        """The shared MLP, if it can be computed with the experts: it is of their kind, and all
+        weights are as they are."""
+        shared = self.shared
+        if shared is None or not isinstance(layer.up, Tensor) or not isinstance(layer.down, Tensor):
+            return None
+        config, expert = shared.config, self.config.expert
+        if (config.gated, config.activation) != (expert.gated, expert.activation):
+            return None
+        up, down = shared.up_proj, shared.down_proj
+        if self.to_latent is not None or not up.is_plain or not down.is_plain:
+            return None
+        assert isinstance(up.weight, Tensor) and isinstance(down.weight, Tensor)
+        return SharedExpert(up.weight, down.weight, self.shared_gate)
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:

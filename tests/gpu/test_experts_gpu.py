@@ -10,15 +10,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
+from megatron_hybrid.kernels.experts import reference, routing, triton  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
+from megatron_hybrid.kernels.protocols import SharedExpert  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
     Mixture,
     by_hand,
     mixture,
     quantized_mixture,
+    shared_by_hand,
+    shared_mlp,
     shared_out,
 )
+from tests.kernels.routing_by_hand import KINDS, router  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,11 +43,11 @@ def make(shape: str, tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int
     return mixture(tokens, **sizes, device="cuda", dtype=dtype, seed=seed)
 
 
-def mix_poisoned(m: Mixture) -> Tensor:
+def mix_poisoned(m: Mixture, shared: SharedExpert | None = None) -> Tensor:
     """mix, with every buffer that it allocates filled with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
-        return triton.mix(*m.arguments())
+        return triton.mix(*m.arguments(), shared=shared)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -107,38 +111,63 @@ def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
     others = [make("granite", tokens, seed=seed) for seed in range(3)]
     others[2].experts.fill_(5)
     m = make("granite", tokens)
-    logits = torch.randn(tokens, 64, device="cuda")
+    to = router(64, 6, 1536, device="cuda", dtype=torch.bfloat16, scoring="sigmoid", eps=1e-20)
 
     def step() -> tuple[Tensor, Tensor]:
-        return triton.mix(*m.arguments()), triton.route(logits, 6)[0]
+        return triton.mix(*m.arguments()), triton.route(m.x, to)[1]
 
     step()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, experts = step()
+        y, weights = step()
     for other in others:
         for target, source in zip(m[:3], other[:3], strict=True):
             target.copy_(source)
-        logits.normal_()
         y.fill_(torch.nan)
         graph.replay()
         check(y, m)
-        assert torch.equal(experts.long(), reference.route(logits, 6)[0])
+        torch.testing.assert_close(weights, reference.route(m.x, to)[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("num_experts", [5, 16, 64, 512])
-@pytest.mark.parametrize("tokens", [1, 30, 8192])
-def test_route(tokens: int, num_experts: int, normalize: bool) -> None:
-    chosen = min(6, num_experts)
-    logits = torch.randn(tokens, num_experts, device="cuda").bfloat16()
-    experts, weights = triton.route(logits, chosen, normalize)
-    expected, expected_weights = reference.route(logits, chosen, normalize)
-    # Of equal logits, which are common in bfloat16, any is right.
-    torch.testing.assert_close(logits.gather(1, experts.long()), logits.gather(1, expected))
-    torch.testing.assert_close(weights, expected_weights)
-    assert all(len(set(row)) == chosen for row in experts.tolist())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_experts", [16, 64, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 8, 30, 8192])
+def test_route(tokens: int, num_experts: int, kind: str) -> None:
+    to = router(num_experts, 6, 2048, device="cuda", dtype=torch.bfloat16, **KINDS[kind])
+    x = torch.randn(tokens, 2048, device="cuda").bfloat16()
+    experts, weights = triton.route(x, to)
+    scores = reference.choose((x.double() @ to.weight.double().t()).float(), to)[1]
+    # Logits that differ by their rounding may change places: weights are near all the same.
+    torch.testing.assert_close(weights, scores, atol=4e-3, rtol=2e-2)
+    assert (experts.sort(1).values.diff(dim=1) > 0).all()
+    chosen = routing.choose(routing.scores(x, to), to)
+    expected = reference.choose(routing.scores(x, to), to)
+    torch.testing.assert_close(chosen[1], expected[1])
+    if to.scoring == "sigmoid":  # softmax routers' logits are in bfloat16: many are equal
+        assert torch.equal(chosen[0].long(), expected[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "beside", "has_gate"),
+    [
+        ("granite", 1024, False),
+        ("nemotron", 3712, False),
+        ("odd", 72, True),
+        ("granite", 512, True),
+    ],
+)
+def test_mix_with_a_shared_mlp(
+    shape: str, beside: int, has_gate: bool, dtype: torch.dtype, tokens: int
+) -> None:
+    m = make(shape, tokens, dtype)
+    shared = shared_mlp(m.x.shape[1], beside, m.gated, has_gate, "cuda", dtype)
+    y = mix_poisoned(m, shared)
+    expected = by_hand(m) + shared_by_hand(m, shared)
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert ((y - expected).abs() <= limit * expected.abs().amax(1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("pairs", [6, 192, 49152])

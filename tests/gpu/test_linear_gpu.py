@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.linear_cases import FORMATS, check_multiply, check_quantize_rows
+from tests.kernels.linear_cases import FORMATS, check_multiply, check_one_row, check_quantize_rows
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -34,3 +34,21 @@ def test_inputs_are_rounded_alike(name: str, tokens: int, columns: int) -> None:
     check_quantize_rows(
         linear, FORMATS[name], tokens, columns, torch.bfloat16, "cuda", differing=0.001
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (288, 8192),
+        (6448, 1536),
+        (1536, 3072),
+        (18560, 4096),
+        (4096, 8192),
+        (131072, 2688),
+        (77, 130),
+    ],
+)
+def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool, dtype: torch.dtype) -> None:
+    check_one_row(linear, rows, columns, has_bias, dtype, "cuda")

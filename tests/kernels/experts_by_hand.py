@@ -1,8 +1,7 @@
-"""Routers row by row and mixtures of experts pair by pair, in float64, and inputs for them."""
+"""Mixtures of experts pair by pair, in float64, and inputs for them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.protocols import ExpertWeights, SharedExpert
 
 
 class Mixture(NamedTuple):
@@ -122,29 +121,48 @@ def check_quantized(
     torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
 
 
-def route_by_hand(logits: Tensor, chosen: int, normalize: bool) -> tuple[list[list[int]], Tensor]:
-    """route: of equal logits the lower expert comes first."""
-    experts, weights = [], []
-    for row in logits.double().tolist():
-        order = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
-        experts.append(order[:chosen])
-        shares = [math.exp(row[expert] - row[order[0]]) for expert in order]
-        total = sum(shares[:chosen] if normalize else shares)
-        weights.append([share / total for share in shares[:chosen]])
-    return experts, torch.tensor(weights, dtype=torch.float64)
-
-
 def by_hand(m: Mixture) -> Tensor:
     """mix in float64: every token with every expert of its own."""
     y = torch.zeros(m.x.shape, dtype=torch.float64, device=m.x.device)
     for expert in range(m.up_proj.shape[0]):
         token, place = (m.experts == expert).nonzero(as_tuple=True)
-        up = m.x[token].double() @ m.up_proj[expert].double().t()
-        gate, up = up.chunk(2, dim=-1) if m.gated else (up, torch.ones_like(up))
-        if m.activation == "silu":
-            gate = gate / (1 + torch.exp(-gate))
-        else:
-            gate = gate.clamp(min=0) ** 2
-        down = (gate * up) @ m.down_proj[expert].double().t()
+        down = _mlp_by_hand(m, token, m.up_proj[expert], m.down_proj[expert])
         y.index_add_(0, token, down * m.weights[token, place, None].double())
+    return y
+
+
+def _mlp_by_hand(m: Mixture, token: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    up = m.x[token].double() @ up_proj.double().t()
+    gate, up = up.chunk(2, dim=-1) if m.gated else (up, torch.ones_like(up))
+    if m.activation == "silu":
+        gate = gate / (1 + torch.exp(-gate))
+    else:
+        gate = gate.clamp(min=0) ** 2
+    return (gate * up) @ down_proj.double().t()
+
+
+def shared_mlp(
+    width: int,
+    inner: int,
+    gated: bool,
+    has_gate: bool,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> SharedExpert:
+    generator = torch.Generator(device).manual_seed(inner)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        values = torch.randn(rows, columns, generator=generator, device=device)
+        return (values * columns**-0.5).to(dtype)
+
+    gate = normal(1, width) if has_gate else None
+    return SharedExpert(normal(inner * (2 if gated else 1), width), normal(width, inner), gate)
+
+
+def shared_by_hand(m: Mixture, shared: SharedExpert) -> Tensor:
+    """What a shared MLP of the experts' kind adds, in float64."""
+    every = torch.arange(len(m.x), device=m.x.device)
+    y = _mlp_by_hand(m, every, shared.up, shared.down)
+    if shared.gate is not None:
+        y = y * (m.x.double() @ shared.gate.double().t()).sigmoid()
     return y

@@ -98,3 +98,32 @@ def check_quantize_rows(
     differ = (actual.values.float() - expected.values.float()).abs()
     assert not differ.numel() or float((differ > 0).float().mean()) <= differing
     assert actual.dtype == expected.dtype == dtype
+
+
+def check_one_row(
+    kernels: ModuleType,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """A product with a weight in 16 bits, every second row of a larger one, against float64."""
+    generator = torch.Generator(device).manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    x, weight = normal(1, columns), normal(2 * rows, columns)[::2]
+    bias = normal(rows) if has_bias else None
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        y = kernels.multiply(x, weight, bias)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = x.double() @ weight.double().t()
+    if bias is not None:
+        expected = expected + bias.double()
+    assert y.dtype == dtype
+    limit = 2 * torch.finfo(dtype).eps
+    assert ((y - expected).abs() <= limit * expected.abs() + 1e-4 * columns**0.5).all()

@@ -21,7 +21,8 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     check_quantized,
     mixture,
     quantized_mixture,
-    route_by_hand,
+    shared_by_hand,
+    shared_mlp,
     shared_out,
 )
 from tests.thorough import usually  # noqa: E402
@@ -83,8 +84,6 @@ def test_many_blocks_of_one_expert_and_empty_experts() -> None:
 
 def test_no_tokens() -> None:
     assert triton.mix(*mixture(0).arguments()).shape == (0, 40)
-    experts, weights = triton.route(torch.empty(0, 8), 2)
-    assert experts.shape == weights.shape == (0, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
@@ -107,33 +106,27 @@ def test_groups(pairs: int, rows: int) -> None:
     assert row == pairs
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("num_experts", [6, 11, 64])
-def test_route(num_experts: int, normalize: bool) -> None:
-    logits = torch.randn(11, num_experts, generator=torch.Generator().manual_seed(0))
-    experts, weights = triton.route(logits, 6, normalize)
-    expected, expected_weights = route_by_hand(logits, 6, normalize)
-    assert experts.tolist() == expected
-    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS])
+@pytest.mark.parametrize(("width", "inner", "beside"), [(32, 32, 32), (130, 70, 41), (40, 24, 100)])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_mix_with_a_shared_mlp(
+    has_gate: bool, activation: str, gated: bool, width: int, inner: int, beside: int, tokens: int
+) -> None:
+    m = mixture(tokens, width=width, inner=inner, activation=activation, gated=gated)
+    shared = shared_mlp(width, beside, gated, has_gate)
+    assert triton.takes_shared(tokens)
+    result = triton.mix(*m.arguments(), shared=shared)
+    check(result, by_hand(m) + shared_by_hand(m, shared))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
-@pytest.mark.parametrize("normalize", [True, False])
-def test_route_of_rows_that_are_no_numbers_stays_within_the_experts(normalize: bool) -> None:
-    logits = torch.randn(3, 5)
-    logits[1] = torch.nan
-    logits[2, 1:] = -torch.inf
-    experts, weights = triton.route(logits, 3, normalize)
-    assert experts.min() >= 0 and experts.max() < 5
-    assert weights[1].isnan().all()
-    assert weights[2].tolist() == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])
-def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> None:
-    experts, weights = triton.route(torch.zeros(2, 6), 3, normalize)
-    assert experts.tolist() == [[0, 1, 2]] * 2
-    torch.testing.assert_close(weights, torch.full((2, 3), share))
+def test_mix_of_no_expert_that_is_here_and_a_shared_mlp() -> None:
+    m = mixture(2)
+    nobodys = shared_out(m, 4)[0]
+    nobodys.experts.fill_(2)
+    shared = shared_mlp(40, 24, True, True)
+    check(triton.mix(*nobodys.arguments(6), shared=shared), shared_by_hand(m, shared))
+    assert not triton.takes_shared(triton.FEW_TOKENS + 1) and not triton.takes_shared(0)
 
 
 QUANTIZED = {

@@ -10,6 +10,7 @@ import torch
 from tests.kernels.linear_cases import (
     FORMATS,
     check_multiply,
+    check_one_row,
     check_quantize_rows,
     some_weight,
 )
@@ -46,3 +47,9 @@ def test_written_out(name: str, rows: int, columns: int) -> None:
     weight = some_weight(FORMATS[name], rows, columns)
     expected = weight.dequantize()
     torch.testing.assert_close(written_out(weight, torch.float32), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 16), (70, 1000), (1030, 96), (8200, 24)])
+def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool) -> None:
+    check_one_row(linear, rows, columns, has_bias, torch.float16)

@@ -434,7 +434,7 @@ def test_experts_are_weighed_as_megatrons_arguments_say(
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     from megatron_hybrid.kernels.kernel_set import REFERENCE
-    from megatron_hybrid.layers.moe import SigmoidRouter, SoftmaxRouter
+    from megatron_hybrid.layers.moe import TopKRouter
     from megatron_hybrid.models.checkpoints.megatron_arguments import MegatronArguments
 
     arguments = dict(MegatronCheckpoint(llama[1] / "release").arguments or {}) | EXPERTS
@@ -442,7 +442,7 @@ def test_experts_are_weighed_as_megatrons_arguments_say(
     arguments["moe_router_num_groups"] = 4  # without --moe-router-group-topk it means nothing
     moe = MegatronArguments(arguments, "here").config().moe
     assert moe is not None
-    router = (SoftmaxRouter if score == "softmax" else SigmoidRouter)(moe, 64, torch.float32)
+    router = TopKRouter(moe, 64, torch.float32)
     router.weight.data = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     experts, weights = router(x, SimpleNamespace(kernels=REFERENCE))

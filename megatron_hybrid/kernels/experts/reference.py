@@ -11,20 +11,54 @@ from torch import Tensor
 from megatron_hybrid.kernels.activation.reference import activate
 from megatron_hybrid.kernels.linear.formats import Weight
 from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Router, SharedExpert
 
 
-def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """As in Experts."""
-    if not normalize:
-        shares, experts = torch.softmax(logits.float(), dim=-1).topk(chosen, dim=-1)
-        return experts, shares
-    best, experts = logits.float().topk(chosen, dim=-1)
-    return experts, torch.softmax(best, dim=-1)
+    if router.scoring == "softmax":
+        return choose(F.linear(x, router.weight), router)
+    return choose(F.linear(x.float(), router.weight.float()), router)
 
 
-def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """`route` from the logits [tokens, experts] on."""
+    if router.scoring == "softmax":
+        if router.normalize:
+            best, experts = logits.float().topk(router.chosen, dim=-1)
+            weights = torch.softmax(best, dim=-1)
+        else:
+            weights, experts = torch.softmax(logits.float(), dim=-1).topk(router.chosen, dim=-1)
+        return experts, weights if router.factor == 1.0 else weights * router.factor
+    scores = logits.sigmoid()
+    choice = scores if router.bias is None else scores + router.bias
+    if router.num_groups > 1:
+        by_group = choice.unflatten(1, (router.num_groups, -1))
+        group_scores = by_group.topk(2, dim=-1).values.sum(dim=-1)
+        groups = group_scores.topk(router.chosen_groups, dim=-1).indices
+        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
+        choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
+    experts = choice.topk(router.chosen, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if router.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
+    return experts, weights * router.factor
+
+
+def takes_shared(tokens: int) -> bool:
+    """Never."""
+    return False
+
+
+def mix(
+    x: Inputs,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    shared: SharedExpert | None = None,
+) -> Tensor:
     """As in Experts."""
+    assert shared is None
     x, chosen = plain_rows(x), experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)

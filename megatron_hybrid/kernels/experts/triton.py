@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.experts import fp4_few, triton_few, triton_quantized
+from megatron_hybrid.kernels.experts import few, fp4_few, triton_few, triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.routing import route as route
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, SharedExpert
 
 
 class Tile(NamedTuple):
@@ -46,10 +47,6 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-FEW_UP = Tile(columns=8, depth=512, warps=4, stages=1)
-FEW_DOWN = Tile(columns=8, depth=512, warps=4, stages=1)
-
-
 def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) -> Tiles:
     """Tiles for grouped products, by how many rows an expert has on average."""
     average = pairs / num_experts
@@ -66,22 +63,18 @@ def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) 
     return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
-def route(logits: Tensor, chosen: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
-    """As in Experts; experts are int32."""
-    tokens, num_experts = logits.shape
-    logits = logits.contiguous()
-    experts = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
-    rows = 4
-    if tokens:
-        _route_kernel[(triton.cdiv(tokens, rows),)](
-            logits, experts, weights, tokens, normalize, num_experts, chosen, rows,
-            triton.next_power_of_2(num_experts), triton.next_power_of_2(chosen), num_warps=1,
-        )  # fmt: skip
-    return experts, weights
+def takes_shared(tokens: int) -> bool:
+    """As in Experts."""
+    return 0 < tokens <= FEW_TOKENS
 
 
-def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
+def mix(
+    x: Inputs,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    shared: SharedExpert | None = None,
+) -> Tensor:
     """As in Experts; `experts` must lie within [0, number of experts), or be that number where some
     are elsewhere."""
     tokens, chosen = experts.shape
@@ -102,7 +95,7 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
         )
     x = plain
     if tokens <= FEW_TOKENS:
-        return mix_few(x, experts, weights, layer)
+        return few.mix(x, experts, weights, layer, shared)
     every = layer.up.shape[0] + layer.elsewhere
     tiles = choose_tiles(tokens * chosen, every, layer.gated, x.dtype)
     return mix_grouped(x, experts, weights, layer, tiles)
@@ -124,24 +117,6 @@ def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tenso
 def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     """What weights are, in 16 or 32 bits."""
     return weight if isinstance(weight, Tensor) else written_out(weight, dtype)
-
-
-def mix_few(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
-    """mix, pair by pair."""
-    tokens, chosen = experts.shape
-    num_experts = layer.up.shape[0] if layer.elsewhere else 0
-    width, inner = layer.down.shape[1:]
-    hidden = x.new_empty(tokens * chosen, inner)
-    _few_up_kernel[(triton.cdiv(inner, FEW_UP.columns), tokens * chosen)](
-        x, experts, layer.up, hidden, chosen, width, inner, layer.activation, layer.gated,
-        num_experts, **_options(FEW_UP),
-    )  # fmt: skip
-    y = x.new_empty(tokens, width)
-    _few_down_kernel[(triton.cdiv(width, FEW_DOWN.columns), tokens)](
-        hidden, experts, weights, layer.down, y, chosen, width, inner, num_experts,
-        **_options(FEW_DOWN),
-    )  # fmt: skip
-    return y
 
 
 def mix_grouped(
@@ -177,39 +152,6 @@ def _options(tile: Tile) -> dict[str, Any]:
 
 
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _route_kernel(
-    logits, experts, weights, tokens,
-    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_E)
-    source = tl.minimum(row, tokens - 1)[:, None] * EXPERTS + column[None, :]
-    left = tl.load(logits + source, mask=(column < EXPERTS)[None, :], other=float("-inf"))
-    left = left.to(tl.float32)
-    # Rows of NaN (the padding of a captured step may hold any bits) still choose real experts.
-    left = tl.where(left == left, left, float("-inf"))
-    place = tl.arange(0, BLOCK_C)
-    best = tl.full((ROWS, BLOCK_C), float("-inf"), tl.float32)
-    expert = tl.zeros((ROWS, BLOCK_C), tl.int32)
-    for j in tl.static_range(CHOSEN):
-        value, index = tl.max(left, axis=1, return_indices=True, return_indices_tie_break_left=True)
-        here = (place == j)[None, :]
-        best = tl.where(here, value[:, None], best)
-        expert = tl.where(here, index[:, None], expert)
-        left = tl.where(column[None, :] == index[:, None], float("-inf"), left)
-    share = tl.exp(best - tl.max(best, axis=1)[:, None])
-    total = tl.sum(share, axis=1)
-    if not NORMALIZE:  # and the experts that were not chosen
-        total += tl.sum(tl.exp(left - tl.max(best, axis=1)[:, None]), axis=1)
-    share = share / total[:, None]
-    target = row[:, None] * CHOSEN + place[None, :]
-    valid = (row < tokens)[:, None] & (place < CHOSEN)[None, :]
-    tl.store(experts + target, expert, mask=valid)
-    tl.store(weights + target, share, mask=valid)
 
 
 @triton.jit
@@ -319,65 +261,3 @@ def _add_shared_kernel(routed, shared, x, gate, y, WIDTH: tl.constexpr, BLOCK: t
         value = tl.load(routed + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
         value += share * tl.load(shared + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
         tl.store(y + row + k, value.to(y.dtype.element_ty), mask=k < WIDTH)
-
-
-@triton.jit
-def _few_up_kernel(
-    x, experts, weight, hidden, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """EXPERTS: 0, or how many there are: pairs with other ids are left out."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(experts + pair).to(tl.int64)
-    if EXPERTS:  # noqa: SIM102 (decided when the kernel is compiled)
-        if expert >= EXPERTS:
-            return
-    k = tl.arange(0, BLOCK_K)
-    column = tl.minimum(n, INNER - 1)
-    weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
-    weights += column[:, None] * WIDTH + k[None, :]
-    inputs = x + pair // CHOSEN * WIDTH + k
-    first = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    second = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
-        row = tl.load(inputs + start, mask=start + k < WIDTH, other=0.0).to(tl.float32)
-        first += _load_weights(weights, start, WIDTH, BLOCK_K).to(tl.float32) * row[None, :]
-        if GATED:
-            up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
-            second += up.to(tl.float32) * row[None, :]
-    value = activated(tl.sum(first, axis=1), ACTIVATION)
-    if GATED:
-        value *= tl.sum(second, axis=1)
-    tl.store(hidden + pair * INNER + n, value.to(hidden.dtype.element_ty), mask=n < INNER)
-
-
-@triton.jit
-def _few_down_kernel(
-    hidden, experts, shares, weight, y, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
-    INNER: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One token's columns n: the loop over its pairs is here, so that nothing is left to sum.
-    EXPERTS: as above."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    column = tl.minimum(n, WIDTH - 1)
-    weights = weight + column[:, None] * INNER + k[None, :]
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for pair in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + pair
-        expert = tl.load(experts + pair).to(tl.int64)
-        own = weights + expert * (WIDTH * INNER)
-        share = tl.load(shares + pair)
-        end = INNER
-        if EXPERTS:
-            end = tl.where(expert < EXPERTS, INNER, 0)
-        for start in tl.range(0, end, BLOCK_K, num_stages=STAGES):
-            inputs = hidden + pair * INNER + start + k
-            row = tl.load(inputs, mask=start + k < INNER, other=0.0).to(tl.float32) * share
-            total += _load_weights(own, start, INNER, BLOCK_K).to(tl.float32) * row[None, :]
-    value = tl.sum(total, axis=1)
-    tl.store(y + token * WIDTH + n, value.to(y.dtype.element_ty), mask=n < WIDTH)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.linear import fp4_few, reference
+from megatron_hybrid.kernels.linear import fp4_few, one_row, reference
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -121,7 +121,10 @@ def weights_changed() -> None:
 def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
     if isinstance(weight, Tensor):
-        return F.linear(plain_rows(x), weight, bias)
+        x = plain_rows(x)
+        if one_row.can_multiply(x, weight):
+            return one_row.multiply(x, weight, bias)
+        return F.linear(x, weight, bias)
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
     if format.activations == "none":

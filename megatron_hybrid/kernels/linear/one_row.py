@@ -1,0 +1,92 @@
+"""The product of one row of inputs with a weight in 16 bits: what counts is how fast the weight
+arrives.
+
+A program has a few rows of the weight and goes through their columns; every thread multiplies and
+adds what it loads, without tensor cores, and the next step's weights are on their way meanwhile.
+Sums are in float32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Of longer rows cuBLAS brings as many bytes a second.
+_MOST_COLUMNS = 16384
+
+
+class Tile(NamedTuple):
+    """How a program covers a weight."""
+
+    rows: int
+    depth: int  # columns, a step
+
+
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel is for such inputs, and faster than cuBLAS."""
+    in_16_bits = x.dtype.itemsize == weight.dtype.itemsize == 2
+    return in_16_bits and x.shape[0] == 1 and weight.shape[1] <= _MOST_COLUMNS
+
+
+def choose_tile(rows: int, columns: int) -> Tile:
+    """By what was fast on an H200 (tools/benchmark_kernels.py)."""
+    if rows < 1024:  # or few processors have anything to do
+        return Tile(1, 2048)
+    if rows > 8192:
+        return Tile(2, 2048) if columns >= 2048 else Tile(4, 512)
+    return Tile(2, 1024) if columns <= 4096 else Tile(4, 512)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """x W^T + bias: x [1, columns], weight [rows, columns] (rows may be strided) -> [1, rows]."""
+    rows, columns = weight.shape
+    y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    tile = choose_tile(rows, columns) if tile is None else tile
+    depth = min(tile.depth, triton.next_power_of_2(columns))
+    _one_row_kernel[(triton.cdiv(rows, tile.rows),)](
+        x.contiguous(), weight, bias, y, rows, columns, weight.stride(0), tile.rows, depth,
+        num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _one_row_kernel(
+    x, weight, bias, y, rows, columns, weight_row, ROWS: tl.constexpr, DEPTH: tl.constexpr
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, rows - 1)
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    total = add_products(total, weight + row.to(tl.int64)[:, None] * weight_row, x, columns, DEPTH)
+    value = tl.sum(total, axis=1)
+    if bias is not None:
+        value += tl.load(bias + row).to(tl.float32)
+    tl.store(y + n, value.to(y.dtype.element_ty), mask=n < rows)
+
+
+@triton.jit
+def add_products(total, weights, x, columns, DEPTH: tl.constexpr):
+    """total [ROWS, DEPTH] float32, whose rows' sums are the result, + the products of `columns`
+    numbers from x on with those from `weights` [ROWS, 1] on."""
+    loaded = load_columns(weights, 0, columns, DEPTH)
+    for start in range(0, columns, DEPTH):
+        following = load_columns(weights, start + DEPTH, columns, DEPTH)
+        k = start + tl.arange(0, DEPTH)
+        inputs = tl.load(x + k, mask=k < columns, other=0.0).to(tl.float32)
+        total += loaded.to(tl.float32) * inputs[None, :]
+        loaded = following
+    return total
+
+
+@triton.jit
+def load_columns(rows, start, columns, DEPTH: tl.constexpr):
+    """[ROWS, DEPTH] from column `start` on of rows that begin at `rows` [ROWS, 1] and have so many
+    columns; zeros behind them."""
+    k = start + tl.arange(0, DEPTH)[None, :]
+    return tl.load(rows + k, mask=k < columns, other=0.0)

@@ -1,0 +1,87 @@
+"""Triton's routers, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels compiled", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from megatron_hybrid.kernels.experts import routing  # noqa: E402
+from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_experts", [8, 11, 64])
+def test_choose(num_experts: int, kind: str) -> None:
+    if num_experts % KINDS[kind].get("num_groups", 1):
+        pytest.skip("no groups of one size")
+    to = router(num_experts, 4, **KINDS[kind])
+    logits = torch.randn(11, num_experts, generator=torch.Generator().manual_seed(0))
+    experts, weights = routing.choose(logits, to)
+    expected, expected_weights = chosen_by_hand(logits, to)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "width"), [(1, 64, 1100), (3, 8, 24), (9, 8, 24)]
+)
+def test_route(tokens: int, num_experts: int, width: int, kind: str) -> None:
+    to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=generator).half()
+    logits = x.double() @ to.weight.double().t()
+    if to.scoring == "softmax":  # rounded as the product in that type is
+        logits = logits.half()
+    experts, weights = routing.route(x, to)
+    expected, expected_weights = chosen_by_hand(logits, to)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-5, rtol=1e-4)
+    again, _ = routing.route(x, to)  # the counters are as they were
+    assert torch.equal(again, experts)
+
+
+def test_route_of_groups_of_other_sizes_and_of_no_tokens() -> None:
+    to = router(12, 2, 24, scoring="sigmoid", num_groups=3, chosen_groups=1)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    experts, _ = routing.route(x, to)
+    assert experts.tolist() == chosen_by_hand(x @ to.weight.t(), to)[0]
+    experts, weights = routing.route(torch.empty(0, 24), router(8, 2, 24))
+    assert experts.shape == weights.shape == (0, 2)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rows_that_are_no_numbers_stay_within_the_experts(normalize: bool) -> None:
+    logits = torch.randn(3, 5)
+    logits[1] = torch.nan
+    logits[2, 1:] = -torch.inf
+    experts, weights = routing.choose(logits, router(5, 3, normalize=normalize))
+    assert experts.min() >= 0 and experts.max() < 5
+    assert weights[1].isnan().all()
+    assert weights[2].tolist() == [1.0, 0.0, 0.0]
+    experts, _ = routing.choose(logits, router(5, 3, scoring="sigmoid", bias=True))
+    assert experts.min() >= 0 and experts.max() < 5
+
+
+@pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])
+def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> None:
+    experts, weights = routing.choose(torch.zeros(2, 6), router(6, 3, normalize=normalize))
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), share))
