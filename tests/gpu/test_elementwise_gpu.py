@@ -143,7 +143,7 @@ def test_norm_of_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("groups", "size"), [(8, 1024), (1, 3072), (8, 512), (3, 80)])
+@pytest.mark.parametrize(("groups", "size"), [(8, 1024), (1, 3072), (8, 512), (32, 128), (3, 80)])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("tokens", [1, 32, 3000])
 def test_gated_norm(

@@ -24,6 +24,17 @@ def test_every_size(tokens: int, size: int) -> None:
     check_gated_rms_norm(norm, tokens, groups=2, size=size, norm_first=True)
 
 
+@pytest.mark.parametrize("groups", [6, 7, 32])
+def test_several_groups_of_a_program(groups: int) -> None:
+    """Programs with 2, 1 and 8 groups; each group's bits are those that it has in any row."""
+    check_gated_rms_norm(norm, 3, groups, size=100, norm_first=True)
+    torch.manual_seed(groups)
+    x, gate = torch.randn(2, 3, groups * 128)
+    weight = torch.randn(groups * 128)
+    whole = norm.gated_rms_norm(x, gate, weight, 128, 1e-5)
+    assert torch.equal(norm.gated_rms_norm(x[1:2], gate[1:2], weight, 128, 1e-5), whole[1:2])
+
+
 def test_bfloat16() -> None:
     check_rms_norm(norm, (9, 200), torch.bfloat16)
     check_rms_norm(norm, (9, 200), torch.float32, torch.bfloat16)

@@ -99,9 +99,10 @@ def gated_rms_norm(
     tokens, channels = x.shape
     block, groups = triton.next_power_of_2(group_size), channels // group_size
     results = Results(torch.empty((tokens, channels), dtype=weight.dtype, device=x.device), into)
-    each = 1  # groups of a program
+    # Groups of a program: by their sizes alone, so that a row has the same bits in every batch.
+    each = min(groups & -groups, max(1024 // block, 1))  # a power of 2 that divides the groups
     if (kind := results.kind) is not None:
-        each = groups if kind.whole_row else 1
+        each = groups if kind.whole_row else each
         gaps = groups > 1 and block != group_size
         if gaps or each & (each - 1) or block * each < kind.group:
             y = gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
@@ -133,7 +134,7 @@ def _rms_norm_kernel(
     source = (row // heads) * token_stride + (row % heads) * head_stride
     values = tl.load(x + source[:, None] + column, mask=mask, other=0)
     weights = tl.load(weight + column, mask=column < size, other=0)
-    normed = _scaled(values.to(weights.dtype), _inverse_rms(values, size, eps), weights)
+    normed = scaled(values.to(weights.dtype), inverse_rms(values, size, eps), weights)
     tl.store(out + row[:, None] * size + column, normed, mask=mask)
 
 
@@ -151,7 +152,7 @@ def _add_rms_norm_kernel(
     # Rounded before the norm is taken: the norm is that of the residual as it is kept.
     total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
-    normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
+    normed = scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
     if out is not None:
         tl.store(out + row * size + column, normed, mask=mask)
     if KIND is not None:
@@ -188,7 +189,7 @@ def _add_rms_norm_over_ranks_kernel(
             summed += part.to(tl.float32)
     total = (carried.to(tl.float32) + multiplier * summed).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
-    normed = _scaled(total.to(weights.dtype), _inverse_rms(total, size, eps), weights)
+    normed = scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
     tl.store(out + row * size + column, normed, mask=mask)
 
 
@@ -209,7 +210,7 @@ def _gated_rms_norm_kernel(
     weights = tl.load(weight + column, mask=mask, other=0)
     gates *= tl.sigmoid(gates)
     values = inputs if NORM_FIRST else gates * inputs
-    normed = _scaled(values, _inverse_rms(values, group_size, eps), weights)
+    normed = scaled(values, inverse_rms(values, group_size, eps), weights)
     if NORM_FIRST:
         normed = normed.to(weights.dtype).to(tl.float32) * gates
     if out is not None:
@@ -223,14 +224,14 @@ def _gated_rms_norm_kernel(
 
 
 @triton.jit
-def _inverse_rms(values, size, eps):
+def inverse_rms(values, size, eps):
     """values [rows, columns], zeros past `size` -> [rows, 1] float32."""
     values = values.to(tl.float32)
     return tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / size + eps)
 
 
 @triton.jit
-def _scaled(values, scale, weights):
+def scaled(values, scale, weights):
     """values * scale * weights in float32, rounded to weights' dtype between the two."""
-    scaled = (values.to(tl.float32) * scale).to(weights.dtype)
-    return scaled.to(tl.float32) * weights.to(tl.float32)
+    rounded = (values.to(tl.float32) * scale).to(weights.dtype)
+    return rounded.to(tl.float32) * weights.to(tl.float32)
