@@ -5,11 +5,12 @@
     python tools/benchmark_offline.py --workload multi_turn --scale 0.1 --json out.json
     python tools/benchmark_offline.py --workload unique --compare prefix-caching --pairs 7
 
-At full size, on a GPU, beside another engine's figures:
+At full size, on a GPU, beside other engines' figures and what the hardware allows:
 
     python tools/benchmark_offline.py --config configs/nemotron-h-8b.yaml --scale 1 --repeats 3 \\
-        --peer docs/peers.json --json out.json
+        --peer docs/peers.json --limits --json out.json
     python tools/benchmark_offline.py --from-json out.json --peer docs/peers.json --plot docs/images
+    python tools/benchmark_offline.py --limits-only configs/*.yaml     what it allows alone
 
 What an earlier workload left in the cache, in the way of a later one:
 
@@ -29,8 +30,10 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,10 @@ from tqdm import tqdm
 from bench import WORKLOAD_NAMES, Workload, make_workload, summarize
 from bench.driver import BenchmarkError, Run, run_workload
 from bench.environment import describe_environment, peak_memory
-from bench.peers import SUMMARY_HEAD, Peers, PeersError, summary_row
+from bench.limits import LIMITED, Rates, limits_table, over_limits, shape_of
+from bench.peers import Peer, PeersError, load_peers, peers_of, summary_head, summary_row
 from bench.plots import plot_workloads
-from bench.workloads import SHARED_PREFIX
+from bench.workloads import LONG_PROMPTS, SHARED_PREFIX
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.arguments import (
     ArgumentParser,
@@ -52,6 +56,8 @@ from megatron_hybrid.engine.build import build_engine, load_weights, resolve_dev
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError
 
+DEFAULT_SCALE = 0.02
+TERA = 1e12
 # Seeds of the warm-up runs: far from those that are measured.
 WARM_UP_SEED = 10**6
 
@@ -65,13 +71,14 @@ def parse_arguments() -> argparse.Namespace:
         "--workload",
         default="all",
         metavar="NAME[,NAME...]",
-        help=f"which requests to send, in this order: all, or some of {', '.join(WORKLOAD_NAMES)}",
+        help=f"which requests to send, in this order: all ({', '.join(WORKLOAD_NAMES)}), or some "
+        f"of these and of {', '.join(LONG_PROMPTS)}",
     )
     group.add_argument(
         "--scale",
         type=float,
-        default=0.02,
-        help="multiplies every token length; 1 is meant for large GPUs (default: 0.02)",
+        help="multiplies every token length; 1 is meant for large GPUs (default: "
+        f"{DEFAULT_SCALE}; of --limits-only: 1)",
     )
     group.add_argument(
         "--count-scale",
@@ -121,7 +128,35 @@ def parse_arguments() -> argparse.Namespace:
         "--from-json", type=Path, metavar="IN", help="show an earlier run's JSON; measure nothing"
     )
     group.add_argument(
-        "--peer", type=Path, metavar="FILE", help="another engine's figures, like docs/peers.json"
+        "--peer", type=Path, metavar="FILE", help="other engines' figures, like docs/peers.json"
+    )
+    group.add_argument(
+        "--limits",
+        action="store_true",
+        help="show the measured times over what the hardware allows, of one GPU: bytes at "
+        "--copy-rate for decode_N, products at --product-rate for prompts",
+    )
+    group.add_argument(
+        "--limits-only",
+        nargs="+",
+        metavar="YAML",
+        help="show what the hardware allows for these configurations; measure nothing, which needs "
+        "neither a GPU nor weights",
+    )
+    rates = Rates()
+    group.add_argument(
+        "--copy-rate",
+        type=float,
+        default=rates.copy / TERA,
+        metavar="TB/s",
+        help="bytes that the GPU copies, read and written (default: %(default)s, an H200)",
+    )
+    group.add_argument(
+        "--product-rate",
+        type=float,
+        default=rates.product / TERA,
+        metavar="TFLOP/s",
+        help="of large matrix products in the model's type (default: %(default)s, an H200)",
     )
     group.add_argument("--plot", type=Path, metavar="DIR", help="draw DIR/workloads_MODEL.png")
     add_engine_arguments(parser)
@@ -129,6 +164,12 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("repeats", "pairs", "shared_prefix"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1.")
+    for name in ("copy_rate", "product_rate"):
+        if not getattr(args, name) > 0:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} is {getattr(args, name)}; give more than 0.")
+    if args.scale is None:
+        args.scale = 1.0 if args.limits_only else DEFAULT_SCALE
     if args.scale <= 0 or (args.count_scale is not None and args.count_scale <= 0):
         parser.error("--scale and --count-scale must be more than 0.")
     if not 0 <= args.warm_up <= 1:
@@ -136,9 +177,14 @@ def parse_arguments() -> argparse.Namespace:
     if args.count_scale is None:
         args.count_scale = args.scale
     args.names = list(WORKLOAD_NAMES) if args.workload == "all" else args.workload.split(",")
+    known = WORKLOAD_NAMES + LONG_PROMPTS
     for name in args.names:
-        if name not in WORKLOAD_NAMES:
-            parser.error(f"--workload {name!r} is not one of {', '.join(WORKLOAD_NAMES)}.")
+        if name not in known:
+            parser.error(f"--workload {name!r} is not one of {', '.join(known)}.")
+    if args.limits and args.compare:
+        parser.error("--limits is of times, and --compare measures ratios; leave one of them out.")
+    if args.limits_only and not set(args.names) & set(LIMITED):
+        parser.error(f"--limits-only takes a --workload of {', '.join(LIMITED)}.")
     return args
 
 
@@ -306,7 +352,7 @@ def _ratio(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def describe(result: dict[str, Any], peers: Peers | None = None, model: str = "") -> str:
+def describe(result: dict[str, Any], peers: Sequence[Peer] = (), model: str = "") -> str:
     if "wall_ratio_on_over_off" in result:
         wall, cpu = result["wall_ratio_on_over_off"], result["cpu_ratio_on_over_off"]
         return (
@@ -314,27 +360,59 @@ def describe(result: dict[str, Any], peers: Peers | None = None, model: str = ""
             f" wall median {wall['median']:.4f} ({wall['min']:.4f} to {wall['max']:.4f}),"
             f" CPU median {cpu['median']:.4f} ({cpu['min']:.4f} to {cpu['max']:.4f})"
         )
-    return summary_row(result, peers.modes(model, result["workload"]) if peers else {})
+    return summary_row(result, peers, model)
 
 
-def show(report: dict[str, Any], peers: Peers | None, args: argparse.Namespace) -> None:
-    """The summary, a line a workload, and the plot."""
+def show(report: dict[str, Any], peers: Sequence[Peer], args: argparse.Namespace) -> None:
+    """The summary, a line a workload, and what else is asked for: time over limits, the plot."""
     as_measured = report["scale"] == report["count_scale"] == 1
     if report["shared_prefix"] != SHARED_PREFIX or report["cache_kept_between_runs"]:
         as_measured = False
-    if peers is not None and not as_measured:
+    if peers and not as_measured:
         print("Peers are left out: they ran other workloads (see --scale).", file=sys.stderr)
-        peers = None
+        peers = []
     model, results = report["model"], report["results"]
+    peers = peers_of(peers, model)
     title = f"{model} on {report['machine']['device']}"
-    print(title + (f"; peer: {peers.name}" if peers else ""), file=sys.stderr)
+    print(title, file=sys.stderr)
     runs = [result for result in results if "walls_s" in result]
     if runs:
-        print(SUMMARY_HEAD, file=sys.stderr)
+        print(summary_head(peers), file=sys.stderr)
     for result in results:
         print(describe(result, peers, model), file=sys.stderr)
+    if args.limits:
+        config = EngineConfig(**report["engine"])
+        if config.dtype is None and report["machine"]["device"] == "cpu":  # the engine's choice
+            config = dataclasses.replace(config, dtype="float32")
+        sizes = report["scale"], report["count_scale"]
+        pairs = [
+            (run, _of_any_tokens(run["workload"], *sizes))
+            for run in runs
+            if run["workload"] in LIMITED
+        ]
+        print(over_limits(pairs, shape_of(config), _rates(args)), file=sys.stderr)
     if args.plot is not None and runs:
         plot_workloads(runs, model, peers, args.plot / f"workloads_{model}.png", title)
+
+
+def show_limits(args: argparse.Namespace) -> None:
+    """What the hardware allows for the configurations of --limits-only."""
+    shapes = {}
+    for path in args.limits_only:
+        config = engine_config_from_args(argparse.Namespace(**vars(args) | {"config": path}))
+        shapes[Path(path).stem] = shape_of(config)
+    names = [name for name in LIMITED if name in args.names]
+    workloads = [_of_any_tokens(name, args.scale, args.count_scale) for name in names]
+    print(limits_table(shapes, workloads, _rates(args)))
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    return Rates(args.copy_rate * TERA, args.product_rate * TERA)
+
+
+def _of_any_tokens(name: str, scale: float, count_scale: float) -> Workload:
+    """A workload of which only lengths and counts matter."""
+    return make_workload(name, vocab_size=2, scale=scale, count_scale=count_scale)
 
 
 def _model_name(config: EngineConfig) -> str:
@@ -344,11 +422,16 @@ def _model_name(config: EngineConfig) -> str:
 def main() -> int:
     args = parse_arguments()
     try:
-        peers = Peers.load(args.peer) if args.peer else None
+        if args.limits_only:
+            show_limits(args)
+            return 0
+        peers = load_peers(args.peer) if args.peer else []
         if args.from_json:
             show(json.loads(args.from_json.read_text(encoding="utf-8")), peers, args)
             return 0
         config = engine_config_from_args(args)
+        if args.limits and math.prod(config.parallel_sizes.numbers) > 1:
+            raise ConfigurationError("--limits is of one GPU; leave it out for a model on several.")
         report = Report(args, config)
         if args.compare:
             benches = build_pair(args, config)

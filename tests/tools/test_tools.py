@@ -150,8 +150,45 @@ def test_an_earlier_runs_figures_stand_beside_a_peers(tmp_path, monkeypatch, cap
     out.write_text(json.dumps(report))
     assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr().err
-    assert "off 1.28, align 1.48, all 1.29" in shown and "ours / best" in shown
+    assert "| vLLM 0.26.0 (mode), ours / it" in shown and "megatron-core 0.19.2 (mode)" in shown
+    assert "4.75 ms (off)" in shown and "3.72 ms (align)" in shown and "5.63 ms (on)" in shown
     assert (tmp_path / "workloads_nemotron-h-8b.png").stat().st_size > 1000
+
+
+def test_measured_times_stand_over_what_the_hardware_allows(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    flags = ("--workload", "decode_1,prompts_8k,fork", "--scale", 0.01, "--limits", "--json", out)
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().err
+    (result,) = (
+        r
+        for r in json.loads(out.read_text())["results"]
+        if r["workload"] != "fork" and r["output_tokens"] == r["requests"]
+    )
+    assert f"{result['prompt_tok_s']:.0f} in" in shown
+    rates = ("--limits", "--copy-rate", 0.01, "--product-rate", 0.01)
+    flags = ("--from-json", out, *rates)
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    slower = capsys.readouterr().err
+    ratios = [_ratios_over_limits(text) for text in (shown, slower)]
+    assert [one.keys() for one in ratios] == [{"decode_1", "prompts_8k"}] * 2
+    assert ratios[0]["decode_1"] / ratios[1]["decode_1"] == pytest.approx(429.5, rel=0.01)
+    assert ratios[0]["prompts_8k"] / ratios[1]["prompts_8k"] == pytest.approx(79000, rel=0.01)
+
+
+def _ratios_over_limits(shown):
+    _, table = shown.split("measured / limit |")
+    rows = [line.split("|") for line in table.splitlines()[2:]]
+    return {row[1].strip(): float(row[4]) for row in rows}
+
+
+def test_what_the_hardware_allows_is_shown_without_measuring(monkeypatch, capsys):
+    files = [ROOT / "configs" / f"{name}.yaml" for name in ("nemotron-h-8b", "lfm2-1.2b")]
+    flags = ("--limits-only", *files, "--workload", "unique,decode_1,fork")
+    assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
+    head, _, nemotron, lfm2 = capsys.readouterr().out.splitlines()
+    assert "decode_1, ms | unique, s" in head
+    assert nemotron.split("|")[3].strip() == "3.56" and "lfm2-1.2b" in lfm2
 
 
 @pytest.mark.parametrize(
@@ -190,6 +227,10 @@ def test_only_the_kernels_that_are_named_are_timed(monkeypatch, capsys):
         (("--workload", "unique,uniq"), "'uniq' is not one of unique"),
         (("--peer", "/nowhere.json"), "--peer /nowhere.json cannot be read"),
         (("--peer", str(ROOT / "pyproject.toml")), "docs/peers.json is one"),
+        (("--limits", "--compare", "prefix-caching"), "leave one of them out"),
+        (("--limits", "--tensor-model-parallel-size", "2"), "--limits is of one GPU"),
+        (("--limits-only", "a.yaml", "--workload", "fork"), "--limits-only takes a --workload"),
+        (("--copy-rate", "0"), "--copy-rate is 0.0"),
         (("--workload", "long_resume", "--scale", "100"), "--inference-max-seq-length"),
         (("--load", "/nowhere"), "/nowhere"),
     ],

@@ -6,6 +6,8 @@ wall_s          sum of the rounds' wall times
 ttft_s          from the moment the request's round was submitted to its first token
 itl_ms          gaps before each token after a request's first arrival, all requests together;
                 k tokens that arrive together count as k gaps of a k-th each
+prompt_tok_s    prompt tokens, also those found in the cache, by wall_s: the speed of prefill where
+                nothing is cached and answers are of one token
 steady_itl_ms   those gaps that began after the last first token of their round: decoding with
                 no prefill in the way
 """
@@ -18,6 +20,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+
+Figures = dict[str, Any]  # keys as summarize gives them
 
 
 class Arrival(NamedTuple):
@@ -69,7 +73,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "p50": float(p50), "p95": float(p95)}
 
 
-def summarize(records: Sequence[RequestRecord], round_walls: Sequence[float]) -> dict[str, Any]:
+def summarize(records: Sequence[RequestRecord], round_walls: Sequence[float]) -> Figures:
     """The figures of one run: `records` of every request, wall seconds of every round."""
     rounds = [[r for r in records if r.round == i] for i in range(len(round_walls))]
     last_first_token = [max((r.first_token for r in rs), default=0.0) for rs in rounds]

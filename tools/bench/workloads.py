@@ -207,7 +207,17 @@ def _long_resume(source: _Source) -> list[Round]:
     ]
 
 
-_PLANS: dict[str, Callable[[_Source], list[Round]]] = {
+def _prompts(count: int, length: int) -> Callable[[_Source], list[Round]]:
+    """Prompts that share nothing, and one token of each answer: the speed of prefill."""
+
+    def plan(source: _Source) -> list[Round]:
+        ids = [f"p{i}" for i in range(source.count(count))]
+        return [tuple(WorkloadRequest(id_, id_, source.tokens(length), 1) for id_ in ids)]
+
+    return plan
+
+
+_USUAL: dict[str, Callable[[_Source], list[Round]]] = {
     "unique": _unique,
     "shared_system": _shared_system,
     "multi_turn": _multi_turn,
@@ -217,8 +227,18 @@ _PLANS: dict[str, Callable[[_Source], list[Round]]] = {
     "decode_256": _decode(256),
     "long_resume": _long_resume,
 }
+# Three times as many prompt tokens as all the others together.
+_LONG_PROMPTS: dict[str, Callable[[_Source], list[Round]]] = {
+    "prompts_8k": _prompts(128, 8192),
+    "prompts_20k": _prompts(128, 20480),
+    "prompts_40k": _prompts(128, 40960),
+    "prompt_65k": _prompts(1, 65536),
+}
+_PLANS = _USUAL | _LONG_PROMPTS
 
-WORKLOAD_NAMES = tuple(_PLANS)
+WORKLOAD_NAMES = tuple(_USUAL)
+LONG_PROMPTS = tuple(_LONG_PROMPTS)  # run only where they are named
+DECODES = ("decode_1", "decode_32", "decode_256")
 
 
 def make_workload(

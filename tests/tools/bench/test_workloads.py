@@ -13,6 +13,7 @@ from bench import (
 )
 from bench.driver import BenchmarkError, run_workload
 from bench.measurements import Arrival
+from bench.workloads import LONG_PROMPTS
 from megatron_hybrid.request import FinishReason
 from tests.unit.echo_engine import EchoEngine
 
@@ -26,6 +27,12 @@ TINY = {
     "decode_32": "bd682b36bae99372",
     "decode_256": "9a536cf286eef3a8",
     "long_resume": "221fb188254d88c6",
+}
+LONG = {
+    "prompts_8k": "9f794b0ee154e0ed",
+    "prompts_20k": "8ae6f9b4afd6d997",
+    "prompts_40k": "c09156010d372bd2",
+    "prompt_65k": "dbe42c91c46c0a83",
 }
 FULL = {
     "unique": "87b8a96796d0e5db",
@@ -51,9 +58,10 @@ def test_the_shared_prefix_can_have_another_length():
 
 def test_every_workload_has_a_fixed_digest():
     assert tuple(TINY) == WORKLOAD_NAMES
+    assert tuple(LONG) == LONG_PROMPTS
 
 
-@pytest.mark.parametrize(("name", "digest"), TINY.items())
+@pytest.mark.parametrize(("name", "digest"), (TINY | LONG).items())
 def test_digest_at_a_tiny_scale(name, digest):
     assert make_workload(name, vocab_size=512, scale=0.02).digest() == digest
 
@@ -77,6 +85,27 @@ def test_counts_of_a_chat_include_its_earlier_turns():
     assert counts.new_tokens == 180224
     assert counts.output_tokens == 24576
     assert counts.longest == 6400
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "length"),
+    [
+        ("prompts_8k", 128, 8192),
+        ("prompts_20k", 128, 20480),
+        ("prompts_40k", 128, 40960),
+        ("prompt_65k", 1, 65536),
+    ],
+)
+def test_long_prompts_have_answers_of_one_token(name, requests, length):
+    # at a tenth of the tokens, which take a while to draw
+    counts = make_workload(name, 512, scale=0.1, count_scale=1.0).token_counts()
+    assert counts.requests == counts.output_tokens == requests
+    assert counts.new_tokens == requests * round(length / 10)
+
+
+def test_long_prompts_share_nothing():
+    prompts = [r.new_tokens for r in make_workload("prompts_8k", 512, scale=0.02).requests()]
+    assert len(prompts) == len({prompt[:8] for prompt in prompts}) == 3
 
 
 def test_reserved_ids_are_never_drawn():
