@@ -5,26 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.sampling_cases import Draws, check_draws
+from tests.kernels.sampling_cases import Draws, check_argmax, check_draws
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("flashinfer")
-from megatron_hybrid.kernels.sampling import flashinfer, reference  # noqa: E402
+from megatron_hybrid.kernels.sampling import reference  # noqa: E402
+from megatron_hybrid.kernels.sampling import triton as sampling  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "vocabulary"), [(1, 131072), (40, 131072), (200, 100352), (30, 2049), (30, 500)]
+    ("rows", "vocabulary"),
+    [(1, 131072), (40, 131072), (200, 100352), (20, 262144), (30, 2049), (30, 500)],
 )
-def test_draws_are_those_of_brute_force(rows: int, vocabulary: int) -> None:
-    check_draws(flashinfer, Draws.random(rows, vocabulary, "cuda"), slack=1e-5)
+def test_draws_are_those_of_brute_force(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    check_draws(sampling, Draws.random(rows, vocabulary, "cuda", dtype), slack=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.01, 0.3, 3.0])
+def test_flat_and_peaked_rows(scale: float, dtype: torch.dtype) -> None:
+    """From lists, and from rows that keep too much for one."""
+    draws = Draws.random(60, 131072, "cuda", dtype)
+    draws.logits.mul_(scale)
+    draws.top_k[::2] = torch.tensor([0, 50, 1000, 3000, 60000], device="cuda").repeat(6).int()
+    draws.min_p.mul_(0.1)
+    check_draws(sampling, draws, slack=1e-5)
 
 
 def test_draws_mostly_equal_the_reference() -> None:
     draws = Draws.random(500, 50000, "cuda")
-    ours = flashinfer.draw(*draws.used())
+    ours = sampling.draw(*draws.used())
     theirs = reference.draw(*draws.used())
     assert (ours == theirs).float().mean() > 0.99
 
@@ -33,26 +46,27 @@ def test_draws_mostly_equal_the_reference() -> None:
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     """Nor on which filters the others use."""
     draws = Draws.random(300, 131072, "cuda", dtype)
-    tokens = flashinfer.draw(*draws.all())
+    tokens = sampling.draw(*draws.all())
     for row in range(0, 300, 7):
         alone = draws.rows(slice(row, row + 1))
-        assert flashinfer.draw(*alone.used()) == tokens[row]
+        assert sampling.draw(*alone.used()) == tokens[row]
 
 
-def test_equal_logits_are_kept_together() -> None:
+def test_of_equal_logits_the_first_are_kept() -> None:
     draws = Draws.random(100, 4096, "cuda")
     draws.logits[:] = 0
     draws.logits[:, 5:15] = 30
     draws.temperature.fill_(1.0)
     draws.top_k.fill_(4)
-    tokens = flashinfer.draw(*draws.all())
-    assert ((tokens >= 5) & (tokens < 15)).all()
+    tokens = sampling.draw(*draws.all())
+    assert ((tokens >= 5) & (tokens < 9)).all()
+    check_draws(sampling, draws, slack=1e-5)
 
 
 def test_a_masked_token_is_never_drawn() -> None:
     draws = Draws.random(200, 5000, "cuda")
     draws.logits[:, ::2] = -torch.inf
-    assert (flashinfer.draw(*draws.all()) % 2 == 1).all()
+    assert (sampling.draw(*draws.all()) % 2 == 1).all()
 
 
 @pytest.mark.parametrize("allowed", [[7], [7, 4000], [0, 1, 2, 4999]])
@@ -62,7 +76,7 @@ def test_few_allowed_tokens_are_drawn_as_by_brute_force(allowed: list[int]) -> N
     own = draws.logits[:, allowed].clone()
     draws.logits.fill_(-torch.inf)
     draws.logits[:, allowed] = own
-    check_draws(flashinfer, draws, slack=1e-5)
+    check_draws(sampling, draws, slack=1e-5)
 
 
 def test_penalties_equal_those_on_a_cpu() -> None:
@@ -75,17 +89,24 @@ def test_penalties_equal_those_on_a_cpu() -> None:
         torch.rand(20, generator=generator) - 0.5,
         torch.rand(20, generator=generator) - 0.5,
     )
-    found = flashinfer.penalise(*(argument.cuda() for argument in arguments))
+    found = sampling.penalise(*(argument.cuda() for argument in arguments))
     assert torch.allclose(found.cpu(), reference.penalise(*arguments), atol=1e-5)
 
 
 def test_draws_can_be_captured() -> None:
     draws = Draws.random(16, 131072, "cuda")
-    flashinfer.draw(*draws.all())
+    sampling.draw(*draws.all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = flashinfer.draw(*draws.all())
+        tokens = sampling.draw(*draws.all())
     for point in (0.1, 0.7):
         draws.point.fill_(point)
         graph.replay()
-        assert torch.equal(tokens, flashinfer.draw(*draws.all()))
+        assert torch.equal(tokens, sampling.draw(*draws.all()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 256])
+def test_argmax_takes_the_first_of_equal_ones(rows: int, dtype: torch.dtype) -> None:
+    check_argmax(sampling.argmax, rows, 131072, dtype, "cuda")
+    check_argmax(sampling.argmax, rows, 100_003, dtype, "cuda")

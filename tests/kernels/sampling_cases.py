@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -109,3 +110,21 @@ def _filtered(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     result = torch.zeros_like(scaled)
     result[order[keep]] = probability[keep] / probability[keep].sum()
     return result
+
+
+def check_argmax(
+    argmax: Callable[[Tensor], Tensor],
+    rows: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """Of rows with several largest logits; some have nothing but -inf."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
+    for _ in range(3):
+        at = torch.randint(vocabulary, (rows, 1), generator=generator)
+        logits.scatter_(1, at, 20.0)
+    logits[::7] = -torch.inf
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits.double()]
+    assert argmax(logits.to(device)).tolist() == expected

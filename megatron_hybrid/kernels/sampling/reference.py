@@ -12,6 +12,11 @@ from torch import Tensor
 from megatron_hybrid.kernels.protocols import Filters
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """As in SamplingKernels."""
+    return torch.argmax(logits, dim=-1)
+
+
 def draw(logits: Tensor, filters: Filters, point: Tensor) -> Tensor:
     """As in Sampling."""
     temperature, top_k, top_p, min_p, uses_top_k, uses_top_p, uses_min_p = filters
