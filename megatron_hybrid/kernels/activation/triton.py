@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -38,7 +39,7 @@ def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | No
             x, factor, *results.arguments, columns,
             x.stride(0), 0 if factor is None else factor.stride(0), results.kind,
             ACTIVATION=activation,
-            BLOCK=block, num_warps=min(max(block // 1024, warps), 32),
+            BLOCK=block, num_warps=min(max(block // 1024, warps), 32), **OPTIONS,
         )  # fmt: skip
     return results.inputs
 
@@ -48,6 +49,8 @@ def _activate_kernel(
     x, factor, out, codes, scale, scale_row, scale_group, columns, x_row, factor_row,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * BLOCK

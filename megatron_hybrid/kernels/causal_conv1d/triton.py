@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots, PrefillSegments
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.protocols import ConvConstants
 
 # These differ from step to step, and so would their alignment: no compilation for each of those.
@@ -87,7 +88,7 @@ def decode(
     _decode_kernel[(triton.cdiv(channels, block_channels), rows)](
         x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=weight.shape[1], SILU=silu, BLOCK_C=block_channels, num_warps=4,
+        WIDTH=weight.shape[1], SILU=silu, BLOCK_C=block_channels, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -114,7 +115,7 @@ def decode_runs(
         x, weight, bias, state, ring, out,
         *plan.tensors, tokens, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4,
+        RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -246,6 +247,8 @@ def _decode_kernel(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     row = tl.program_id(1).to(tl.int64)
+    wait_for_inputs()
+    let_next_start()
     read = tl.load(read_slot + row).to(tl.int64)
     write = tl.load(write_slot + row).to(tl.int64)
     if (read > 0) | (write > 0):
@@ -283,6 +286,8 @@ def _runs_kernel(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     sequence = tl.program_id(1)
+    wait_for_inputs()
+    let_next_start()
     begin = tl.load(cu_seqlens + sequence)
     if sequence == tl.num_programs(1) - 1:  # the padding
         for token in range(begin, tokens):

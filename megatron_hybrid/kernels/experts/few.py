@@ -9,14 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import activated
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.protocols import ExpertWeights, SharedExpert
 
 _UP_ROWS = 2
 _UP_DEPTH = 1024
+_UP_WARPS = 4
 _DOWN_ROWS = 4
 _DOWN_DEPTH = 512
+_DOWN_WARPS = 4
 
 
 def mix(
@@ -44,11 +47,12 @@ def mix(
     _up_kernel[(routed + more, tokens)](
         x, experts, layer.up, hidden, up, shared_hidden, gate, share, width, inner, beside,
         chosen, layer.activation, layer.gated, limit, _UP_ROWS,
-        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=4,
+        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=_UP_WARPS, **OPTIONS,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, _DOWN_ROWS), tokens)](
         hidden, experts, weights, layer.down, shared_hidden, down, share, y, width, inner, beside,
-        chosen, limit, _DOWN_ROWS, min(_DOWN_DEPTH, triton.next_power_of_2(inner)), num_warps=4,
+        chosen, limit, _DOWN_ROWS, min(_DOWN_DEPTH, triton.next_power_of_2(inner)),
+        num_warps=_DOWN_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -61,6 +65,8 @@ def _up_kernel(
 ):  # fmt: skip
     """A token's programs: those of its experts, of the shared MLP, and one for the share of that.
     EXPERTS: 0, or how many there are: pairs with other ids are left out."""
+    wait_for_inputs()
+    let_next_start()
     program = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     x += token * width
@@ -87,7 +93,9 @@ def _up_kernel(
                 is_gate = program == tl.num_programs(0) - 1
                 sums = tl.zeros((1, DEPTH), tl.float32)
                 rows = gate + tl.zeros((1, 1), tl.int64)
-                sums = add_products(sums, rows, x, tl.where(is_gate, width, 0), DEPTH)
+                end = tl.where(is_gate, width, 0)
+                of_gate = load_columns(rows, 0, end, DEPTH)
+                sums = add_products(sums, of_gate, rows, x, end, DEPTH)
                 of_token = tl.sigmoid(tl.sum(sums, axis=1))
                 place = tl.arange(0, 1)
                 tl.store(share + token + place, of_token, mask=place < tl.where(is_gate, 1, 0))
@@ -100,7 +108,9 @@ def _up_kernel(
         first, second = _add_both(first, rows, others, x, columns, DEPTH)
         value = activated(tl.sum(first, axis=1), ACTIVATION) * tl.sum(second, axis=1)
     else:
-        first = add_products(first, weight + row * width, x, columns, DEPTH)
+        rows = weight + row * width
+        loaded = load_columns(rows, 0, columns, DEPTH)
+        first = add_products(first, loaded, rows, x, columns, DEPTH)
         value = activated(tl.sum(first, axis=1), ACTIVATION)
     tl.store(target + n, value.to(hidden.dtype.element_ty), mask=n < size)
 
@@ -135,11 +145,17 @@ def _down_kernel(
     column = tl.minimum(n, width - 1).to(tl.int64)[:, None]
     total = tl.zeros((ROWS, DEPTH), tl.float32)
     # The steps of all experts one after the other, so that the first step of one is loaded while
-    # the last of another is multiplied.
+    # the last of another is multiplied. Which experts they are was known before the kernel that
+    # this one waits for.
     steps = tl.cdiv(inner, DEPTH)
     loaded = _load_step(
         weight, experts + token * CHOSEN, column, 0, steps, width, inner, CHOSEN, EXPERTS, DEPTH
     )
+    if shared is not None:
+        rows = shared + column * beside
+        of_shared = load_columns(rows, 0, beside, DEPTH)
+    wait_for_inputs()
+    let_next_start()
     for step in range(CHOSEN * steps):
         following = _load_step(
             weight, experts + token * CHOSEN, column, step + 1, steps, width, inner,
@@ -156,8 +172,8 @@ def _down_kernel(
     value = tl.sum(total, axis=1)
     if shared is not None:
         total = tl.zeros((ROWS, DEPTH), tl.float32)
-        rows = shared + column * beside
-        total = add_products(total, rows, shared_hidden + token * beside, beside, DEPTH)
+        inputs = shared_hidden + token * beside
+        total = add_products(total, of_shared, rows, inputs, beside, DEPTH)
         more = tl.sum(total, axis=1)
         if share is not None:
             more *= tl.load(share + token)
@@ -172,7 +188,8 @@ def _load_step(
 ):  # fmt: skip
     """[ROWS, DEPTH] of the weights of a token's `step`: `steps` of them belong to an expert."""
     pair = step // steps
-    expert = tl.load(experts + tl.minimum(pair, CHOSEN - 1)).to(tl.int64)
+    source = experts + tl.minimum(pair, CHOSEN - 1)
+    expert = tl.load(source, cache_modifier=".cg").to(tl.int64)
     end = tl.where(pair < CHOSEN, inner, 0)
     if EXPERTS:
         end = tl.where(expert < EXPERTS, end, 0)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
-from megatron_hybrid.kernels.linear.one_row import add_products
+from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.linear.products import counters
 from megatron_hybrid.kernels.protocols import Router
 
@@ -33,7 +34,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     logits = torch.empty(tokens, num_experts, dtype=kind, device=x.device)
     _route_kernel[(triton.cdiv(num_experts, _ROWS), tokens)](
         x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
-        width, ROWS=_ROWS, DEPTH=min(_DEPTH, triton.next_power_of_2(width)), num_warps=4,
+        width, ROWS=_ROWS, DEPTH=min(_DEPTH, triton.next_power_of_2(width)), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return experts, weights
 
@@ -96,7 +97,10 @@ def _route_kernel(
     token = tl.program_id(1)
     rows = weight + tl.minimum(n, EXPERTS - 1)[:, None] * width
     sums = tl.zeros((ROWS, DEPTH), tl.float32)
-    sums = add_products(sums, rows, x + token * width, width, DEPTH)
+    loaded = load_columns(rows, 0, width, DEPTH)
+    wait_for_inputs()
+    let_next_start()
+    sums = add_products(sums, loaded, rows, x + token * width, width, DEPTH)
     values = tl.sum(sums, axis=1).to(logits.dtype.element_ty)
     tl.store(logits + token * EXPERTS + n, values, mask=n < EXPERTS)
     tl.debug_barrier()

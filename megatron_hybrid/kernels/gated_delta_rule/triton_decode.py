@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
@@ -32,7 +33,7 @@ def decode(
     _decode_kernel[(v_dim // block_v, heads, rows)](
         *tokens, *constants[:2], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -53,7 +54,7 @@ def decode_runs(
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=8, num_warps=1,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=8, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -81,6 +82,7 @@ def _decode_kernel(
     n = tl.arange(0, K_DIM)
     y_ptrs = y_ptr + row * y_row + head * V_DIM + p
     if (read <= 0) & (write <= 0):
+        wait_for_inputs()
         tl.store(y_ptrs, tl.zeros([BLOCK_V], tl.float32))
         return
 
@@ -90,6 +92,7 @@ def _decode_kernel(
         mask=(p < tl.where(read > 0, V_DIM, 0))[:, None],
         other=0.0,
     ).to(tl.float32)
+    wait_for_inputs()  # the state was there before
     key_head = head // heads_per_key
     q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
     k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n).to(tl.float32)
@@ -139,6 +142,7 @@ def _runs_kernel(
     key_head = head // heads_per_key
     p = part * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, K_DIM)
+    wait_for_inputs()
     begin = tl.load(cu_ptr + sequence)
     if sequence == tl.num_programs(2) - 1:  # the padding
         for token in range(begin, tokens):

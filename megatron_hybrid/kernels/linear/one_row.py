@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+
 # Of longer rows cuBLAS brings as many bytes a second.
 _MOST_COLUMNS = 16384
 
@@ -51,7 +53,7 @@ def multiply(
     depth = min(tile.depth, triton.next_power_of_2(columns))
     _one_row_kernel[(triton.cdiv(rows, tile.rows),)](
         x.contiguous(), weight, bias, y, rows, columns, weight.stride(0), tile.rows, depth,
-        num_warps=4,
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -63,7 +65,11 @@ def _one_row_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, rows - 1)
     total = tl.zeros((ROWS, DEPTH), tl.float32)
-    total = add_products(total, weight + row.to(tl.int64)[:, None] * weight_row, x, columns, DEPTH)
+    weights = weight + row.to(tl.int64)[:, None] * weight_row
+    loaded = load_columns(weights, 0, columns, DEPTH)
+    wait_for_inputs()
+    let_next_start()
+    total = add_products(total, loaded, weights, x, columns, DEPTH)
     value = tl.sum(total, axis=1)
     if bias is not None:
         value += tl.load(bias + row).to(tl.float32)
@@ -71,10 +77,9 @@ def _one_row_kernel(
 
 
 @triton.jit
-def add_products(total, weights, x, columns, DEPTH: tl.constexpr):
+def add_products(total, loaded, weights, x, columns, DEPTH: tl.constexpr):
     """total [ROWS, DEPTH] float32, whose rows' sums are the result, + the products of `columns`
-    numbers from x on with those from `weights` [ROWS, 1] on."""
-    loaded = load_columns(weights, 0, columns, DEPTH)
+    numbers from x on with those from `weights` [ROWS, 1] on, the first of which are `loaded`."""
     for start in range(0, columns, DEPTH):
         following = load_columns(weights, start + DEPTH, columns, DEPTH)
         k = start + tl.arange(0, DEPTH)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels import devices
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
 from megatron_hybrid.kernels.devices import row_strides
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens, Rings
@@ -33,6 +34,7 @@ def decode(
     _decode_kernel[(channels // block, rows)](
         *tokens, *constants[:3], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), SIZE=size, BLOCK=block, num_warps=num_warps,
+        **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -52,7 +54,7 @@ def decode_runs(
     _runs_kernel[(channels // block, plan.read_slot.shape[0] + 1)](
         *tokens, *constants[:3], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), constants.rounding_seed,
-        CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=1,
+        CHANNELS=channels, RING=ring[0].shape[1], SIZE=size, BLOCK=block, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -115,6 +117,7 @@ def _decode_kernel(
     d = tl.program_id(0) * BLOCK + place
     n = tl.arange(0, SIZE)
     if (read <= 0) & (write <= 0):
+        wait_for_inputs()
         tl.store(y_ptr + row * y_row + d, tl.zeros([BLOCK], y_ptr.dtype.element_ty))
         return
 
@@ -123,6 +126,7 @@ def _decode_kernel(
     is_written = (place < tl.where(write > 0, BLOCK, 0))[:, None]
     h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
     a = tl.load(a_ptr + in_slot)
+    wait_for_inputs()  # the state was there before
     x = tl.load(x_ptr + row * x_row + d).to(tl.float32)
     z = tl.load(z_ptr + row * z_row + d).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + n).to(tl.float32)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rings
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
@@ -33,7 +34,7 @@ def decode(
     _decode_kernel[(head_dim // block_p, heads, rows)](
         *tokens, A, D, dt_bias, state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // groups, *dt_limit,
-        HEAD_DIM=head_dim, SIZE=size, BLOCK_P=block_p, num_warps=num_warps,
+        HEAD_DIM=head_dim, SIZE=size, BLOCK_P=block_p, num_warps=num_warps, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -62,7 +63,7 @@ def decode_runs(
         *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), heads // groups, *dt_limit, seed,
         HEADS=heads, GROUPS=groups, RING=ring[0].shape[1], HEAD_DIM=head_dim, SIZE=size,
-        BLOCK_P=block_p, num_warps=1, **more,
+        BLOCK_P=block_p, num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -93,6 +94,7 @@ def _decode_kernel(
     n = tl.arange(0, SIZE)
     y_ptrs = y_ptr + row * y_row + head * HEAD_DIM + p
     if (read <= 0) & (write <= 0):
+        wait_for_inputs()
         tl.store(y_ptrs, tl.zeros([BLOCK_P], tl.float32))
         return
 
@@ -102,6 +104,7 @@ def _decode_kernel(
         mask=(p < tl.where(read > 0, HEAD_DIM, 0))[:, None],
         other=0.0,
     ).to(tl.float32)
+    wait_for_inputs()  # the state was there before
     group = head // heads_per_group
     x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + group * SIZE + n).to(tl.float32)
@@ -147,6 +150,7 @@ def _runs_kernel(
     group = head // heads_per_group
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, SIZE)
+    wait_for_inputs()
     begin = tl.load(cu_ptr + sequence)
     if sequence == tl.num_programs(2) - 1:  # the padding
         for token in range(begin, tokens):
@@ -248,6 +252,7 @@ def _single_kernel(
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
     begin = tl.load(cu_ptr + sequence)
     if sequence == tl.num_programs(2) - 1:  # the padding
+        wait_for_inputs()
         for token in range(begin, tokens):
             y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
             tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
@@ -273,6 +278,7 @@ def _single_kernel(
         other=0.0,
     ).to(tl.float32)
 
+    wait_for_inputs()  # the state was there before
     row = tl.cast(begin, tl.int64)
     in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
     raw_x = tl.load(x_ptr + row * x_row + in_x, mask=p < HEAD_DIM * count, other=0.0)
@@ -311,6 +317,7 @@ def _single_kernel(
         y = tl.sum(old_x.to(tl.float32) * scores[:, None], 0)
         y += (tl.sum(tl.sum(c * b, 0), 0) * new_weight + d) * x
         y += tl.sum(tl.sum(h * c[:, None, :], 0), 1) * tl.exp2(total)
+        let_next_start()
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
     else:
         reached, before = 0, 0.0  # the sum of log_decay up to there

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
 from megatron_hybrid.kernels.linear.triton import quantize_rows
 from megatron_hybrid.kernels.over_ranks import (
@@ -34,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     if tokens:
         _rms_norm_kernel[(triton.cdiv(tokens * heads, block_rows),)](
             x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
-            ROWS=block_rows, BLOCK=block, num_warps=_warps(block_rows * block),
+            ROWS=block_rows, BLOCK=block, num_warps=_warps(block_rows * block), **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -55,7 +56,7 @@ def add_rms_norm(
     if tokens:
         _add_rms_norm_kernel[(tokens,)](
             x, residual, weight, *results.arguments, size, x.stride(0), residual.stride(0),
-            multiplier, eps, results.kind, BLOCK=block, num_warps=_warps(block),
+            multiplier, eps, results.kind, BLOCK=block, num_warps=_warps(block), **OPTIONS,
         )  # fmt: skip
     return results.inputs, residual
 
@@ -114,7 +115,7 @@ def gated_rms_norm(
             x, gate, weight, *results.arguments, channels, group_size,
             x.stride(0), gate.stride(0), eps, kind,
             NORM_FIRST=norm_first, GROUPS=each, BLOCK=block,
-            num_warps=_warps(each * block, per_thread=8),
+            num_warps=_warps(each * block, per_thread=8), **OPTIONS,
         )  # fmt: skip
     return results.inputs
 
@@ -132,8 +133,10 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows)[:, None] & (column < size)
     source = (row // heads) * token_stride + (row % heads) * head_stride
-    values = tl.load(x + source[:, None] + column, mask=mask, other=0)
     weights = tl.load(weight + column, mask=column < size, other=0)
+    wait_for_inputs()
+    let_next_start()
+    values = tl.load(x + source[:, None] + column, mask=mask, other=0)
     normed = scaled(values.to(weights.dtype), inverse_rms(values, size, eps), weights)
     tl.store(out + row[:, None] * size + column, normed, mask=mask)
 
@@ -146,9 +149,11 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < size
+    weights = tl.load(weight + column, mask=mask, other=0)
+    wait_for_inputs()
+    let_next_start()
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
-    weights = tl.load(weight + column, mask=mask, other=0)
     # Rounded before the norm is taken: the norm is that of the residual as it is kept.
     total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
     tl.store(residual + row * residual_row + column, total, mask=mask)
@@ -205,9 +210,11 @@ def _gated_rms_norm_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < group_size
     column += first + tl.arange(0, GROUPS)[:, None] * group_size
+    weights = tl.load(weight + column, mask=mask, other=0)
+    wait_for_inputs()
+    let_next_start()
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + column, mask=mask, other=0).to(tl.float32)
-    weights = tl.load(weight + column, mask=mask, other=0)
     gates *= tl.sigmoid(gates)
     values = inputs if NORM_FIRST else gates * inputs
     normed = scaled(values, inverse_rms(values, group_size, eps), weights)
