@@ -150,6 +150,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.norm import triton as norm
     from megatron_hybrid.kernels.packed_states import triton as packing
+    from megatron_hybrid.kernels.rope import triton as rope
 
     found = replace(
         REFERENCE,
@@ -165,6 +166,7 @@ def _gpu() -> KernelSet:
         activation=activation,
         linear=linear,
         experts=experts,
+        rope=rope,
         captures=True,
     )
     if importlib.util.find_spec("flashinfer") is None:
@@ -172,7 +174,6 @@ def _gpu() -> KernelSet:
 
         return replace(found, attention=TritonAttention())
     from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
-    from megatron_hybrid.kernels.rope import flashinfer as rope
     from megatron_hybrid.kernels.sampling import flashinfer as sampling
 
-    return replace(found, attention=FlashInferAttention(), rope=rope, sampling=sampling)
+    return replace(found, attention=FlashInferAttention(), sampling=sampling)

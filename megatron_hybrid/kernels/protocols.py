@@ -267,15 +267,35 @@ class Norm(Protocol):
         """
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of queries and of keys; weights as of Norm.rms_norm."""
+
+    query: Tensor  # [head_dim]
+    key: Tensor  # [head_dim]
+    eps: float
+
+
 class Rope(Protocol):
     """Rotary position embedding (Su et al., "RoFormer", 2021) of a head's first dimensions."""
 
     def plan(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Plan:
         """positions [tokens], frequencies [rotary_dim / 2] float32; once a step."""
 
-    def rotate(self, x: Tensor, plan: Plan) -> Tensor:
-        """x [tokens, heads, head_dim], heads may be strided -> the same, its first rotary_dim
-        dimensions rotated; x may be overwritten."""
+    def prepare(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        plan: Plan,
+        cache: KVCache,
+        attention: Plan,
+    ) -> Tensor:
+        """Queries, keys and values as they were projected, for Attention.attend: heads of queries
+        and keys are normed, then rotated unless `plan` is None; keys and values go into the cache
+        (as in Attention.append, with its plan `attention`).
+
+        qkv [tokens, heads + 2 * kv_heads, head_dim], tokens may be strided -> queries
+        [tokens, heads, head_dim]; of no heads keys and values are stored all the same.
+        """
 
 
 class Activation(Protocol):

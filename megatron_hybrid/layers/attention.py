@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
-from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Reader
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -126,32 +125,28 @@ class Attention(Mixer):
         kernels, dim = plans.kernels, self.config.head_dim
         start, stop = self.heads * dim, (self.heads + 2 * self.kv_heads) * dim
         projected = self.qkv_proj.rows(x, start, stop, kernels)
-        key, value = projected.unflatten(1, (2 * self.kv_heads, dim)).chunk(2, dim=1)
-        if self.k_norm is not None:
-            key = self.k_norm(key, kernels)
-        if plans.rotation is not None:
-            key = kernels.rope.rotate(key, plans.rotation)
-        kernels.attention.append(key, value, self._cache(plans, self.layer), plans.attention)
+        self._prepare(projected, plans, self._cache(plans, self.layer))
 
     def attend(self, projected: Tensor, plans: KernelPlans, layer: int) -> Tensor:
         """What follows the projection, in the KV cache of `layer`."""
-        kernels, dim = plans.kernels, self.config.head_dim
+        kernels = plans.kernels
         qkv, gate = projected.split(self.qkv_sections, dim=1)
-        qkv = qkv.unflatten(1, (self.heads + 2 * self.kv_heads, dim))
-        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = qk.split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(query, kernels), self.k_norm(key, kernels)), dim=1)
-        if plans.rotation is not None:
-            qk = kernels.rope.rotate(qk, plans.rotation)
-        query, key = qk.split([self.heads, self.kv_heads], dim=1)
         cache = self._cache(plans, layer)
-        kernels.attention.append(key, value, cache, plans.attention)
+        query = self._prepare(qkv, plans, cache)
         out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
         if self.config.output_gate:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
         return self.o_proj(out, kernels)
+
+    def _prepare(self, qkv: Tensor, plans: KernelPlans, cache: KVCache) -> Tensor:
+        """[tokens, (heads + 2 * kv_heads) * head_dim], as projected -> queries [tokens, heads,
+        head_dim] for attention; keys and values go into the cache."""
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        heads = qkv.unflatten(1, (-1, self.config.head_dim))
+        return plans.kernels.rope.prepare(heads, norms, plans.rotation, cache, plans.attention)
 
     def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
         cache = plans.caches.kv[layer]

@@ -26,7 +26,7 @@ from tests.kernels.attention_cases import (
     paged_sequences,
     poisoned_cache,
 )
-from tests.kernels.test_rope import rotated
+from tests.kernels.rope_cases import check_batches, check_prepare
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -268,27 +268,31 @@ def update(static: AttentionStep, step: AttentionStep) -> None:
     static.paged = replace(old, host=new.host)
 
 
-@pytest.mark.parametrize("rotary_dim", [64, 128])
-@pytest.mark.parametrize("tokens", [1, 37, 5000])
-def test_rotation(rotary_dim: int, tokens: int) -> None:
-    pytest.importorskip("flashinfer")
-    from megatron_hybrid.kernels.rope import flashinfer
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(16, 2, 256), (32, 8, 64), (9, 1, 128)]
+)
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("norm_dtype", [None, BF16, torch.float32])
+@pytest.mark.parametrize("rotary_dim", [0, 64])
+def test_what_attention_takes(
+    rotary_dim: int, norm_dtype: torch.dtype | None, kv_dtype: torch.dtype,
+    heads: int, kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
+    from megatron_hybrid.kernels.rope import triton as rope
 
-    generator = torch.Generator("cuda").manual_seed(0)
-    positions = torch.randint(0, 30000, (tokens,), generator=generator, device="cuda").int()
-    # no base reproduces these: they are scaled as a model's may be
-    frequencies = 5e5 ** -(torch.arange(0, rotary_dim, 2, device="cuda") / rotary_dim)
-    frequencies[rotary_dim // 4 :] /= 8
-    for dtype, tolerance in ((BF16, 3e-2), (torch.float32, 1e-4)):
-        plan = flashinfer.plan(positions, frequencies, dtype)
-        for heads in (40, 9, 1):
-            projection = torch.randn(
-                (tokens, heads + 8, 128), generator=generator, device="cuda"
-            ).to(dtype)
-            rest = projection[:, heads:].clone()
-            expected = rotated(projection[:, :heads], positions, frequencies)
-            out = flashinfer.rotate(projection[:, :heads], plan)
-            # one head alone runs on the reference, which rounds more often
-            limit = tolerance if heads > 1 else 2 * tolerance
-            torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
-            assert torch.equal(projection[:, heads:], rest)
+    attention = make("triton")
+    shape = attention_shape(heads, kv_heads, head_dim, 16, BF16, kv_dtype=kv_dtype)
+    lengths = [(1, 9), (1, 1), (300, 700), (1500, 1500)]
+    for queries in (True, False):
+        check_prepare(
+            rope, attention, shape, rotary_dim, norm_dtype,
+            queries=queries, tolerance=0.1, lengths=lengths, device="cuda",
+        )  # fmt: skip
+    check_batches(rope, attention, shape, 64, "cuda")
+
+
+def test_what_attention_takes_in_float32() -> None:
+    from megatron_hybrid.kernels.rope import triton as rope
+
+    shape = attention_shape(16, 2, 128, 16)
+    check_prepare(rope, make("triton"), shape, 128, torch.float32, tolerance=1e-4, device="cuda")

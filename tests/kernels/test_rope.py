@@ -2,21 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.rope import reference
-
-
-def rotated(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """In float64: dimensions i and i + rotary_dim / 2 are the parts of a complex number."""
-    half = len(frequencies)
-    x = x.double()
-    # angles in float32, as every implementation takes them
-    angles = (positions[:, None].float() * frequencies).double()[:, None]
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
-    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+from tests.kernels.attention_cases import attention_shape
+from tests.kernels.rope_cases import check_prepare, rotated
 
 
 @pytest.mark.parametrize("rotary_dim", [4, 10, 16])
@@ -45,3 +35,14 @@ def test_scores_depend_on_the_distance_alone() -> None:
         return float((reference.rotate(query, plans[0]) * reference.rotate(key, plans[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 4, 8])
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+@pytest.mark.parametrize("queries", [True, False])
+def test_what_attention_takes(
+    queries: bool, norm_dtype: torch.dtype | None, rotary_dim: int
+) -> None:
+    for kv_dtype in (torch.float32, torch.float8_e4m3fn):
+        shape = attention_shape(kv_dtype=kv_dtype)
+        check_prepare(reference, attention, shape, rotary_dim, norm_dtype, queries=queries)

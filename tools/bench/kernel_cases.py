@@ -29,11 +29,10 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
     chunk_bounds,
 )
-from megatron_hybrid.kernels.protocols import ConvConstants, ExpertWeights, Filters
+from megatron_hybrid.kernels.protocols import ConvConstants, ExpertWeights, Filters, HeadNorms
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -213,8 +212,13 @@ class Bench:
             for tokens in short:
                 yield self.layer_prefill(kind, tokens, 4)
         if self.model.mamba is not None and self.model.mamba.norm == "gate_first":
+            size, groups = self.model.mamba.inner_size, self.model.mamba.num_groups
             for rows in self.rows():
-                yield self.gated_rms_norm(rows, self.model.mamba)
+                yield self.gated_rms_norm(rows, size, size // groups)
+        if (net := self.model.gated_delta_net) is not None:
+            for rows in self.rows():
+                size = net.value_heads * net.value_dim
+                yield self.gated_rms_norm(rows, size, net.value_dim, norm_first=True)
         if self.model.attention is not None:
             kv, long = (70, 300) if self.tiny else (1024, 65536)
             for batch in self.batches():
@@ -541,18 +545,28 @@ class Bench:
         return Case("append KV", f"{tokens} tokens", moved, make)
 
     def rope(self, tokens: int) -> Case:
-        """Our models have none; Llama's would be this."""
-        rope, shape = self.kernels.rope, self.attention_shape()
-        frequencies = inverse_frequencies(RopeConfig(10000.0, shape.head_dim)).to(self.device)
-        plan = rope.plan(self.integers(range(tokens)), frequencies, self.dtype)
-        heads = shape.heads + shape.kv_heads
+        """Also with norms, where heads have them; the rotation of models without one would be
+        Llama's."""
+        attention, shape = self.kernels.attention, self.attention_shape()
+        given = self.model.rope or RopeConfig(10000.0, shape.head_dim)
+        config = replace(given, rotary_dim=min(given.rotary_dim, shape.head_dim))
+        frequencies = inverse_frequencies(config).to(self.device)
+        plan = self.kernels.rope.plan(self.integers(range(tokens)), frequencies, self.dtype)
+        paged = attention.plan(self.paged([tokens], [tokens]), shape)
+        norms = None
+        if self.attention().qk_norm:
+            kind = torch.float32 if self.attention().zero_centered_norm else self.dtype
+            query, key = self.normal(2, shape.head_dim, dtype=kind)
+            norms = HeadNorms(query, key, EPS)
+        heads = shape.heads + 2 * shape.kv_heads
 
         def make() -> Calls:
-            qkv = self.normal(tokens, heads + shape.kv_heads, shape.head_dim)
-            return {"ours": lambda: rope.rotate(qkv[:, :heads], plan)}
+            qkv = self.normal(tokens, heads, shape.head_dim)
+            cache = self.kv_cache(-(-tokens // BLOCK))
+            return {"ours": lambda: self.kernels.rope.prepare(qkv, norms, plan, cache, paged)}
 
         moved = 2 * tokens * heads * shape.head_dim * self.item
-        return Case("rope", f"{tokens} tokens", moved, make)
+        return Case("rope", f"{tokens} tokens{', norms' if norms else ''}", moved, make)
 
     def add_rms_norm(self, rows: int) -> Case:
         norm, size = self.kernels.norm, self.model.hidden_size
@@ -569,14 +583,13 @@ class Bench:
         moved = rows * size * (2 * self.item + 2 * kind.itemsize)
         return Case("add_rms_norm", f"{rows} x {size}", moved, make)
 
-    def gated_rms_norm(self, rows: int, config: Mamba2Config) -> Case:
+    def gated_rms_norm(self, rows: int, size: int, group: int, norm_first: bool = False) -> Case:
         norm = self.kernels.norm
-        size, group = config.inner_size, config.inner_size // config.num_groups
         weight = self.normal(size)
 
         def make() -> Calls:
             x, gate = self.normal(rows, size), self.normal(rows, 2 * size)[:, :size]
-            return {"ours": lambda: norm.gated_rms_norm(x, gate, weight, group, EPS)}
+            return {"ours": lambda: norm.gated_rms_norm(x, gate, weight, group, EPS, norm_first)}
 
         moved = 3 * rows * size * self.item
         return Case("gated_rms_norm", f"{rows} x {size}, groups of {group}", moved, make)

@@ -132,13 +132,14 @@ def _store_kv_kernel(
     k = tl.load(key + token * key_stride + head * key_head_stride + dim, mask=inside)
     v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask=inside)
     if LIMIT > 0:
-        k, v = _scaled(k, k_scale, LIMIT), _scaled(v, v_scale, LIMIT)
+        k, v = kept(k, k_scale, LIMIT), kept(v, v_scale, LIMIT)
     tl.store(key_cache + place + at, k.to(key_cache.dtype.element_ty), mask=inside)
     tl.store(value_cache + place + at, v.to(value_cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _scaled(values, scale, LIMIT: tl.constexpr):
+def kept(values, scale, LIMIT: tl.constexpr):
+    """What a cache in FP8 keeps of values, in float32 before it is rounded."""
     scaled = tl.div_rn(values.to(tl.float32), scale)
     return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 

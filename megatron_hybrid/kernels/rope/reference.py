@@ -6,6 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.contract import KVCache
+from megatron_hybrid.kernels.norm.reference import rms_norm
+from megatron_hybrid.kernels.paged_attention.reference import AttentionPlan, append
+from megatron_hybrid.kernels.protocols import HeadNorms
+
 
 def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """positions [tokens] -> cosines and signed sines [tokens, 1, rotary_dim], once a step.
@@ -20,7 +25,8 @@ def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x: Tensor, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """As in Rope."""
+    """x [tokens, heads, head_dim], heads may be strided -> the same, its first rotary_dim
+    dimensions rotated."""
     cosines, sines = plan
     rotary_dim = cosines.shape[-1]
     half = rotary_dim // 2
@@ -29,3 +35,24 @@ def rotate(x: Tensor, plan: tuple[Tensor, Tensor]) -> Tensor:
     if rotary_dim == x.shape[-1]:
         return rotated
     return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def prepare(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    plan: tuple[Tensor, Tensor] | None,
+    cache: KVCache,
+    attention: AttentionPlan,
+) -> Tensor:
+    """As in Rope."""
+    kv_heads = cache.key.shape[2]
+    qk, value = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
+    if norms is not None:
+        query, key = qk.tensor_split([qk.shape[1] - kv_heads], dim=1)
+        query = rms_norm(query, norms.query, norms.eps, qkv.dtype)
+        qk = torch.cat((query, rms_norm(key, norms.key, norms.eps, qkv.dtype)), dim=1)
+    if plan is not None:
+        qk = rotate(qk, plan)
+    query, key = qk.tensor_split([qk.shape[1] - kv_heads], dim=1)
+    append(key, value, cache, attention)
+    return query
