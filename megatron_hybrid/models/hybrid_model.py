@@ -21,7 +21,7 @@ from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, Sta
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Part, prefixed, section
+from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.blocks import Block, BlockBuilder, ModelFormats, in_one_type
@@ -102,13 +102,18 @@ class HybridModel(nn.Module):
         self.lm_head: Linear | None = None
         if self.is_last_stage:
             self.final_norm = build.norm()
+            if config.logits_divisor != 1.0:
+                # Which becomes part of its weight (see weight_parts): in float32, so that nothing
+                # is rounded once more.
+                weight = self.final_norm.weight
+                self.final_norm.weight = nn.Parameter(weight.float(), requires_grad=False)
             if not (config.tie_word_embeddings and self.is_first_stage):
                 rows = padded_vocab // tensor.size
                 self.lm_head = Linear(config.hidden_size, rows, bias=False, dtype=dtype)
                 allocate_linears([self._head_part(self.lm_head)], partial(formats, None))
         self.mtp: MTPHead | None = None
         if mtp:
-            assert pipeline.size == 1
+            assert pipeline.size == 1 and config.logits_divisor == 1.0
             self.mtp = MTPHead(build)
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
@@ -221,8 +226,11 @@ class HybridModel(nn.Module):
         if self.mtp is not None:
             yield from self.mtp.weight_parts()
         if self.final_norm is not None:
+            divisor = 1.0 if self._divides_in_head else self.config.logits_divisor
             for part in self.final_norm.weight_parts():
-                yield None, replace(part, role="final_norm")
+                assert isinstance(part, WeightPart)
+                factor, offset = part.multiplier / divisor, part.offset / divisor
+                yield None, replace(part, role="final_norm", multiplier=factor, offset=offset)
         if self.lm_head is not None:
             yield None, self._head_part(self.lm_head)
 
@@ -232,7 +240,17 @@ class HybridModel(nn.Module):
         tied = self.config.tie_word_embeddings  # to the embedding of the first stage
         role = "embedding" if tied else "lm_head"
         source = slice(start, start + real), slice(0, columns)
-        return LinearPart(role, (vocab, columns), source, head, 0)
+        part = LinearPart(role, (vocab, columns), source, head, 0)
+        if self._divides_in_head:
+            part = replace(part, multiplier=1 / self.config.logits_divisor)
+        return part
+
+    @property
+    def _divides_in_head(self) -> bool:
+        """Whether logits come divided from the head's weight: a quantised one's scales take the
+        divisor as it is, while its inputs may have a scale that is meant for undivided ones."""
+        head = self.lm_head
+        return head is not None and any(format is not None for format, _ in head.formats)
 
     def _vocabulary_rows(self, rows: int) -> tuple[int, int]:
         """Where this rank's rows begin in the vocabulary, and how many they are; the last ranks'
@@ -341,10 +359,7 @@ class HybridModel(nn.Module):
             assert self.embedding is not None
             logits = F.linear(normed, self.embedding.weight)
         logits = self.parallel.tensor.all_gather(logits)
-        logits = logits[:, : config.vocab_size]
-        if config.logits_divisor != 1.0:
-            logits = logits.float() / config.logits_divisor
-        return logits
+        return logits[:, : config.vocab_size]
 
     @torch.inference_mode()
     def fold(self, runs: DecodeRuns, caches: LayerCaches) -> None:
