@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hybrid import LLM
+from megatron_hybrid.engine.draft_policy import DraftPolicy
+from megatron_hybrid.engine.step_costs import AssumedCosts
 from megatron_hybrid.execution.plan import NO_DRAFT
 
 
@@ -42,4 +44,13 @@ def with_drafts(llm: LLM, drafter: Knowing) -> LLM:
     """The same, which has its drafts from this drafter now."""
     assert llm.engine.scheduler.decodes.speculation is not None
     llm.engine.scheduler.decodes.speculation.drafter = drafter
+    return without_clock(llm)
+
+
+def without_clock(llm: LLM) -> LLM:
+    """The same, whose drafts do not depend on what steps take."""
+    speculation = llm.engine.scheduler.decodes.speculation
+    assert speculation is not None
+    costs = AssumedCosts(speculation.num_tokens)
+    speculation.policy = DraftPolicy(costs, row_by_row=speculation.drafter is None)
     return llm

@@ -14,6 +14,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
     check_kv_dtype,
     check_libraries,
@@ -24,7 +25,6 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
 from megatron_hybrid.engine.profiling import measure_activations
-from megatron_hybrid.engine.prompt_lookup import PromptLookup
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
     StageLayers,
@@ -35,7 +35,6 @@ from megatron_hybrid.engine.sizing import (
     packed_states_dtype,
     ring_length,
 )
-from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
@@ -151,7 +150,8 @@ def build_engine(
         num_drafts=drafts,
         write_interval=plan.write_interval,
     )
-    if sizes := _graph_sizes(plan, geometry.max_requests):
+    sizes = _graph_sizes(plan, geometry.max_requests)
+    if sizes:
         runner.capture_graphs(sizes, progress=parallel.is_first)
     engine = DynamicInferenceEngine(
         context,
@@ -169,7 +169,7 @@ def build_engine(
         ),
         lockstep=Lockstep(replicas) if replicas.size > 1 else None,
         is_alone=parallel.lockstep.size == 1,
-        speculation=_speculation(plan, context),
+        speculation=build_speculation(config, context, parallel, sizes, has_head=plan.mtp),
     )
     engine.statistics.weight_bytes = weights = model.weight_bytes()
     if copies := _bytes_of_copies(config, model):
@@ -177,20 +177,6 @@ def build_engine(
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
     return engine
-
-
-def _speculation(plan: _Plan, context: DynamicInferenceContext) -> Speculation | None:
-    config = plan.config
-    if not config.num_speculative_tokens:
-        return None
-    lookup = None
-    if not plan.mtp:
-        lookup = PromptLookup(
-            context.geometry.max_requests,
-            context.max_seq_length,
-            shares=config.prompt_lookup_shares_texts,
-        )
-    return Speculation(context.rows, lookup, config.num_speculative_tokens)
 
 
 def _all_to_all_from(

@@ -87,6 +87,8 @@ class Decodes:
         if not plan.is_empty:
             plan.catch_ups, self._catch_ups = self._catch_ups, []
             plan.packs = self._cache.packing.take()
+            if self.speculation is not None:
+                self.speculation.was_planned(plan)
 
     def _choose_writes(self, decodes: Ints, kept: list[int]) -> npt.NDArray[np.bool_] | None:
         """Which of these decodes write their states, [decodes]; None: all. Those of the rows `kept`
@@ -186,6 +188,7 @@ class Decodes:
         tokens of each sampled row. The most accepted of a row: so many steps were spared."""
         if self.speculation is None:
             return 0
+        self.speculation.was_received(plan, result)
         owners = plan.sampled_owners
         stay = np.asarray([request.running is not None for request in owners], dtype=bool)
         spared = 0

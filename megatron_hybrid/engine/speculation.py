@@ -1,4 +1,4 @@
-"""How many drafts each decoding request gets, and which: as many as have paid for it so far."""
+"""How many drafts each decoding request gets, and which: as many as are worth what they cost."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.execution.plan import MOST_STOP_IDS, NO_DRAFT, DraftPlan
+from megatron_hybrid.engine.draft_policy import Acceptance, DraftPolicy
+from megatron_hybrid.engine.step_costs import AssumedCosts, StepTimer
+from megatron_hybrid.execution.plan import (
+    MOST_STOP_IDS,
+    NO_DRAFT,
+    DraftPlan,
+    StepDemand,
+    StepPlan,
+    StepResult,
+)
 from megatron_hybrid.execution.rows import RowTable
 
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
-
-LONGEST_PAUSE = 6  # 2^6 steps, after as many steps without an accepted draft
 
 
 class Drafter(Protocol):
@@ -41,25 +48,33 @@ class Speculation:
     """Between the scheduler and a drafter. All figures are by row of the row table. Without a
     drafter the device makes the drafts, by the model's head, and here is decided how many.
 
-    A request's drafts double in number while all are accepted, up to num_tokens; where some are
-    not, the next ones are one more than were. After a step without an accepted one it goes without
-    for a while, and twice as long each time; and until some are accepted again it has no drafts
-    while the last ones are in flight, which most likely are not accepted either.
+    How likely a row's drafts hold is learned from those before. What steps take is known of the
+    timer; the policy chooses by both.
     """
 
-    def __init__(self, rows: RowTable, drafter: Drafter | None, num_tokens: int) -> None:
-        """num_tokens: the most drafts of a request in a step."""
+    def __init__(
+        self,
+        rows: RowTable,
+        drafter: Drafter | None,
+        num_tokens: int,
+        policy: DraftPolicy | None = None,
+        timer: StepTimer | None = None,
+    ) -> None:
+        """num_tokens: the most drafts of a request in a step. policy: None for one that assumes
+        what steps take."""
         self.num_tokens = num_tokens
         self._rows = rows
         self.drafter = drafter
+        self.policy = policy or DraftPolicy(AssumedCosts(num_tokens), row_by_row=drafter is None)
+        self._timer = timer or StepTimer()
         count = len(rows.decoding)
+        self._acceptance = Acceptance(count)
         self._can_draft = np.zeros(count, dtype=bool)
         self._stop_ids = np.full((count, MOST_STOP_IDS), NO_DRAFT, dtype=np.int64)
         self._known = np.zeros(count, dtype=np.int64)  # tokens of its text
-        self._next = np.zeros(count, dtype=np.int64)  # drafts in its next step
-        self._pause = np.zeros(count, dtype=np.int64)  # steps until then
-        self._failures = np.zeros(count, dtype=np.int64)  # steps without an accepted one, on end
+        self._drafted = np.zeros(count, dtype=np.int64)  # in the last step whose result is here
         self._is_proven = np.zeros(count, dtype=bool)  # some of its last drafts were accepted
+        self._is_ahead = False  # drafts are chosen while a step is in flight
 
     def begin(self, row: int, text: Tokens, stop_ids: Sequence[int], cache_salt: str) -> None:
         """A request with this text, prompt and answer so far, has the row from now on."""
@@ -69,9 +84,9 @@ class Speculation:
         self._stop_ids[row] = NO_DRAFT
         self._stop_ids[row, : len(stop_ids)] = stop_ids
         self._known[row] = len(text)
-        self._next[row] = self.num_tokens
-        self._pause[row] = self._failures[row] = 0
+        self._drafted[row] = 0
         self._is_proven[row] = False
+        self._acceptance.begin(row)
         if self.drafter is not None:
             try:
                 self.drafter.begin(row, text, cache_salt)
@@ -94,29 +109,40 @@ class Speculation:
     def choose(self, decodes: Ints, most: Ints) -> DraftPlan | None:
         """Drafts for the coming step: at most so many for each of its decode rows. None: for no
         row. Called once a step."""
+        plan = self._choose(decodes, most)
+        if plan is not None and self.policy.has_paused:
+            self._acceptance.age(decodes)
+        self.policy.planned(plan is not None)
+        return plan
+
+    def _choose(self, decodes: Ints, most: Ints) -> DraftPlan | None:
         rows = self._rows
-        waits = self._pause[decodes] > 0
-        self._pause[decodes[waits]] -= 1
-        most = np.minimum(most, self._next[decodes])
         is_own = rows.adjusted[decodes] | (rows.generated[decodes] < rows.min_tokens[decodes])
-        tries = self._can_draft[decodes] & ~waits & ~is_own & (most > 0)
-        tries &= self._is_proven[decodes] | (rows.unknown[decodes] == 0)
-        if not tries.any():
-            return None
+        most = np.where(self._can_draft[decodes] & ~is_own, most, 0).clip(max=self.num_tokens)
+        chance = self._acceptance.chance(decodes)
         if self.drafter is None:
-            return self._on_device(decodes, np.where(tries, most, 0))
+            num_drafts = self.policy.choose(chance, np.zeros_like(most), most)
+            return None if num_drafts is None else self._on_device(decodes, num_drafts)
+        # Guesses behind drafts in flight count only if all of those are right.
+        most[(rows.unknown[decodes] > 0) & ~self._is_proven[decodes]] = 0
         # Tokens between the known text and the drafts: the step in flight adds one at least.
-        between = rows.next_position(decodes) + 1 - self._known[decodes]
+        between = np.where(most > 0, rows.next_position(decodes) + 1 - self._known[decodes], 0)
+        wanted = self.policy.choose(chance, between, most)
+        if wanted is None:
+            return None
+        self._is_ahead = bool((between > rows.unknown[decodes]).any())
+        tries = wanted > 0
         width = self.num_tokens + int(between[tries].max())
         windows = np.full((len(decodes), width), NO_DRAFT, dtype=np.int64)
         guesses = self.drafter.guess(decodes[tries], width)
         ends = (guesses[:, :, None] == self._stop_ids[decodes[tries], None, :]).any(2)
         ends |= guesses == NO_DRAFT
         found = np.where(ends.any(1), ends.argmax(1), width)
-        num_drafts = np.zeros(len(decodes), dtype=np.int64)
-        num_drafts[tries] = np.minimum(most[tries], (found - between[tries]).clip(min=0))
+        most[~tries] = 0
+        most[tries] = np.minimum(most[tries], (found - between[tries]).clip(min=0))
         windows[tries] = np.where(np.arange(width) < found[:, None], guesses, NO_DRAFT)
-        if not num_drafts.any():
+        num_drafts = self.policy.choose(chance, between, most)  # of what was found
+        if num_drafts is None:
             return None
         return DraftPlan(num_drafts, windows, self._known[decodes])
 
@@ -126,11 +152,26 @@ class Speculation:
 
     def note(self, decodes: Ints, drafted: Ints, accepted: Ints) -> None:
         """What has become of a step's drafts, for the rows that still have their requests."""
+        between = np.zeros_like(drafted)
+        if self.drafter is not None and self._is_ahead:
+            between = 1 + self._drafted[decodes]  # it was planned with those unknown
+        self._drafted[decodes] = drafted
         tried = drafted > 0
-        who, drafted, accepted = decodes[tried], drafted[tried], accepted[tried]
-        some = accepted > 0
-        self._is_proven[who] = some
-        self._next[who] = np.where(accepted == drafted, 2 * drafted, accepted + 1)
-        self._next[who] = np.minimum(self._next[who], self.num_tokens)
-        self._failures[who] = np.where(some, 0, np.minimum(self._failures[who] + 1, LONGEST_PAUSE))
-        self._pause[who] = np.where(some, 0, 2 ** self._failures[who] - 1)
+        self._is_proven[decodes[tried]] = accepted[tried] > 0
+        if tried.any():
+            figures = decodes, drafted, accepted, between
+            self._acceptance.note(*(column[tried] for column in figures))
+
+    # ------------------------------------------------------------------- time
+
+    def was_planned(self, plan: StepPlan) -> None:
+        """A step that computes something; its drafts are chosen."""
+        self._timer.begin(plan.step)
+
+    def was_received(self, plan: StepPlan, result: StepResult) -> None:
+        """Its result is here. Every rank of a replica calls this for the same steps."""
+        timed = None
+        if len(plan.decode_rows) and not plan.ended and not plan.prefills:
+            timed = StepDemand.of(plan), len(result.tokens)
+        for step in self._timer.end(plan.step, timed):
+            self.policy.note(step)

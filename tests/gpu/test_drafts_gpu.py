@@ -9,7 +9,7 @@ import torch
 
 from megatron_hybrid import LLM, SamplingParams
 from tests.gpu.test_engine_gpu import GRAPHS, OPTIONS, prompts
-from tests.knowing_drafter import Knowing, with_drafts
+from tests.knowing_drafter import Knowing, with_drafts, without_clock
 from tests.mtp_models import MTP_FAMILIES, make_mtp_model
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -51,6 +51,7 @@ def test_drafts_of_a_head_are_those_of_the_reference(family: str, tmp_path: Path
         reference = LLM(str(tmp_path), device="cpu", **options)  # type: ignore[arg-type]
         reference.engine.runner.asynchronous = True
         llm = LLM(str(tmp_path), device="cuda", **(options | {GRAPHS: graphs}))  # type: ignore[arg-type]
+        without_clock(llm)
         for right in expected:
             reference.generate(prompts(), PARAMS, progress=False)
             found = llm.generate(prompts(), PARAMS, progress=False)
