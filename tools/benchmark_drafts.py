@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""What drafts gain where they hold, and cost where they never do, against an engine without them.
+"""What drafts gain where they hold, and cost where they do not, against an engine without them.
 
     python tools/benchmark_drafts.py --config configs/nemotron-h-8b.yaml \\
-        --num-speculative-tokens 4 decode_1 decode_32
+        --num-speculative-tokens 4 decode_1 decode_8 decode_32 decode_128 decode_256
 
 `decode_N`: N requests of 1,024 random tokens that decode greedily. Embedding and head are changed
-so that answers repeat themselves every 16 tokens. Three ways:
+so that answers repeat themselves every 16 tokens. Four ways:
 
     plain     an engine without drafts, before and after the others
     right     drafts that hold: from the answers, or with --drafter heads from the model's head,
               which is changed as well
+    half      the same, but each of them is wrong with probability one half
     wrong     drafts that are tokens at random, or from a head that knows nothing
 
 --drafter auto is prompt_lookup here. Tokens a second are counted from the step on in which all
@@ -23,6 +24,7 @@ import argparse
 import gc
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,29 +38,40 @@ from megatron_hybrid.arguments import (
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.engine.speculation import Ints, Tokens
+from megatron_hybrid.engine.speculation import Drafter, Ints, Tokens
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 PROMPT = 1024  # tokens
 PERIOD = 16  # tokens after which answers repeat themselves
+PLACES = 4093  # of a text, after which the same ones are guessed wrongly again: not after a period
+WAYS = {"right": 1.0, "half": 0.5, "wrong": 0.0}  # how likely a draft holds
 
 
-class WrongGuesses:
-    """A drafter that knows nothing."""
+class SomeWrong:
+    """A drafter's guesses, of which some are replaced by tokens at random: the same ones, whenever
+    a place is guessed."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._random = np.random.default_rng(0)
-        self._vocab_size = vocab_size
+    def __init__(self, drafter: Drafter, right: float, rows: int, vocab_size: int) -> None:
+        """right: how likely a guess stays what it is."""
+        self._drafter = drafter
+        self._lengths = np.zeros(rows, dtype=np.int64)  # of the texts
+        random = np.random.default_rng(0)
+        self._random = random.integers(0, vocab_size, size=(rows, PLACES))
+        self._is_wrong = random.random((rows, PLACES)) >= right
 
     def begin(self, row: int, text: Tokens, cache_salt: str) -> None:
-        pass
+        self._lengths[row] = len(text)
+        self._drafter.begin(row, text, cache_salt)
 
     def extend(self, rows: Ints, tokens: Tokens, counts: Ints) -> None:
-        pass
+        self._lengths[rows] += counts
+        self._drafter.extend(rows, tokens, counts)
 
     def guess(self, rows: Ints, width: int) -> Ints:
-        return self._random.integers(0, self._vocab_size, size=(len(rows), width))
+        places = (self._lengths[rows, None] + np.arange(width)) % PLACES
+        wrong, others = self._is_wrong[rows[:, None], places], self._random[rows[:, None], places]
+        return np.where(wrong, others, self._drafter.guess(rows, width))
 
 
 @torch.no_grad()
@@ -79,15 +92,27 @@ def make_answers_repeat(model: HybridModel) -> None:
 
 
 @torch.no_grad()
-def make_head_guess(model: HybridModel, right: bool) -> None:
-    """What the embedding of a token says of the next one, or something else: the same for all."""
-    assert model.mtp is not None
+def make_head_guess(model: HybridModel, way: str) -> None:
+    """What the embedding of a token says of the next one; or something else, the same for all; or
+    that where the embedding lies on one side of a plane through zero, so for half of the tokens."""
+    assert model.mtp is not None and model.embedding is not None
     joint = model.mtp.fc
     joint.zero_()
-    if right:
-        joint[:, : len(joint)].fill_diagonal_(64)
-    else:
+    if way == "wrong":
         joint[0].fill_(64)
+        return
+    width = len(joint)
+    joint[:, :width].fill_diagonal_(64)
+    if way == "half":
+        embedding = model.embedding.weight[: 64 * PERIOD].float()
+        embedding = embedding / embedding.square().mean(1, keepdim=True).sqrt()
+        generator = torch.Generator().manual_seed(0)
+        normal = torch.randn(width, generator=generator).to(embedding.device)
+        side = embedding @ normal
+        # On one side far more of this token than of the right one. Less of it, on the other side,
+        # is in favour of no token.
+        other = embedding[0].outer(normal * (5 * 64 / side.abs().median()))
+        joint[:, :width] += other.to(joint.dtype)
 
 
 def rate(engine: DynamicInferenceEngine, count: int, tokens: int, prompt: int) -> float:
@@ -124,28 +149,36 @@ class Ways:
         self._model: HybridModel = load_weights(config)
         make_answers_repeat(self._model)
 
-    def measure(self, drafts: int, wrong: bool = False) -> list[float]:
-        """Tokens a second of each load. `wrong`: guesses are."""
+    def measure(self, drafts: int, way: str = "right") -> list[float]:
+        """Tokens a second of each load. way: of WAYS, how the drafts are."""
         config = self._config.replace(num_speculative_tokens=drafts)
         engine = build_engine(config, model=self._model)
         speculation = engine.scheduler.decodes.speculation
-        if speculation is not None and speculation.drafter is None:
-            make_head_guess(self._model, right=not wrong)
-        elif speculation is not None and wrong:
-            speculation.drafter = WrongGuesses(engine.vocab_size)
+        drafter = None if speculation is None else speculation.drafter
+        if speculation is not None and drafter is None:
+            make_head_guess(self._model, way)
+        elif speculation is not None and drafter is not None and way != "right":
+            rows = len(engine.context.rows.decoding)
+            speculation.drafter = SomeWrong(drafter, WAYS[way], rows, engine.vocab_size)
         found = []
         for count in self._loads:
             rate(engine, count, 16, self._length[1])  # compiles what is not compiled yet
+            before = engine.stats()
             found.append(rate(engine, count, *self._length))
-            stats = engine.stats()
             if drafts:
-                share = stats["accepted_tokens"] / max(stats["draft_tokens"], 1)
-                print(f"  decode_{count}: {stats['draft_tokens']} drafted, {share:.1%} held")
+                print(f"  {way}, decode_{count}: {_drafted(before, engine.stats())}")
         del engine
         gc.collect()  # of what refers to itself, so that the next one finds the same room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return found
+
+
+def _drafted(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What was drafted between two looks at the engine's statistics."""
+    names = ("steps", "draft_tokens", "accepted_tokens")
+    steps, drafted, held = (after[name] - before[name] for name in names)
+    return f"{drafted} drafts in {steps} steps, {held / max(drafted, 1):.1%} held"
 
 
 def main() -> int:
@@ -171,19 +204,16 @@ def main() -> int:
         ways = Ways(config, loads, args.tokens, args.prompt)
         drafts = args.num_speculative_tokens
         before = ways.measure(0)
-        right, wrong = ways.measure(drafts), ways.measure(drafts, wrong=True)
+        found = {way: ways.measure(drafts, way) for way in WAYS}
         after = ways.measure(0)
     except ConfigurationError as error:
         print(f"benchmark_drafts.py: {error}", file=sys.stderr)
         return 2
-    print("| load | plain, tokens a second | right | wrong |\n|---|---|---|---|")
+    print(f"| load | plain, tokens a second | {' | '.join(WAYS)} |\n|---|---{'|---' * len(WAYS)}|")
     for index, count in enumerate(loads):
         plain = (before[index] + after[index]) / 2
-        print(
-            f"| decode_{count} | {before[index]:.0f}, {after[index]:.0f} "
-            f"| {right[index]:.0f} ({right[index] / plain:.2f}) "
-            f"| {wrong[index]:.0f} ({wrong[index] / plain:.2f}) |"
-        )
+        cells = [f"{rates[index]:.0f} ({rates[index] / plain:.3f})" for rates in found.values()]
+        print(f"| decode_{count} | {before[index]:.0f}, {after[index]:.0f} | {' | '.join(cells)} |")
     return 0
 
 
