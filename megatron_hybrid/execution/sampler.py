@@ -21,9 +21,9 @@ from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps, verify
-from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.protocols import Filters
+from megatron_hybrid.kernels.sampling.protocol import SamplingKernels
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
@@ -37,7 +37,7 @@ class Sampler:
     def __init__(
         self,
         rows: RowTable,
-        kernels: kinds.Sampling,
+        kernels: SamplingKernels,
         parallel: ParallelContext,
         vocab_size: int = 0,
         last_steps: LastSteps | None = None,
@@ -161,13 +161,12 @@ class Sampler:
     ) -> Tensor:
         """A token [n] for each row of logits [n, vocabulary]; rows [n]: of the table;
         adjusted: places of those whose logits are changed first."""
-        tokens = torch.argmax(logits, dim=-1)
         drawn = self._rows.temperature[rows] > 0
         drawn[adjusted] = False  # on their own, below
-        if drawn.any():
-            places = np.flatnonzero(drawn)
-            point = None if inputs is None else self._points(rows, places, plan, inputs)
-            self._draw(logits, tokens, rows, places, point)
+        places, point = np.flatnonzero(drawn), None
+        if len(places) and inputs is not None:
+            point = self._points(rows, places, plan, inputs)
+        tokens = self._choose_some(logits, rows, places, point)
         if len(adjusted):
             self._choose_adjusted(logits, tokens, plan, rows, adjusted)
         return tokens
@@ -185,11 +184,8 @@ class Sampler:
         who, index = rows[adjusted], upload(adjusted, logits.device)
         own = logits.index_select(0, index).float()
         self._adjustments.apply(own, who, plan)
-        chosen = torch.argmax(own, dim=-1)
         drawn = np.flatnonzero(self._rows.temperature[who] > 0)
-        if len(drawn):
-            self._draw(own, chosen, who, drawn)
-        tokens.index_copy_(0, index, chosen)
+        tokens.index_copy_(0, index, self._choose_some(own, who, drawn))
 
     def _points(
         self,
@@ -209,16 +205,25 @@ class Sampler:
         position = inputs.positions.index_select(0, at) * has_position
         return uniform_on_device(seeds, start + position)
 
+    def _choose_some(
+        self, logits: Tensor, rows: Ints, drawn: Ints, point: Tensor | None = None
+    ) -> Tensor:
+        """A token [n] for each row of logits [n, vocabulary], the most likely one but where they
+        are `drawn` (places). rows [n]: of the table; point: as for _draw."""
+        if 0 < len(drawn) == len(rows):  # the logits need not be copied
+            tokens, _ = self._draw(logits, rows, drawn, point)
+            return tokens
+        tokens = self._kernels.argmax(logits)
+        if len(drawn):
+            chosen, index = self._draw(logits, rows, drawn, point)
+            tokens.index_copy_(0, index, chosen)
+        return tokens
+
     def _draw(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        sampled: Ints,
-        drawn: Ints,
-        point: Tensor | None = None,
-    ) -> None:
-        """Replace the tokens of the rows that are not greedy. `point` [drawn]: where the host does
-        not know which tokens of their answers these are."""
+        self, logits: Tensor, sampled: Ints, drawn: Ints, point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of the places `drawn`, and those on the device. `point` [drawn]: where the host
+        does not know which tokens of their answers these are."""
         rows, who = self._rows, sampled[drawn]
         top_k, top_p, min_p = rows.top_k[who], rows.top_p[who], rows.min_p[who]
         here = uniform(rows.seed[who], rows.generated[who])
@@ -229,8 +234,9 @@ class Sampler:
             temperature.float(), k.int(), p.float(), least.float(),
             bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any()),
         )  # fmt: skip
-        chosen = self._kernels.draw(logits.index_select(0, index), filters, where)
-        tokens.index_copy_(0, index, chosen)
+        if len(drawn) < len(sampled):
+            logits = logits.index_select(0, index)
+        return self._kernels.draw(logits, filters, where), index
 
 
 @dataclass(slots=True)

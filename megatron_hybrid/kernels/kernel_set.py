@@ -33,6 +33,7 @@ from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
+from megatron_hybrid.kernels.sampling.protocol import SamplingKernels
 from megatron_hybrid.kernels.slots import plan_decode
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 
@@ -58,7 +59,7 @@ class KernelSet:
     linear: kinds.Linear
     experts: kinds.Experts
     rope: kinds.Rope
-    sampling: kinds.Sampling
+    sampling: SamplingKernels
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`
@@ -151,6 +152,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.norm import triton as norm
     from megatron_hybrid.kernels.packed_states import triton as packing
     from megatron_hybrid.kernels.rope import triton as rope
+    from megatron_hybrid.kernels.sampling import triton as sampling
 
     found = replace(
         REFERENCE,
@@ -167,6 +169,7 @@ def _gpu() -> KernelSet:
         linear=linear,
         experts=experts,
         rope=rope,
+        sampling=sampling,
         captures=True,
     )
     if importlib.util.find_spec("flashinfer") is None:
@@ -174,6 +177,5 @@ def _gpu() -> KernelSet:
 
         return replace(found, attention=TritonAttention())
     from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
-    from megatron_hybrid.kernels.sampling import flashinfer as sampling
 
-    return replace(found, attention=FlashInferAttention(), sampling=sampling)
+    return replace(found, attention=FlashInferAttention())

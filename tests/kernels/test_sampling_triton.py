@@ -70,12 +70,27 @@ def test_flat_and_peaked_rows(scale: float, top_k: int) -> None:
     check_draws(small, draws, SLACK)
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
-def test_each_filter_alone(name: str) -> None:
-    draws = Draws.random(16, 200, dtype=torch.bfloat16)
-    for other, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if other != name:
-            getattr(draws, other).fill_(off)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(6, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.3), (6, 1.0, 0.7), (0, 0.95, 0.7)],
+)
+def test_filters_alone_and_beside_min_p(top_k: int, top_p: float, min_p: float) -> None:
+    draws = Draws.random(24, 200, dtype=torch.bfloat16)
+    for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        getattr(draws, name).fill_(value)
+    draws.temperature.fill_(2.0)
+    draws.point.copy_(torch.linspace(0.02, 0.98, 24))
+    check_draws(small, draws, SLACK)
+
+
+def test_likely_tokens_that_lie_together() -> None:
+    """Few groups, of which all tokens would be listed."""
+    draws = Draws.random(12, 200, dtype=torch.bfloat16)
+    draws.logits = draws.logits.sort(dim=1, descending=True).values
+    draws.top_k.fill_(14)
+    draws.top_p.fill_(1.0)
+    draws.min_p.fill_(0.0)
+    draws.temperature.fill_(4.0)
     check_draws(small, draws, SLACK)
 
 

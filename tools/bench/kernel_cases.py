@@ -246,8 +246,10 @@ class Bench:
                 yield self.experts(tokens, self.model.moe)
             yield from expert_cases(self, Case)
         yield from linear_cases(self, Case)
-        for filtered in (False, True):
-            yield self.draw(self.batches()[-1], filtered)
+        for rows in self.batches():
+            yield self.argmax(rows)
+            for top_k, top_p in ((0, 1.0), (50, 0.9), (0, 0.9)):
+                yield self.draw(rows, top_k, top_p)
 
     def state_update(self, kind: RecurrentKind, batch: int, dtype: torch.dtype) -> Case:
         slots = self.slots(batch)
@@ -626,7 +628,17 @@ class Bench:
         flops = 2 * tokens * config.experts_per_token * width * (rows + inner)
         return Case("experts", f"{tokens} tokens", moved, make, flops)
 
-    def draw(self, rows: int, filtered: bool) -> Case:
+    def argmax(self, rows: int) -> Case:
+        sampling, vocabulary = self.kernels.sampling, self.model.vocab_size
+
+        def make() -> Calls:
+            logits = self.normal(rows, vocabulary)
+            return {"ours": lambda: sampling.argmax(logits), "torch": lambda: logits.argmax(1)}
+
+        return Case("argmax", f"{rows} x {vocabulary}", rows * vocabulary * self.item, make)
+
+    def draw(self, rows: int, top_k: int, top_p: float) -> Case:
+        """Of a flat distribution: top-p alone keeps half of the vocabulary."""
         sampling, vocabulary = self.kernels.sampling, self.model.vocab_size
 
         def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -635,12 +647,12 @@ class Bench:
         def make() -> Calls:
             logits = self.normal(rows, vocabulary)
             point = torch.rand(rows, dtype=torch.float64, device=self.device)
-            k, p = (50, 0.9) if filtered else (0, 1.0)
-            values = full(0.7), full(k, torch.int32), full(p), full(0.0)
-            filters = Filters(*values, uses_top_k=filtered, uses_top_p=filtered, uses_min_p=False)
+            values = full(0.7), full(top_k, torch.int32), full(top_p), full(0.0)
+            filters = Filters(*values, top_k > 0, top_p < 1, uses_min_p=False)
             return {"ours": lambda: sampling.draw(logits, filters, point)}
 
-        shape = f"{rows} x {vocabulary}{' top-k 50, top-p 0.9' if filtered else ''}"
+        used = [f"top-k {top_k}"] * (top_k > 0) + [f"top-p {top_p}"] * (top_p < 1)
+        shape = f"{rows} x {vocabulary} {', '.join(used)}".rstrip()
         return Case("draw", shape, rows * vocabulary * self.item, make)
 
 

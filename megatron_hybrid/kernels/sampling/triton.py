@@ -278,7 +278,7 @@ def _list_kernel(
             tl.store(ids + row * LISTED + place, at, mask=fits)
             listed += tl.sum(keep.to(tl.int32), 0)
             mass += tl.sum(tl.where(keep, own_weights, 0.0), 0)
-        whole = (count > CHOSEN) | (listed > LISTED) | (by_weight & (mass < share))
+        whole = (listed > LISTED) | (by_weight & (mass < share))
         tl.store(counts + row, tl.where(whole, 0, listed))
         tl.store(limits + row, limit.to(tl.int32))
         tl.store(tops + row, top)
