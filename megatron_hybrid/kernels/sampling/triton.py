@@ -272,10 +272,10 @@ def _list_kernel(
             x = _load_logits(logits, at, vocabulary)
             own_weights = tl.exp2((x - top) * factor)
             keep = (_key(x, LOW_BITS) >= limit) & (own_weights > 0)
-            place = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
-            fits = keep & (place < LISTED)
-            tl.store(values + row * LISTED + place, x.to(values.dtype.element_ty), mask=fits)
-            tl.store(ids + row * LISTED + place, at, mask=fits)
+            goal = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
+            fits = keep & (goal < LISTED)
+            tl.store(values + row * LISTED + goal, x.to(values.dtype.element_ty), mask=fits)
+            tl.store(ids + row * LISTED + goal, at, mask=fits)
             listed += tl.sum(keep.to(tl.int32), 0)
             mass += tl.sum(tl.where(keep, own_weights, 0.0), 0)
         whole = (listed > LISTED) | (by_weight & (mass < share))
