@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 import torch
@@ -74,14 +75,14 @@ def check_draws(sampling: Any, draws: Draws, slack: float = 1e-6) -> None:
     for row, token in enumerate(tokens.tolist()):
         logits, temperature, top_k, top_p, min_p, point = (v[row].cpu() for v in draws.columns())
         probabilities = []
-        # A limit that a filter meets within rounding may be taken either way.
-        for change in (-slack, slack):
+        # A limit that a filter meets within rounding may be taken either way, each by itself.
+        for more, less in product((-slack, slack), repeat=2):
             probabilities.append(
                 _filtered(
                     logits.double() / temperature.double(),
                     int(top_k),
-                    float(top_p) + change if top_p < 1 else 1.0,
-                    float(min_p) * (1 - change),
+                    float(top_p) + more if top_p < 1 else 1.0,
+                    float(min_p) * (1 - less),
                 )
             )
         assert _fits(probabilities, token, float(point), slack), (row, token)
