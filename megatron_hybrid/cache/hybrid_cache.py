@@ -202,13 +202,12 @@ class HybridCache:
         self, lease: Lease, position: int, *, passes: bool = False
     ) -> StepCheckpoint | None:
         """A slot for the state at a position that the coming step comes to, if it is to be kept.
-        The request's last such state makes room, unless somebody read it. `passes`: the step may
-        leave the request's own state behind the position."""
+        The request's last such state makes room, unless somebody read it: at once, or when the
+        new one is there. `passes`: the step may pass the position, or not come there."""
         if not self.publishes(lease) or not self.placement.decode_position(position):
             return None
-        last = lease.decode_state
-        if last is not None and last.alive and not (last.hits or self.states.is_pinned(last.slot)):
-            self.store.forget(last)
+        if not (passes and self.states.has_free(for_checkpoint=True)):
+            self.store.forget_unread(lease.decode_state)
         state = CachedState(b"", position, placement.DECODE, lease.deepest)
         return self._reserve(state, passes=passes)
 
@@ -262,6 +261,8 @@ class HybridCache:
             return False
         if checkpoint.slot == NULL_SLOT:
             return True
+        if checkpoint.state.kind == placement.DECODE:
+            self.store.forget_unread(lease.decode_state)
         state = self._publish(lease, checkpoint.slot, checkpoint.state)
         if packs:
             self.packing.pack(checkpoint, lease.write_slot if at_end else checkpoint.staged)

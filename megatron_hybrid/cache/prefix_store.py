@@ -167,6 +167,13 @@ class PrefixStore:
             self.kv.cover(self.block_of(state.key))
         return cached
 
+    def forget_unread(self, state: CachedState | None) -> None:
+        """Forget a state that is still cached, unless somebody read it or is about to."""
+        if state is None or not state.alive or state.hits:
+            return
+        if not self.states.is_pinned(state.slot):
+            self.forget(state)
+
     def forget(self, state: CachedState) -> None:
         """Drop a cached state, and the tail that nobody can use without it."""
         self.states.drop(state.key)

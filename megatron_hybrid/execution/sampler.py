@@ -21,9 +21,9 @@ from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps, verify
+from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.protocols import Filters
-from megatron_hybrid.kernels.sampling.protocol import SamplingKernels
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
@@ -37,7 +37,7 @@ class Sampler:
     def __init__(
         self,
         rows: RowTable,
-        kernels: SamplingKernels,
+        kernels: kinds.Sampling,
         parallel: ParallelContext,
         vocab_size: int = 0,
         last_steps: LastSteps | None = None,

@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.experts import reference as experts
+from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
@@ -33,7 +34,6 @@ from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
-from megatron_hybrid.kernels.sampling.protocol import SamplingKernels
 from megatron_hybrid.kernels.slots import plan_decode
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 
@@ -57,9 +57,9 @@ class KernelSet:
     norm: kinds.Norm
     activation: kinds.Activation
     linear: kinds.Linear
-    experts: kinds.Experts
+    experts: Experts
     rope: kinds.Rope
-    sampling: SamplingKernels
+    sampling: kinds.Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router, SharedExpert
 from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Reader, Router, SharedExpert
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear

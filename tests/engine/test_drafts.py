@@ -99,14 +99,9 @@ def test_the_cache_skips_what_it_skips_without_drafts(
 ):
     options = {"asynchronous": asynchronous, "exact_ends": exact_ends, "cached_slots": 200}
     options["num_blocks"] = 1500
-    *plain, plain_stats = converse(engine_with(0, kind, **options), stop_ids=(3, 5))
+    plain = converse(engine_with(0, kind, **options), stop_ids=(3, 5))
     engine = engine_with(drafts, kind, **options)
-    *found, stats = converse(engine, stop_ids=(3, 5))
-    assert found == plain
-    if asynchronous:  # where an answer's last state makes room a few tokens early
-        for name in ("state_free", "state_cached", "state_evictable"):
-            assert abs(stats.pop(name) - plain_stats.pop(name)) <= 2
-    assert stats == plain_stats
+    assert converse(engine, stop_ids=(3, 5)) == plain
     assert engine.stats()["accepted_tokens"] > 20
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.experts import reference, routing, triton  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import SharedExpert  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
-from megatron_hybrid.kernels.protocols import SharedExpert  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
     Mixture,
     by_hand,

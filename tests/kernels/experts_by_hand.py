@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts import reference
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
-from megatron_hybrid.kernels.protocols import ExpertWeights, SharedExpert
 
 
 class Mixture(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.protocols import Router
+from megatron_hybrid.kernels.experts.protocol import Router
 
 # What the families have, and what only the kernels' limits allow.
 KINDS: dict[str, dict[str, Any]] = {

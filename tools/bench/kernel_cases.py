@@ -29,7 +29,8 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
     chunk_bounds,
 )
-from megatron_hybrid.kernels.protocols import ConvConstants, ExpertWeights, Filters, HeadNorms
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.protocols import ConvConstants, Filters, HeadNorms
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.kernel_plans import KernelPlans

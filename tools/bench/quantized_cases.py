@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bench import humming_products
 from bench.recurrent_kinds import library
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, QuantizedRows
+from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
 from megatron_hybrid.models.config import HybridModelConfig
 
 if TYPE_CHECKING:

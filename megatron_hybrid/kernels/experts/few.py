@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import activated
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
-from megatron_hybrid.kernels.protocols import ExpertWeights, SharedExpert
 
 _UP_ROWS = 2
 _UP_DEPTH = 1024

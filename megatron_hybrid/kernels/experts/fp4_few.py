@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron_hybrid.kernels import cuda
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, sum_pairs
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.fp4_few import INPUTS, SOURCE, fits, launch
-from megatron_hybrid.kernels.protocols import ExpertWeights
 
 MOST_EXPERTS = 1024
 # Pairs that an expert has on average up to which these kernels are the fastest.

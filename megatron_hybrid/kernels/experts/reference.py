@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router, SharedExpert
 from megatron_hybrid.kernels.linear.formats import Weight
 from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, Router, SharedExpert
+from megatron_hybrid.kernels.protocols import Inputs
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
+from megatron_hybrid.kernels.experts.protocol import Router
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.linear.products import counters
-from megatron_hybrid.kernels.protocols import Router
 
 _FEW_TOKENS = 8
 _ROWS = 2  # of the router's weight, in a program for few tokens

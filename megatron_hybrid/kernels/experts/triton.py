@@ -23,11 +23,12 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts import few, fp4_few, triton_few, triton_quantized
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.experts.routing import route as route
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs, SharedExpert
+from megatron_hybrid.kernels.protocols import Inputs
 
 
 class Tile(NamedTuple):

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import (
     DEPTH,
@@ -24,7 +25,7 @@ from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.products import counters, sum_of_splits
 from megatron_hybrid.kernels.linear.rounding import rounded_numbers, rounding, scale_for
 from megatron_hybrid.kernels.linear.triton import rows_for
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from megatron_hybrid.kernels.protocols import Inputs
 
 
 def can_mix(layer: ExpertWeights, tokens: int) -> bool:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.products import (
@@ -24,7 +25,7 @@ from megatron_hybrid.kernels.linear.products import (
     step_depth,
 )
 from megatron_hybrid.kernels.linear.triton import rows_for
-from megatron_hybrid.kernels.protocols import ExpertWeights, Inputs
+from megatron_hybrid.kernels.protocols import Inputs
 
 
 class Tile(NamedTuple):

@@ -13,7 +13,7 @@ from megatron_hybrid.kernels.protocols import Filters
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """As in SamplingKernels."""
+    """As in kinds.Sampling."""
     return torch.argmax(logits, dim=-1)
 
 

@@ -49,7 +49,7 @@ _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 def argmax(logits: Tensor, program: int = SIZES.program) -> Tensor:
-    """As in SamplingKernels."""
+    """As in kinds.Sampling."""
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()

@@ -9,7 +9,7 @@ import torch
 
 from bench.kernel_cases import Bench
 from bench.quantized_cases import FORMATS, _expert_libraries, _linear_libraries
-from megatron_hybrid.kernels.protocols import ExpertWeights
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 
 pytestmark = [

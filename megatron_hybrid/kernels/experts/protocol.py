@@ -1,0 +1,83 @@
+"""What the kernels of mixtures of experts are called with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_hybrid.kernels.linear.formats import Weight
+from megatron_hybrid.kernels.protocols import Inputs
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts on this rank, and what they compute."""
+
+    up: Weight  # [experts, inner (twice that where gated: gate, then up), width]
+    down: Weight  # [experts, width, inner]
+    activation: str  # see Activation
+    gated: bool
+    # More experts that other ranks hold: an id past the last one here stands for any of them, and
+    # adds nothing.
+    elsewhere: int = 0
+
+
+class SharedExpert(NamedTuple):
+    """An MLP that all tokens go through besides, of the experts' kind, with weights as they are."""
+
+    up: Tensor  # [inner (twice that where gated: gate, then up), width]
+    down: Tensor  # [width, inner]
+    # [1, width]: what it gives is multiplied by the sigmoid of each token's product with this.
+    gate: Tensor | None
+
+
+class Router(NamedTuple):
+    """How tokens choose experts, by x weight^T.
+
+    "softmax": the largest logits, in x's dtype; weights are the softmax over those of the chosen
+    experts, or unless `normalize` of all. "sigmoid": the largest sigmoids of logits in float32,
+    which are the weights, divided by their sum + eps if `normalize`; `bias` is added for the choice
+    alone, and with several groups of experts, which follow one another, only those of the
+    `chosen_groups` best are chosen from: a group is as good as its two best experts. Weights are
+    multiplied by `factor` at last.
+    """
+
+    weight: Tensor  # [experts, width]
+    chosen: int
+    scoring: str = "softmax"
+    normalize: bool = True
+    bias: Tensor | None = None  # [experts] float32
+    num_groups: int = 1
+    chosen_groups: int = 1
+    eps: float = 0.0
+    factor: float = 1.0
+
+
+class Experts(Protocol):
+    """Mixtures of experts."""
+
+    def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        """x [tokens, width] -> experts (integers) and weights float32, [tokens, chosen] each, the
+        best first; of equal ones the lower expert on a GPU."""
+
+    def takes_shared(self, tokens: int) -> bool:
+        """Whether `mix` of so many tokens may be given a shared MLP."""
+
+    def mix(
+        self,
+        x: Inputs,
+        experts: Tensor,
+        weights: Tensor,
+        layer: ExpertWeights,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
+        """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j], and
+        what a shared MLP gives. Inputs of quantised weights are rounded as their format says; x may
+        be it already, with what it was before.
+
+        x [tokens, width], experts and weights [tokens, chosen] (weights float32) ->
+        [tokens, width] in x's dtype.
+        """
+
+    def add_shared(self, routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        """routed + sigmoid(x gate^T) * shared: all [tokens, width] but gate [1, width]."""
