@@ -230,6 +230,13 @@ class Norm(Protocol):
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
         `dtype`, by default the weight's, in which it is computed."""
 
+    def rms_norm_parts(
+        self, x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float
+    ) -> Tensor:
+        """rms_norm of three parts of each row, each by itself: x [tokens, sum of sections] (rows
+        may be strided), weight [sum of sections] -> the same as x, contiguous, in weight's dtype.
+        """
+
     def add_rms_norm(
         self,
         x: Tensor,

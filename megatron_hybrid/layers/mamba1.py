@@ -54,7 +54,7 @@ class Mamba1(RecurrentMixer):
         )
         self.config = config
         self.inner = inner
-        self.low_sections = [config.dt_rank, size, size]  # of step sizes, B, C
+        self.low_sections = (config.dt_rank, size, size)  # of step sizes, B, C
         self.in_proj = context.to_rows(2 * inner, config.proj_bias)
         self.x_proj = RowParallelLinear(
             inner, sum(self.low_sections), bias=False, dtype=dtype, parallel=parallel
@@ -70,6 +70,7 @@ class Mamba1(RecurrentMixer):
         self.A_log = parameter((inner, size), torch.float32)
         self.D = parameter((inner,), torch.float32)
         self.A: Tensor  # [channels, state] float32, negative; see after_loading
+        self.low_weights: Tensor  # [sum(low_sections)] of the norms
 
     def kernel(self, kernels: KernelSet) -> Scan[Mamba1Tokens, Mamba1Constants]:
         return kernels.mamba1_scan
@@ -101,15 +102,21 @@ class Mamba1(RecurrentMixer):
             for norm in (self.dt_norm, self.b_norm, self.c_norm):
                 assert norm is not None
                 norm.weight.fill_(1)
+        if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
+            norms = (self.dt_norm, self.b_norm, self.c_norm)
+            self.derive("low_weights", torch.cat([norm.weight for norm in norms]))
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels = plans.kernels
         x, z = self.in_proj.split(x, [self.inner, self.inner], kernels)
         x = self.convolve(x, plans)
-        low, b, c = self.x_proj(x, kernels).split(self.low_sections, dim=1)
-        if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
-            low, b, c = self.dt_norm(low, kernels), self.b_norm(b, kernels), self.c_norm(c, kernels)
+        projected = self.x_proj(x, kernels)
+        if self.dt_norm is not None:
+            projected = kernels.norm.rms_norm_parts(
+                projected, self.low_sections, self.low_weights, self.config.norms_eps
+            )
+        low, b, c = projected.split(self.low_sections, dim=1)
         tokens = Mamba1Tokens(x, z, self.dt_proj(low, kernels), b, c)
         constants = Mamba1Constants(self.A, self.D, self.dt_bias, self.rounding_seed(plans))
         y = self.scan(kernels.mamba1_scan, tokens, constants, plans)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
@@ -51,4 +52,6 @@ class ShortConv(RecurrentMixer):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels, sections = plans.kernels, [self.channels] * 3
         b, c, x = self.in_proj.split(x, sections, kernels)
-        return self.out_proj(self.convolve(b * x, plans, silu=False).mul_(c), kernels)
+        gated = plain_rows(kernels.activation.gate(x, b, "none"))
+        y = self.convolve(gated, plans, silu=False)
+        return self.out_proj(kernels.activation.gate(y, c, "none", self.out_proj.reader), kernels)

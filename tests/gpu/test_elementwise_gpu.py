@@ -11,7 +11,12 @@ import torch
 from megatron_hybrid.kernels.contract import DecodeSlots
 from tests.kernels.activation_cases import check_activate, check_gate
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, close, on
-from tests.kernels.norm_cases import check_add_rms_norm, check_gated_rms_norm, check_rms_norm
+from tests.kernels.norm_cases import (
+    check_add_rms_norm,
+    check_gated_rms_norm,
+    check_rms_norm,
+    check_rms_norm_parts,
+)
 from tests.kernels.segments import Segment, int64, prefill_segments
 
 pytest.importorskip("triton")
@@ -165,3 +170,9 @@ def test_activate(name: str, gated: bool, tokens: int, columns: int, dtype: torc
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 4096), (3000, 4096), (7, 100)])
 def test_gate(name: str, tokens: int, columns: int, dtype: torch.dtype) -> None:
     check_gate(activation, name, tokens, columns, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("sections", [(256, 16, 16), (128, 16, 16), (12, 5, 7)])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_norms_of_parts(tokens: int, sections: tuple[int, int, int]) -> None:
+    check_rms_norm_parts(norm, tokens, sections, torch.bfloat16, "cuda")

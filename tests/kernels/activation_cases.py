@@ -15,6 +15,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "none": lambda x: x,
 }
 
 

@@ -85,3 +85,20 @@ def check_gated_rms_norm(
         expected *= gates
     y = norm.gated_rms_norm(x, gate, weight, size, EPS, norm_first)
     close(y, expected, dtype, roundings(dtype, dtype))
+
+
+def check_rms_norm_parts(
+    norm: Any,
+    tokens: int,
+    sections: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    torch.manual_seed(0)
+    x = draw(tokens, sum(sections), dtype=dtype, device=device)
+    weight = torch.randn(sum(sections), device=device).to(dtype)
+    y = norm.rms_norm_parts(x, sections, weight, EPS)
+    parts = zip(x.double().split(sections, dim=1), weight.split(sections), strict=True)
+    expected = torch.cat([normed(part, own) for part, own in parts], dim=1)
+    close(y, expected, dtype, roundings(dtype, dtype))
+    assert y.is_contiguous()

@@ -11,6 +11,7 @@ from tests.kernels.norm_cases import (
     check_add_rms_norm,
     check_gated_rms_norm,
     check_rms_norm,
+    check_rms_norm_parts,
     draw,
 )
 
@@ -57,3 +58,8 @@ def test_only_the_output_is_rounded_where_weights_are_float32() -> None:
 def test_gated_rms_norm(norm_first: bool) -> None:
     check_gated_rms_norm(norm, 5, groups=1, size=12, norm_first=norm_first)
     check_gated_rms_norm(norm, 5, 3, 16, torch.bfloat16, norm_first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts(dtype: torch.dtype) -> None:
+    check_rms_norm_parts(norm, 5, (12, 5, 7), dtype)

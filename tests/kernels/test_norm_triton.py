@@ -7,7 +7,13 @@ import importlib.util
 import pytest
 import torch
 
-from tests.kernels.norm_cases import check_add_rms_norm, check_gated_rms_norm, check_rms_norm, draw
+from tests.kernels.norm_cases import (
+    check_add_rms_norm,
+    check_gated_rms_norm,
+    check_rms_norm,
+    check_rms_norm_parts,
+    draw,
+)
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -74,3 +80,10 @@ def test_the_residual_takes_the_sum() -> None:
     _, total = norm.add_rms_norm(x, residual, 0.5, torch.ones(12), 1e-5)
     assert total is residual
     torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sections", [(12, 5, 7), (256, 16, 16), (1, 300, 2)])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_parts(tokens: int, sections: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_rms_norm_parts(norm, tokens, sections, dtype)

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": relu2,
     "gelu": F.gelu,  # the exact one, with erf
     "sigmoid": torch.sigmoid,
+    "none": torch.clone,
 }
 
 

@@ -65,9 +65,10 @@ def _activate_kernel(
         values = 0.5 * values * (1 + tl.erf(values * 0.7071067811865476))
     elif ACTIVATION == "sigmoid":
         values = tl.sigmoid(values)
-    else:
-        tl.static_assert(ACTIVATION == "silu", "this activation has no Triton code yet")
+    elif ACTIVATION == "silu":
         values = values * tl.sigmoid(values)
+    else:
+        tl.static_assert(ACTIVATION == "none", "this activation has no Triton code yet")
     if factor is not None:
         factors = tl.load(factor + row * factor_row + column, mask=mask, other=0)
         values = values.to(inputs.dtype).to(tl.float32) * factors.to(tl.float32)

@@ -25,6 +25,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     return scaled.to(weight.dtype).mul_(weight).to(dtype or weight.dtype)
 
 
+def rms_norm_parts(x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float) -> Tensor:
+    """As in Norm."""
+    parts = zip(x.split(sections, dim=1), weight.split(sections), strict=True)
+    return torch.cat([rms_norm(part, own, eps) for part, own in parts], dim=1)
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

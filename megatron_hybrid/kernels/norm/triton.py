@@ -40,6 +40,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     return out
 
 
+def rms_norm_parts(x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float) -> Tensor:
+    """As in Norm."""
+    tokens = x.shape[0]
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    block = triton.next_power_of_2(max(sections))
+    if tokens:
+        _rms_norm_parts_kernel[(tokens, 3)](
+            x, weight, out, *sections, x.stride(0), eps, BLOCK=block, num_warps=_warps(block),
+            **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -139,6 +152,23 @@ def _rms_norm_kernel(
     values = tl.load(x + source[:, None] + column, mask=mask, other=0)
     normed = scaled(values.to(weights.dtype), inverse_rms(values, size, eps), weights)
     tl.store(out + row[:, None] * size + column, normed, mask=mask)
+
+
+@triton.jit
+def _rms_norm_parts_kernel(x, weight, out, first, second, third, x_row, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, first, first + second))
+    size = tl.where(part == 0, first, tl.where(part == 1, second, third))
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < size
+    column += begin
+    weights = tl.load(weight + column, mask=mask, other=0)
+    wait_for_inputs()
+    let_next_start()
+    values = tl.load(x + row * x_row + column, mask=mask, other=0)
+    normed = scaled(values.to(weights.dtype), inverse_rms(values, size, eps), weights)
+    tl.store(out + row * (first + second + third) + column, normed, mask=mask)
 
 
 @triton.jit
