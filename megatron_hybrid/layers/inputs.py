@@ -76,6 +76,13 @@ class StepInputs:
         """Of all sequences, drafts included."""
         return int(self.token_ids.shape[0])
 
+    def of_logits(self, values: Tensor) -> Tensor:
+        """Of rows of all tokens those of tokens whose logits are wanted: as they are where nothing
+        but decodes is computed."""
+        if self.prefill is None and len(self.logits_index) == len(values):
+            return values
+        return values.index_select(0, self.logits_index)
+
     @property
     def num_decode_tokens(self) -> int:
         """Of the sequences that decode; they come first."""

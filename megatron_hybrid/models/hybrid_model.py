@@ -285,8 +285,7 @@ class HybridModel(nn.Module):
             x, residual = block.enter(mixed, residual, config.residual_multiplier, plans)
             mixed = block.mixer(x, plans)
             if index == last_mixing:
-                mixed = mixed.index_select(0, inputs.logits_index)
-                residual = residual.index_select(0, inputs.logits_index)
+                mixed, residual = inputs.of_logits(mixed), inputs.of_logits(residual)
                 plans = replace(plans, most_tokens=size.rows)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
@@ -334,7 +333,7 @@ class HybridModel(nn.Module):
         if self.mtp is not None:
             plans = self._rotated(plans, inputs.positions)
             self.mtp.store(self._embeddings(inputs.token_ids), normed, plans)
-            normed = normed.index_select(0, inputs.logits_index)
+            normed = inputs.of_logits(normed)
         return self._vocabulary_logits(normed)
 
     @torch.inference_mode()
