@@ -16,7 +16,8 @@ is known one step late: the request is in the next step already, whose token is 
 step wrote may be read, and what it read be given away, as soon as it is published: later steps
 take effect later.
 
-Decisions are pure functions of the stream of submissions and steps: no clocks, no randomness.
+Decisions are pure functions of the stream of submissions and steps: no randomness, and no clocks
+but for the number of drafts (draft_policy.py), whose times all ranks agree on.
 """
 
 from __future__ import annotations

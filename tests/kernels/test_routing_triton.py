@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,7 @@ if importlib.util.find_spec("triton") is None:
 from megatron_hybrid.kernels.experts import routing  # noqa: E402
 from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,10 +16,8 @@ from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 
 _UP_ROWS = 2
 _UP_DEPTH = 1024
-_UP_WARPS = 4
 _DOWN_ROWS = 4
 _DOWN_DEPTH = 512
-_DOWN_WARPS = 4
 
 
 def mix(
@@ -47,12 +45,12 @@ def mix(
     _up_kernel[(routed + more, tokens)](
         x, experts, layer.up, hidden, up, shared_hidden, gate, share, width, inner, beside,
         chosen, layer.activation, layer.gated, limit, _UP_ROWS,
-        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=_UP_WARPS, **OPTIONS,
+        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=4, **OPTIONS,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, _DOWN_ROWS), tokens)](
         hidden, experts, weights, layer.down, shared_hidden, down, share, y, width, inner, beside,
         chosen, limit, _DOWN_ROWS, min(_DOWN_DEPTH, triton.next_power_of_2(inner)),
-        num_warps=_DOWN_WARPS, **OPTIONS,
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 

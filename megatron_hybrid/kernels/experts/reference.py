@@ -17,9 +17,14 @@ from megatron_hybrid.kernels.protocols import Inputs
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """As in Experts."""
+    return choose(scores(x, router), router)
+
+
+def scores(x: Tensor, router: Router) -> Tensor:
+    """[tokens, width] -> logits [tokens, experts]; see Router."""
     if router.scoring == "softmax":
-        return choose(F.linear(x, router.weight), router)
-    return choose(F.linear(x.float(), router.weight.float()), router)
+        return F.linear(x, router.weight)
+    return F.linear(x.float(), router.weight.float())
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ whose last program for a token chooses; otherwise cuBLAS makes the scores."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,11 +20,10 @@ _DEPTH = 1024
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """As in Experts; experts are int32."""
-    if not _can_choose(router):
-        return reference.route(x, router)
+    """As in Experts."""
     tokens = x.shape[0]
-    if not 0 < tokens <= _FEW_TOKENS or x.dtype.itemsize != 2:
+    is_few = 0 < tokens <= _FEW_TOKENS and x.dtype.itemsize == 2
+    if not is_few or not _can_choose(router):
         return choose(scores(x, router), router)
     x = x.contiguous()
     num_experts, width = router.weight.shape
@@ -40,13 +38,12 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 def scores(x: Tensor, router: Router) -> Tensor:
-    """[tokens, width] -> logits [tokens, experts]; see Router."""
-    weight = router.weight
-    if router.scoring == "softmax":
-        return F.linear(x, weight)
-    if x.is_cuda and x.dtype == weight.dtype and x.dtype.itemsize == 2:
+    """[tokens, width] -> logits [tokens, experts]; see Router. Those in float32 are made of numbers
+    in 16 bits without writing them out in 32 first."""
+    weight, in_16_bits = router.weight, x.dtype == router.weight.dtype and x.dtype.itemsize == 2
+    if router.scoring == "sigmoid" and x.is_cuda and in_16_bits:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
+    return reference.scores(x, router)
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
 
 
 def choose_tile(rows: int, columns: int) -> Tile:
-    """By what was fast on an H200 (tools/benchmark_kernels.py)."""
+    """By what was fast on an H200, in a CUDA graph over the weights of many layers."""
     if rows < 1024:  # or few processors have anything to do
         return Tile(1, 2048)
     if rows > 8192:
