@@ -34,12 +34,15 @@ from megatron_hybrid.engine.sizing import (
     gpu_cache_bytes,
     packed_states_dtype,
     ring_length,
+    useless_budget,
 )
+from megatron_hybrid.engine.start import StartTimes
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.compiled import KERNELS
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
@@ -69,24 +72,31 @@ def build_engine(
     *,
     model: HybridModel | None = None,
     refuse_useless_budget: bool = False,
+    start: StartTimes | None = None,
 ) -> DynamicInferenceEngine:
     """Join the process groups, load the model, divide the memory, capture CUDA graphs.
 
     `model`: from `load_weights` of a configuration with the same model, for several engines on the
     same weights. `refuse_useless_budget`: a budget for states that holds none is an error, which a
-    command line wants, and not only a warning. Raises ConfigurationError for what the user can put
-    right.
+    command line wants, and not only a warning. `start`: where this is part of a longer start, whose
+    seconds before are the imports. Raises ConfigurationError for what the user can put right.
     """
+    start = start or StartTimes()
+    start.end_part("imports")
     plan = _Plan.of(config, model)
     device, parallel, model_config = plan.device, plan.parallel, plan.model_config
     replicas = parallel.experts.replicas
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     if model is None:
         planned = _geometry(plan, plan.shapes, loaded=False)
-        useless = _useless_budget(config, planned)
+        useless = useless_budget(config, planned)
         if refuse_useless_budget and given is not None and useless:
             raise ConfigurationError(useless)
+        start.end_part("device and libraries")
         model = _load(plan)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start.end_part("weights")
     else:
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
@@ -97,7 +107,8 @@ def build_engine(
             plan.kernels, recipe, rounded_weights(model)
         )
     geometry = _geometry(plan, model, loaded=True)
-    if useless := _useless_budget(config, geometry):
+    start.end_part("largest step")
+    if useless := useless_budget(config, geometry):
         logger.warning("%s", useless)
     context = DynamicInferenceContext(
         geometry,
@@ -150,9 +161,11 @@ def build_engine(
         num_drafts=drafts,
         write_interval=plan.write_interval,
     )
+    start.end_part("caches")
     sizes = _graph_sizes(plan, geometry.max_requests)
     if sizes:
         runner.capture_graphs(sizes, progress=parallel.is_first)
+        start.end_part("graphs")
     engine = DynamicInferenceEngine(
         context,
         runner,
@@ -176,6 +189,11 @@ def build_engine(
         weights["float8_e4m3fn, copies of others"] = copies
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
+    start.end_part("the rest")
+    engine.statistics.start_seconds = start.parts
+    if parallel.is_first:
+        compiled = f"; {KERNELS.describe()}" if device.type == "cuda" else ""
+        logger.info("%s%s", start.describe(), compiled)
     return engine
 
 
@@ -273,6 +291,8 @@ class _Plan:
         check_transformer_engine(config, shapes, device)
         check_libraries(config, shapes, device)
         kernels = kernel_set.select(config.kernels, device)
+        if device.type == "cuda":
+            KERNELS.count()
         if config.transformer_engine_recipe in ("tensorwise", "delayed"):
             # A graph's padding, which may hold anything, would have a part in the inputs' scale.
             kernels = replace(kernels, captures=False)
@@ -418,18 +438,3 @@ def _bytes_of_copies(config: EngineConfig, model: HybridModel) -> int:
     if config.fp8_format is None:
         return 0
     return sum(weight.numel() for weight in rounded_weights(model))
-
-
-def _useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:
-    """What to say where states are to be cached, but the budget for them holds none; else empty."""
-    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
-    wanted = config.inference_dynamic_batching_prefix_caching and (given is None or given > 0)
-    if not wanted or not geometry.has_recurrent or geometry.num_cached_slots:
-        return ""
-    budget = "chosen by the engine" if given is None else f"{given:g}"
-    return (
-        f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "
-        "so no prefix could be skipped: one state takes "
-        f"{geometry.bytes_per_cached_slot / GIB:.6f} GB. "
-        "Give at least that, or 0 to cache no states."
-    )

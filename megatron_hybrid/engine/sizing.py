@@ -252,6 +252,21 @@ def _max_requests(config: EngineConfig, buffer: int, bytes_per_slot: int, most_s
     return limit
 
 
+def useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:
+    """What to say where states are to be cached, but the budget for them holds none; else empty."""
+    given = config.inference_dynamic_batching_prefix_caching_mamba_gb
+    wanted = config.inference_dynamic_batching_prefix_caching and (given is None or given > 0)
+    if not wanted or not geometry.has_recurrent or geometry.num_cached_slots:
+        return ""
+    budget = "chosen by the engine" if given is None else f"{given:g}"
+    return (
+        f"--inference-dynamic-batching-prefix-caching-mamba-gb is {budget}, which holds no state, "
+        "so no prefix could be skipped: one state takes "
+        f"{geometry.bytes_per_cached_slot / GIB:.6f} GB. "
+        "Give at least that, or 0 to cache no states."
+    )
+
+
 def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
     """The start log: what was chosen, so that "nothing is cached" can be told from "broken"."""
     text = (

@@ -49,6 +49,7 @@ class Statistics:
         self.lost_tokens: Counter[str] = Counter()  # matched, computed again; by cause
         self._accepted: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by position
         self.weight_bytes: dict[str, int] = {}  # by format; of whoever loads the model
+        self.start_seconds: dict[str, float] = {}  # by part; of whoever starts the engine
         self.step = 0
         self.running = 0
         self.waiting = 0
@@ -120,6 +121,7 @@ class Statistics:
             **figures,
             **self._cache.occupancy()._asdict(),
             "weight_bytes": self.weight_bytes,
+            "start_seconds": self.start_seconds,
             "last_step": {"step": self.step, **_difference(figures, self._before)},
         }
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.arguments import (
@@ -39,6 +40,7 @@ from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
+    from megatron_hybrid.engine.start import StartTimes
     from megatron_hybrid.parallel import ParallelContext
 
 REFERENCE_MODEL_NAME = "reference_model"
@@ -100,10 +102,12 @@ def _serve_first_rank(
         _warn(options)
     with FrontEnd(options, launch.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
+        start = _import_engine()  # while the front end starts
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
+        start.end_part("front end")
         watchdog.start()
-        engine, parallel = _build(config)
+        engine, parallel = _build(config, start)
         geometry, question = engine.cache_geometry, None
         size = options.data_parallel_size
         with publishing(engine, kv_events, front_end.folder, front_end.replica, size) as publish:
@@ -136,7 +140,7 @@ def _serve_first_rank(
 
 def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) -> int:
     watchdog.start()
-    engine, parallel = _build(config)
+    engine, parallel = _build(config, _import_engine())
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -156,13 +160,24 @@ def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) 
     return exit_code
 
 
-def _build(config: EngineConfig) -> tuple[DynamicInferenceEngine, ParallelContext]:
-    # Imported here: torch takes seconds, during which the front end already starts.
+def _import_engine() -> StartTimes:
+    """Torch alone takes seconds. The times of this process's start, with the imports' part."""
+    from megatron_hybrid.engine.start import StartTimes
+
+    start = StartTimes.of_process()
+    import_module("megatron_hybrid.engine.build")
+    start.end_part("imports")
+    return start
+
+
+def _build(
+    config: EngineConfig, start: StartTimes
+) -> tuple[DynamicInferenceEngine, ParallelContext]:
     from megatron_hybrid.engine.build import build_engine, resolve_device
     from megatron_hybrid.engine.garbage import collect_seldom
     from megatron_hybrid.parallel import initialize
 
-    engine = build_engine(config, refuse_useless_budget=True)
+    engine = build_engine(config, refuse_useless_budget=True, start=start)
     collect_seldom()
     device = resolve_device(config)
     return engine, initialize(config.parallel_sizes, device=device)  # the groups that it joined

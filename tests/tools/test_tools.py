@@ -275,3 +275,19 @@ def test_the_other_offline_examples_run(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "'state_missing'" in output
     assert "checkpoints_published" in output
+
+
+# ------------------------------------------------------------------ starts
+
+
+def test_a_start_is_measured_to_its_first_token(monkeypatch, capfd):
+    flags = ("--device", "cpu", "--runs", 1, "--prompt-length", 5)
+    assert run("tools/benchmark_start.py", *flags, monkeypatch=monkeypatch) == 0
+    rows = [line.split("|")[1:-1] for line in capfd.readouterr().out.splitlines()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    assert cells["seconds"] == ["cold", "warm"]
+    parts = list(cells)[2 : list(cells).index("to the first token")]
+    assert {"imports", "weights", "first token"} < set(parts)
+    for kind in (0, 1):
+        total = sum(float(cells[part][kind]) for part in parts)
+        assert abs(total - float(cells["to the first token"][kind])) < 0.005 * (len(parts) + 1)
