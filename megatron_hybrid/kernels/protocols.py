@@ -357,6 +357,12 @@ class Linear(Protocol):
         """x W^T + bias: x [T, K], W [N, K] -> [T, N] in x's dtype. x is quantised as the format
         says, unless it is already."""
 
+    def multiply_activated(
+        self, x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
+    ) -> Tensor | None:
+        """What Activation.activate makes of that product, with the same roundings, in one kernel;
+        None where there is none for such inputs."""
+
     def weights_changed(self) -> None:
         """To be called when weights were overwritten where they are."""
 

@@ -199,6 +199,18 @@ class Linear(nn.Module):
             return self._product(x, self._runs[0], kernels)
         return torch.cat([self._product(x, run, kernels) for run in self._runs], dim=1)
 
+    def activated(
+        self, x: Inputs, activation: str, gated: bool, into: Reader | None, kernels: KernelSet
+    ) -> Inputs:
+        """What Activation.activate makes of `forward`."""
+        if into is None and len(self._runs) == 1:
+            y = kernels.linear.multiply_activated(
+                x, self._runs[0].weight, self._bias, activation, gated
+            )
+            if y is not None:
+                return y
+        return kernels.activation.activate(self.forward(x, kernels), activation, gated, into)
+
     def split(self, x: Inputs, sections: list[int], kernels: KernelSet) -> list[Tensor]:
         """What `forward` gives, cut into columns; without a copy where formats change there."""
         bounds = {sum(sections[:i]) for i in range(len(sections))}

@@ -51,12 +51,12 @@ class MLP(Mixer):
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self.activate(self.up_proj(x, plans.kernels), plans)
+        config, kernels, down = self.config, plans.kernels, self.down_proj
+        hidden = self.up_proj.activated(x, config.activation, config.gated, down.reader, kernels)
+        return down(hidden, kernels)
 
     def activate(self, inner: Tensor, plans: KernelPlans) -> Tensor:
-        """What follows the first projection."""
-        config, kernels = self.config, plans.kernels
-        hidden = kernels.activation.activate(
-            inner, config.activation, config.gated, self.down_proj.reader
-        )
-        return self.down_proj(hidden, kernels)
+        """What follows the first projection, where that was done elsewhere."""
+        config, kernels, down = self.config, plans.kernels, self.down_proj
+        hidden = kernels.activation.activate(inner, config.activation, config.gated, down.reader)
+        return down(hidden, kernels)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.linear_cases import FORMATS, check_multiply, check_one_row, check_quantize_rows
+from tests.kernels.linear_cases import (
+    FORMATS,
+    check_multiply,
+    check_one_row,
+    check_one_row_activated,
+    check_quantize_rows,
+)
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -52,3 +58,16 @@ def test_inputs_are_rounded_alike(name: str, tokens: int, columns: int) -> None:
 )
 def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool, dtype: torch.dtype) -> None:
     check_one_row(linear, rows, columns, has_bias, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "has_bias"),
+    [("silu", True, False), ("gelu", True, True), ("relu2", False, True), ("none", True, False)],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (70, 1000), (1030, 96), (8200, 24)])
+def test_activations_of_one_row(
+    rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+) -> None:
+    check_one_row_activated(
+        linear, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
+    )

@@ -3,12 +3,14 @@ weights and inputs that a format holds exactly, against a plain product."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation import reference as activations
 from megatron_hybrid.kernels.linear import reference
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs
@@ -109,21 +111,55 @@ def check_one_row(
     device: str = "cpu",
 ) -> None:
     """A product with a weight in 16 bits, every second row of a larger one, against float64."""
-    generator = torch.Generator(device).manual_seed(rows)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    x, weight = normal(1, columns), normal(2 * rows, columns)[::2]
-    bias = normal(rows) if has_bias else None
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
-    try:
-        y = kernels.multiply(x, weight, bias)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    x, weight, bias = _one_row_case(rows, columns, has_bias, dtype, device)
+    y = _on_poisoned_memory(lambda: kernels.multiply(x, weight, bias))
     expected = x.double() @ weight.double().t()
     if bias is not None:
         expected = expected + bias.double()
     assert y.dtype == dtype
     limit = 2 * torch.finfo(dtype).eps
     assert ((y - expected).abs() <= limit * expected.abs() + 1e-4 * columns**0.5).all()
+
+
+def check_one_row_activated(
+    kernels: ModuleType,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    activation: str,
+    gated: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """The same with an activation behind it: bit for bit that of the rounded product."""
+    x, weight, bias = _one_row_case(rows, columns, has_bias, dtype, device)
+    y = _on_poisoned_memory(lambda: kernels.multiply_activated(x, weight, bias, activation, gated))
+    product = kernels.multiply(x, weight, bias)
+    gate, up = product.chunk(2, dim=1) if gated else (product, None)
+    expected = reference.plain_rows(activations.activate(gate.double(), activation, False))
+    if up is not None:  # the activation is rounded before the product
+        expected = expected.to(dtype).double() * up
+    assert y.shape == expected.shape
+    assert y.dtype == dtype
+    limit = torch.finfo(dtype).eps * (2 if gated else 1)  # exp is not the same everywhere
+    assert ((y - expected).abs() <= limit * expected.abs() + 1e-4).all()
+
+
+def _one_row_case(
+    rows: int, columns: int, has_bias: bool, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator(device).manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    x, weight = normal(1, columns), normal(2 * rows, columns)[::2]
+    return x, weight, normal(rows) if has_bias else None
+
+
+def _on_poisoned_memory(compute: Callable[[], Tensor]) -> Tensor:
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        return compute()
+    finally:
+        torch.use_deterministic_algorithms(False)

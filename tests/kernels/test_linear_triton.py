@@ -11,6 +11,7 @@ from tests.kernels.linear_cases import (
     FORMATS,
     check_multiply,
     check_one_row,
+    check_one_row_activated,
     check_quantize_rows,
     some_weight,
 )
@@ -53,3 +54,14 @@ def test_written_out(name: str, rows: int, columns: int) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(3, 16), (70, 1000), (1030, 96), (8200, 24)])
 def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool) -> None:
     check_one_row(linear, rows, columns, has_bias, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "has_bias"),
+    [("silu", True, False), ("gelu", True, True), ("relu2", False, True), ("none", True, False)],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (70, 1000), (1030, 96), (8200, 24)])
+def test_activations_of_one_row(
+    rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+) -> None:
+    check_one_row_activated(linear, rows, columns, has_bias, activation, gated, torch.float16)

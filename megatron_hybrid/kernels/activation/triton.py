@@ -58,17 +58,7 @@ def _activate_kernel(
     mask = column < columns
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0)
     values = inputs.to(tl.float32)
-    if ACTIVATION == "relu2":
-        values = tl.where(values < 0, 0, values)  # not maximum: NaN stays NaN
-        values = values * values
-    elif ACTIVATION == "gelu":
-        values = 0.5 * values * (1 + tl.erf(values * 0.7071067811865476))
-    elif ACTIVATION == "sigmoid":
-        values = tl.sigmoid(values)
-    elif ACTIVATION == "silu":
-        values = values * tl.sigmoid(values)
-    else:
-        tl.static_assert(ACTIVATION == "none", "this activation has no Triton code yet")
+    values = apply_activation(values, ACTIVATION)
     if factor is not None:
         factors = tl.load(factor + row * factor_row + column, mask=mask, other=0)
         values = values.to(inputs.dtype).to(tl.float32) * factors.to(tl.float32)
@@ -80,3 +70,20 @@ def _activate_kernel(
             values, codes + row * columns, scale + row * scale_row, scale_group, first, columns,
             KIND, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def apply_activation(values, ACTIVATION: tl.constexpr):
+    """Of float32 values."""
+    if ACTIVATION == "relu2":
+        values = tl.where(values < 0, 0, values)  # not maximum: NaN stays NaN
+        values = values * values
+    elif ACTIVATION == "gelu":
+        values = 0.5 * values * (1 + tl.erf(values * 0.7071067811865476))
+    elif ACTIVATION == "sigmoid":
+        values = tl.sigmoid(values)
+    elif ACTIVATION == "silu":
+        values = values * tl.sigmoid(values)
+    else:
+        tl.static_assert(ACTIVATION == "none", "this activation has no Triton code yet")
+    return values

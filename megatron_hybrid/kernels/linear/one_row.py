@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 
 # Of longer rows cuBLAS brings as many bytes a second.
@@ -44,26 +45,43 @@ def choose_tile(rows: int, columns: int) -> Tile:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+    *,
+    activation: str = "none",
+    gated: bool = False,
 ) -> Tensor:
-    """x W^T + bias: x [1, columns], weight [rows, columns] (rows may be strided) -> [1, rows]."""
+    """x W^T + bias: x [1, columns], weight [rows, columns] (rows may be strided) -> [1, rows].
+    `activation`: of the result; `gated`: of its first half, which the other half is multiplied by:
+    -> [1, rows / 2]. Either is what Activation.activate makes of the product."""
     rows, columns = weight.shape
-    y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    parts = 2 if gated else 1
+    y = torch.empty(1, rows // parts, dtype=x.dtype, device=x.device)
     tile = choose_tile(rows, columns) if tile is None else tile
     depth = min(tile.depth, triton.next_power_of_2(columns))
-    _one_row_kernel[(triton.cdiv(rows, tile.rows),)](
-        x.contiguous(), weight, bias, y, rows, columns, weight.stride(0), tile.rows, depth,
-        num_warps=4, **OPTIONS,
+    each = max(tile.rows, parts)
+    _one_row_kernel[(triton.cdiv(rows, each),)](
+        x.contiguous(), weight, bias, y, rows, columns, weight.stride(0),
+        activation, parts, each, depth, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _one_row_kernel(
-    x, weight, bias, y, rows, columns, weight_row, ROWS: tl.constexpr, DEPTH: tl.constexpr
-):
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(n, rows - 1)
+    x, weight, bias, y, rows, columns, weight_row,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the weight a program, of each of PARTS equal parts as many: the i-th row of one
+    part next to those of the others."""
+    each: tl.constexpr = ROWS // PARTS
+    n = tl.program_id(0) * each + tl.arange(0, each)
+    of_part = rows // PARTS
+    place = tl.arange(0, ROWS)
+    row = tl.minimum(tl.program_id(0) * each + place // PARTS, of_part - 1)
+    row += place % PARTS * of_part
     total = tl.zeros((ROWS, DEPTH), tl.float32)
     weights = weight + row.to(tl.int64)[:, None] * weight_row
     loaded = load_columns(weights, 0, columns, DEPTH)
@@ -73,7 +91,15 @@ def _one_row_kernel(
     value = tl.sum(total, axis=1)
     if bias is not None:
         value += tl.load(bias + row).to(tl.float32)
-    tl.store(y + n, value.to(y.dtype.element_ty), mask=n < rows)
+    kind: tl.constexpr = y.dtype.element_ty
+    # Rounded where two kernels would round.
+    if PARTS == 2:
+        first, second = tl.split(tl.reshape(value.to(kind).to(tl.float32), (each, 2)))
+        first = apply_activation(first, ACTIVATION).to(kind).to(tl.float32)
+        value = first * second
+    elif ACTIVATION != "none":
+        value = apply_activation(value.to(kind).to(tl.float32), ACTIVATION)
+    tl.store(y + n, value.to(kind), mask=n < of_part)
 
 
 @triton.jit

@@ -62,6 +62,12 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return y.to(dtype)
 
 
+def multiply_activated(
+    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
+) -> None:
+    """One after the other."""
+
+
 def plain_rows(x: Inputs) -> Tensor:
     """Inputs before they were quantised."""
     if isinstance(x, Tensor):

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor import (
     Float8Quantizer,
 )
 
-from megatron_hybrid.kernels.linear import triton
+from megatron_hybrid.kernels.linear import reference, triton
 from megatron_hybrid.kernels.linear.formats import FP8_MAX, QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
@@ -39,6 +39,7 @@ class TransformerEngineLinear:
     are those in FP8 of sizes that it does not take."""
 
     quantize_rows = staticmethod(triton.quantize_rows)
+    multiply_activated = staticmethod(reference.multiply_activated)
 
     def __init__(self, recipe: str | None, weights: Iterable[Tensor]) -> None:
         self._layers: dict[int, _Layer] = {}

@@ -150,6 +150,17 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return multiply_bytes(x, weight, bias)
 
 
+def multiply_activated(
+    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
+) -> Tensor | None:
+    """As in Linear."""
+    if isinstance(weight, Tensor):
+        x = plain_rows(x)
+        if one_row.can_multiply(x, weight):
+            return one_row.multiply(x, weight, bias, activation=activation, gated=gated)
+    return None
+
+
 def _scaled_mm_by_row(x: QuantizedRows, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     y = torch._scaled_mm(
         x.values, weight.values.t(), x.scale.contiguous(), weight.scale.t(), out_dtype=x.dtype,
