@@ -149,6 +149,13 @@ class EngineConfig(Settings):
         "decodes run from graphs",
         least_means="none",
     )
+    inference_dynamic_batching_cuda_graph_capture: str | None = option(
+        None,
+        "when graphs are captured. start: all before the first request; serving: a few, and the "
+        "others between steps and when there is nothing to do; left out: serving by a server "
+        "without drafts, else start",
+        ("start", "serving"),
+    )
     inference_max_seq_length: int | None = option(
         None, "longest prompt and answer together; left out: the model's", least=1
     )

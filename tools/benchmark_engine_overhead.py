@@ -175,6 +175,9 @@ class FixedLogitsRunner:
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
+    def capture_next(self) -> bool:
+        return False
+
     def update_weights(self, source: WeightsSource) -> None:
         pass
 

@@ -21,10 +21,11 @@ from megatron_hybrid.engine.checks import (
     check_quantized,
     check_transformer_engine,
 )
+from megatron_hybrid.engine.choices import all_to_all_from, captures_later
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
-from megatron_hybrid.engine.profiling import measure_activations
+from megatron_hybrid.engine.profiling import had_to_compile, measure_activations
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
     StageLayers,
@@ -38,6 +39,7 @@ from megatron_hybrid.engine.sizing import (
 )
 from megatron_hybrid.engine.start import StartTimes
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
@@ -64,7 +66,6 @@ logger = logging.getLogger(__name__)
 # Of Mamba2, where it pays: see docs/performance.md.
 SPARES_WRITES = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER}
 WRITE_INTERVAL = 4
-LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
 
 
 def build_engine(
@@ -72,14 +73,17 @@ def build_engine(
     *,
     model: HybridModel | None = None,
     refuse_useless_budget: bool = False,
+    serves: bool = False,
     start: StartTimes | None = None,
 ) -> DynamicInferenceEngine:
     """Join the process groups, load the model, divide the memory, capture CUDA graphs.
 
     `model`: from `load_weights` of a configuration with the same model, for several engines on the
     same weights. `refuse_useless_budget`: a budget for states that holds none is an error, which a
-    command line wants, and not only a warning. `start`: where this is part of a longer start, whose
-    seconds before are the imports. Raises ConfigurationError for what the user can put right.
+    command line wants, and not only a warning. `serves`: requests come when they like, and when
+    there are none, `DynamicInferenceEngine.use_idle_time` is called. `start`: where this is part of
+    a longer start, whose seconds before are the imports. Raises ConfigurationError for what the
+    user can put right.
     """
     start = start or StartTimes()
     start.end_part("imports")
@@ -88,7 +92,7 @@ def build_engine(
     replicas = parallel.experts.replicas
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     if model is None:
-        planned = _geometry(plan, plan.shapes, loaded=False)
+        planned = _geometry(plan, plan.shapes)
         useless = useless_budget(config, planned)
         if refuse_useless_budget and given is not None and useless:
             raise ConfigurationError(useless)
@@ -106,8 +110,8 @@ def build_engine(
         model.kernels = kernel_set.with_transformer_engine(
             plan.kernels, recipe, rounded_weights(model)
         )
-    geometry = _geometry(plan, model, loaded=True)
-    start.end_part("largest step")
+    compiled_before = KERNELS.compiled
+    geometry = _geometry(plan, model, start)
     if useless := useless_budget(config, geometry):
         logger.warning("%s", useless)
     context = DynamicInferenceContext(
@@ -157,14 +161,18 @@ def build_engine(
         device,
         parallel,
         max_tokens=config.inference_dynamic_batching_max_tokens,
-        all_to_all_from=_all_to_all_from(config, parallel, model_config),
+        all_to_all_from=all_to_all_from(config, parallel, model_config),
         num_drafts=drafts,
         write_interval=plan.write_interval,
     )
     start.end_part("caches")
     sizes = _graph_sizes(plan, geometry.max_requests)
     if sizes:
-        runner.capture_graphs(sizes, progress=parallel.is_first)
+        if had_to_compile(compiled_before, parallel):
+            runner.compile_kernels(sizes)
+            start.end_part("compiling")
+        first = AT_START if captures_later(config, serves) else None
+        runner.capture_graphs(sizes, first, progress=parallel.is_first)
         start.end_part("graphs")
     engine = DynamicInferenceEngine(
         context,
@@ -195,24 +203,6 @@ def build_engine(
         compiled = f"; {KERNELS.describe()}" if device.type == "cuda" else ""
         logger.info("%s%s", start.describe(), compiled)
     return engine
-
-
-def _all_to_all_from(
-    config: EngineConfig, parallel: ParallelContext, model: HybridModelConfig
-) -> int | None:
-    """ModelRunner's `all_to_all_from`.
-
-    By all-gather each rank gets every token of every other replica; by all-to-all the tensor ranks
-    share them out, and a rank gets the share that has chosen one of its experts,
-    1 - (1 - 1/owners)^chosen. With few owners that is nearly all, and the rest is overhead.
-    """
-    if config.moe_token_dispatcher_type == "alltoall":
-        return 1
-    if config.moe_token_dispatcher_type == "allgather" or model.moe is None:
-        return None
-    owners = parallel.experts.owners.size
-    share = (1 - (1 - 1 / owners) ** model.moe.experts_per_token) / parallel.tensor.size
-    return LONG_STEP if share <= 0.5 else None
 
 
 def load_weights(config: EngineConfig) -> HybridModel:
@@ -372,16 +362,16 @@ def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device
     return _Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)
 
 
-def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry:
-    """`loaded`: the weights are there, so that what a step takes can be measured."""
+def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) -> CacheGeometry:
+    """`start`: goes on with the weights there, so that what a step takes can be measured."""
     config, on_gpu = plan.config, plan.device.type == "cuda"
-    weights = 0 if loaded else _bytes_to_load(plan)
+    weights = _bytes_to_load(plan) if start is None else 0
     if on_gpu:
         torch.cuda.empty_cache()
         max_tokens = config.inference_dynamic_batching_max_tokens
         given, activations = config.inference_dynamic_batching_max_requests, 0
         max_requests = min(MAX_REQUESTS, max_tokens) if given is None else given
-        if loaded:
+        if start is not None:
             activations = measure_activations(
                 model,
                 plan.parallel,
@@ -390,7 +380,9 @@ def _geometry(plan: _Plan, model: HybridModel, *, loaded: bool) -> CacheGeometry
                 max_requests=max_requests,
                 max_tokens=max_tokens,
                 max_seq_length=plan.max_seq_length,
+                when_compiled=lambda: start.end_part("compiling"),
             )
+            start.end_part("largest step")
         limit = gpu_cache_bytes(
             plan.device,
             weights=weights,

@@ -18,7 +18,7 @@ from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
-from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.tracked_request import TrackedRequest, stop_ids_of
 from megatron_hybrid.errors import (
     DeviceLostError,
     InvalidRequestError,
@@ -217,6 +217,11 @@ class DynamicInferenceEngine:
         else:
             self._join_others()
 
+    def use_idle_time(self) -> bool:
+        """There is no work, on any rank and replica, which all call this: do one of the things that
+        were left for later. Whether there was one."""
+        return self.runner.capture_next()
+
     def _join_others(self) -> None:
         """Nothing is launched here in this turn; in a lockstep group others may need us."""
         if self.lockstep is not None:
@@ -272,7 +277,7 @@ class DynamicInferenceEngine:
                 f"prompt has {length} tokens; without --enable-chunked-prefill the limit is "
                 f"{self.context.max_tokens} (--inference-dynamic-batching-max-tokens).",
             )
-        stop_ids = self._stop_ids(params)
+        stop_ids = stop_ids_of(params, self.eos_token_ids, self.vocab_size)
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
         seed = self._next_seed(params)
@@ -426,18 +431,6 @@ class DynamicInferenceEngine:
         if self._grammars is None:
             raise no_tokenizer()
         return self._grammars.compile(params.grammar, ignore_eos=params.ignore_eos)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Each once; ids that the model does not know never come."""
-        wanted = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        stop_ids = tuple(dict.fromkeys(t for t in wanted if t < self.vocab_size))
-        if params.min_tokens and len(stop_ids) == self.vocab_size:
-            raise InvalidRequestError(
-                "min_tokens",
-                f"min_tokens is {params.min_tokens}, but every token id ends the answer "
-                "(stop_token_ids).",
-            )
-        return stop_ids
 
     def _next_seed(self, params: SamplingParams) -> int:
         self._submitted += 1

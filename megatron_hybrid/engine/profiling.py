@@ -1,6 +1,9 @@
-"""The memory that a step takes besides weights and caches, measured on the device."""
+"""The memory that a step takes besides weights and caches, measured on the device; what it launches
+is compiled before."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -8,6 +11,8 @@ import torch
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.kernels.compile_ahead import compiling_ahead
+from megatron_hybrid.kernels.compiled import KERNELS
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -23,9 +28,11 @@ def measure_activations(
     max_requests: int,
     max_tokens: int,
     max_seq_length: int,
+    when_compiled: Callable[[], None] = lambda: None,
 ) -> int:
     """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough. Every
-    rank calls it: on a pipeline's stages the step takes its course.
+    rank calls it: on a pipeline's stages the step takes its course. `when_compiled`: called when
+    the step's kernels are.
 
     Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
     """
@@ -45,15 +52,36 @@ def measure_activations(
         device=device,
     )
     before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     runner = ModelRunner(  # with what it keeps between steps: the one that stays has it too
         model, caches, rows, block_size, device, parallel, max_tokens=max_tokens, asynchronous=False
     )
+    _compile_kernels(runner, plan, parallel, device)
+    when_compiled()
+    torch.cuda.reset_peak_memory_stats(device)
     runner.execute(plan)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, caches
     torch.cuda.empty_cache()
     return peak
+
+
+def _compile_kernels(
+    runner: ModelRunner, plan: StepPlan, parallel: ParallelContext, device: torch.device
+) -> None:
+    """Of this step, and unless a small one's are in Triton's cache: then the others will be, too,
+    and to go through a step for each costs more than to read them when they are needed."""
+    before = KERNELS.compiled
+    with compiling_ahead(device):
+        runner.dummy_forward()
+    if had_to_compile(before, parallel):
+        with compiling_ahead(device):
+            runner.execute(plan)
+    torch.cuda.synchronize(device)
+
+
+def had_to_compile(before: int, parallel: ParallelContext) -> bool:
+    """Whether any rank has compiled more than the `before` kernels of this process."""
+    return parallel.lockstep.minimum(int(KERNELS.compiled == before)) == 0
 
 
 def largest_step(

@@ -50,8 +50,8 @@ def gpu_cache_bytes(
     """Bytes that the caches can take of what is free on a GPU.
 
     weights: bytes still to be loaded. activations: bytes that a step takes besides weights and
-    caches. graph_sizes: rows of logits of each CUDA graph that is to be captured. Raises
-    ConfigurationError when the weights alone do not fit.
+    caches. graph_sizes: rows of logits of each CUDA graph that is to be captured, now or later.
+    Raises ConfigurationError when the weights alone do not fit.
     """
     free, total = torch.cuda.mem_get_info(device)
     if weights > free:
@@ -60,8 +60,8 @@ def gpu_cache_bytes(
             f"{device}, {free / GIB:.2f} GB are free. Use a larger GPU, or split the model over "
             "several with --tensor-model-parallel-size or --pipeline-model-parallel-size."
         )
-    # All graphs leave their logits in one place, but first compute them in another.
-    logits = 2 * max(graph_sizes, default=0) * vocab_size * LOGITS_ITEM_BYTES
+    # of all graphs in the same memory
+    logits = max(graph_sizes, default=0) * vocab_size * LOGITS_ITEM_BYTES
     graphs = len(graph_sizes) * GRAPH_BYTES + logits
     left = free - weights - activations - WORKSPACE_BYTES - graphs
     return max(0, int(left * GPU_SHARE))

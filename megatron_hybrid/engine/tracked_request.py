@@ -12,8 +12,25 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
 from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
+
+
+def stop_ids_of(
+    params: SamplingParams, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> tuple[int, ...]:
+    """What ends a request, each once; ids that the model does not know never come. Raises
+    InvalidRequestError where every token does, and there are to be some."""
+    wanted = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
+    stop_ids = tuple(dict.fromkeys(t for t in wanted if t < vocab_size))
+    if params.min_tokens and len(stop_ids) == vocab_size:
+        raise InvalidRequestError(
+            "min_tokens",
+            f"min_tokens is {params.min_tokens}, but every token id ends the answer "
+            "(stop_token_ids).",
+        )
+    return stop_ids
 
 
 @dataclass(eq=False, slots=True)

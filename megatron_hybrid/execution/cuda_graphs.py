@@ -10,13 +10,12 @@ graphs of so many decodes beside so many prompt tokens. What a step has less is 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_hybrid.execution.plan import StepDemand
 
@@ -56,22 +55,45 @@ class GraphSize(NamedTuple):
         return self.decode_tokens + self.prompts
 
 
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # where a replay leaves them
+
+
 class CudaGraphs:
     """`prepare(size)` puts a step of nothing but padding where the graph will read its inputs, and
-    returns the function that computes it."""
+    returns the function that computes it.
+
+    All graphs share their memory, since one is replayed after the other. A graph can be captured
+    while a step is computed: nothing that it consists of runs.
+    """
 
     def __init__(self, prepare: Callable[[GraphSize], Callable[[], Tensor]]) -> None:
         self._prepare = prepare
-        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None  # [most rows, vocabulary], of the latest replay
+        self._graphs: dict[GraphSize, _Captured] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def capture(self, sizes: Sequence[GraphSize], progress: bool) -> None:
-        """The largest first: the smaller ones then fit into its memory, which all share."""
-        with _no_garbage_collection():
-            pool = torch.cuda.graph_pool_handle()
-            largest_first = sorted(sizes, key=lambda size: size.tokens, reverse=True)
-            for size in tqdm(largest_first, desc="capturing CUDA graphs", disable=not progress):
-                self._graphs[size] = self._capture(size, pool, max(s.rows for s in sizes))
+    def capture(self, size: GraphSize) -> None:
+        """Where the largest one comes first, the others fit into its memory. Raises what computing
+        the step does, and for want of memory."""
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        compute = self._prepare(size)
+        # Kernels can't be compiled while capturing, and what a kernel keeps for later ones must not
+        # lie in the graphs' memory. Which kernels a size takes, nobody knows before.
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it waits for the device, and gives back all memory that is not in
+        # use, which the steps in between would have to get again.
+        with _no_garbage_collection(), torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                logits = compute()
+            finally:
+                graph.capture_end()
+            # Other graphs may write there, but none does before whoever reads them has.
+            self._graphs[size] = _Captured(graph, _without_owner(logits))
 
     def clear(self) -> None:
         """Let go of all graphs, when the last replay is done."""
@@ -79,28 +101,38 @@ class CudaGraphs:
             torch.cuda.synchronize()
         self._graphs.clear()
 
-    def _capture(self, size: GraphSize, pool: Any, most_rows: int) -> torch.cuda.CUDAGraph:
-        compute = self._prepare(size)
-        logits = compute()  # compiles kernels, which can't happen while capturing
-        if self._logits is None:
-            self._logits = logits.new_empty((most_rows, logits.shape[1]))
-        torch.cuda.synchronize()
-        del logits
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._logits[: size.rows].copy_(compute())
-        return graph
-
     def choose(self, demand: StepDemand) -> GraphSize | None:
         """The size of the smallest graph that a step fits; None if there is none."""
         return smallest_fit(self._graphs, demand)
 
     def replay(self, size: GraphSize) -> Tensor:
         """Compute the step whose inputs are in place. The logits [rows, vocabulary] are gone with
-        the next replay."""
-        assert self._logits is not None
-        self._graphs[size].replay()
-        return self._logits[: size.rows]
+        the next replay, of any graph."""
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.logits
+
+
+class _Memory:
+    """Says where a tensor lies, and does not keep it."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: in 16 or 32 bits."""
+        self.__cuda_array_interface__ = {
+            "shape": tuple(values.shape),
+            "strides": tuple(stride * values.itemsize for stride in values.stride()),
+            "typestr": f"<i{values.itemsize}",
+            "data": (values.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _without_owner(values: Tensor) -> Tensor:
+    """The same tensor, whose memory may be used for others; [n, 0] as it is."""
+    if not values.numel():
+        return values
+    words = torch.as_tensor(_Memory(values), device=values.device)
+    return words.view(values.dtype)
 
 
 @contextmanager
@@ -108,7 +140,6 @@ def _no_garbage_collection() -> Iterator[None]:
     """An event, a graph or pinned memory that is destroyed during a capture invalidates it: another
     engine's, say, that nobody refers to any more."""
     collects = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -254,6 +254,10 @@ class Runner(Protocol):
         """Run the model for nobody: join the collectives of a step for which the lockstep group's
         demand is `agreed`, change nothing."""
 
+    def capture_next(self) -> bool:
+        """There is no work: capture one of the CUDA graphs that are left for later; whether there
+        was one. Every rank calls it between the same steps."""
+
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         """These alone: a step that computes nothing."""
 

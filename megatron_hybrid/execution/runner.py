@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_hybrid.execution.batch import BatchBuilder
+from megatron_hybrid.execution.capture_schedule import CaptureSchedule
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
 from megatron_hybrid.execution.device import device_errors, upload
 from megatron_hybrid.execution.head_drafts import HeadDrafter
@@ -25,12 +28,15 @@ from megatron_hybrid.execution.plan import (
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.execution.sampler import Sampler, Sampling
+from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.checkpoints.weights import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(Runner):
@@ -89,15 +95,37 @@ class ModelRunner(Runner):
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
         self._graphs = CudaGraphs(self._prepare_dummy)
+        self._uncaptured = CaptureSchedule()
+        self._is_alone = parallel.lockstep.size == 1
         parallel.clear_first(self._graphs)
         self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
         self._all_to_all_from = all_to_all_from
 
     @device_errors()
     @torch.inference_mode()
-    def capture_graphs(self, sizes: Sequence[GraphSize], progress: bool = True) -> None:
-        """Capture a CUDA graph of each of these sizes."""
-        self._graphs.capture(sizes, progress)
+    def compile_kernels(self, sizes: Iterable[GraphSize]) -> None:
+        """Those that steps of these sizes launch, side by side; nothing is computed."""
+        with compiling_ahead(self._last_token.device):
+            for size in sizes:
+                self._prepare_dummy(size)()
+
+    @device_errors()
+    @torch.inference_mode()
+    def capture_graphs(
+        self, sizes: Sequence[GraphSize], first: int | None = None, progress: bool = True
+    ) -> None:
+        """Capture a CUDA graph of each of these sizes; now of the `first` ones in the order of a
+        CaptureSchedule (None: of all), of the others between steps and in `capture_next`."""
+        self._uncaptured = CaptureSchedule(sizes)
+        count = len(sizes) if first is None else min(first, len(sizes))
+        for _ in tqdm(range(count), desc="capturing CUDA graphs", disable=not progress):
+            if (size := self._uncaptured.next()) is not None:
+                self._graphs.capture(size)
+
+    @device_errors()
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        return self._capture_later(self._uncaptured.next())
 
     @device_errors()
     @torch.inference_mode()
@@ -106,7 +134,11 @@ class ModelRunner(Runner):
             self.catch_up(plan.catch_ups)
         inputs, logits = self._logits(plan, agreed)
         runs = None if plan.drafts is None else inputs
-        return self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
+        launched = self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token, runs)
+        # while the device computes
+        if self._uncaptured:
+            self._was_launched(agreed or StepDemand.of(plan))
+        return launched
 
     def execute(self, plan: StepPlan) -> StepResult:
         """`launch`, and wait for the result."""
@@ -116,6 +148,8 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         self._compute_nothing(agreed or StepDemand(decodes=1))
+        if agreed is not None:
+            self._was_launched(agreed)
 
     @device_errors()
     @torch.inference_mode()
@@ -133,6 +167,26 @@ class ModelRunner(Runner):
     def update_weights(self, source: WeightsSource) -> None:
         update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
+
+    def _was_launched(self, demand: StepDemand) -> None:
+        """A step of all ranks, or none, was."""
+        if demand.tokens:
+            self._uncaptured.note(demand)
+            self._capture_later(self._uncaptured.due())
+
+    def _capture_later(self, size: GraphSize | None) -> bool:
+        if size is None:
+            return False
+        try:
+            self._graphs.capture(size)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            if not self._is_alone:  # others may wait in a collective
+                raise
+            logger.exception("No CUDA graph could be captured of %s; steps do without.", size)
+            self._uncaptured.give_up()
+        return True
 
     def _logits(self, plan: StepPlan, agreed: StepDemand | None) -> tuple[StepInputs, Tensor]:
         """The step's inputs, and logits [sampled rows + prompt log-probability rows, vocabulary]:

@@ -177,7 +177,7 @@ def _build(
     from megatron_hybrid.engine.garbage import collect_seldom
     from megatron_hybrid.parallel import initialize
 
-    engine = build_engine(config, refuse_useless_budget=True, start=start)
+    engine = build_engine(config, refuse_useless_budget=True, serves=True, start=start)
     collect_seldom()
     device = resolve_device(config)
     return engine, initialize(config.parallel_sizes, device=device)  # the groups that it joined

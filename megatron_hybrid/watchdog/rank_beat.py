@@ -23,6 +23,7 @@ WORDS = {
     ("execution/sampler.py", "result"): "waiting for the device",
     ("execution/runner.py", "launch"): "launching a step",
     ("execution/runner.py", "dummy_forward"): "launching an idle step",
+    ("execution/cuda_graphs.py", "capture"): "capturing a CUDA graph",
     ("engine/engine.py", "update_weights"): "loading new weights",
     ("engine/build.py", "build_engine"): "loading the model",
     ("server/loop/engine_loop.py", "_receive"): "waiting for requests",

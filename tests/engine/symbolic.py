@@ -115,6 +115,9 @@ class SymbolicRunner:
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
+    def capture_next(self) -> bool:
+        return False
+
     def update_weights(self, source: object) -> None:
         """Nothing is computed with them; an exception is raised."""
         assert not self.in_flight, "weights change under a step"

@@ -33,6 +33,9 @@ class UncheckedRunner:
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         pass
 
+    def capture_next(self) -> bool:
+        return False
+
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         pass
 

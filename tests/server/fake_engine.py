@@ -169,6 +169,9 @@ class FakeEngine(DynamicInferenceEngine):
     def has_work(self) -> bool:
         return bool(self._active())
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def _active(self) -> dict[tuple[str, int], _Running]:
         """Those that a step advances."""
         if self._pause is None:

@@ -42,6 +42,7 @@ class WeightSource(ABC):
     where: str  # for messages
     names: Mapping[str, str]  # canonical name -> the source's own
     quantization: Quantization | None = None  # of what is stored
+    reads_side_by_side = False  # `read` may be called by several threads
 
     def __init__(self, config: HybridModelConfig) -> None:
         self.config = config
@@ -137,6 +138,8 @@ class WeightSource(ABC):
 
 class FolderSource(WeightSource):
     """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""
+
+    reads_side_by_side = True
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -30,6 +30,7 @@ from megatron_hybrid.models.checkpoints.quantized_weights import (
     used_place,
     weight_format,
 )
+from megatron_hybrid.models.checkpoints.to_device import on_lanes
 from megatron_hybrid.models.checkpoints.weight_source import (
     Tensors,
     TensorSource,
@@ -322,23 +323,38 @@ def _loaded(source: WeightSource, part: Part, place: Location) -> Tensor:
     return values.to(part.target.dtype) if isinstance(part.target, Tensor) else values
 
 
-@torch.no_grad()
 def _put(placed: list[_Placed], source: WeightSource, progress: bool = False) -> None:
-    for one in tqdm(placed, desc="loading weights", unit="part", disable=not progress):
-        part, quantized = one.part, one.quantized
-        if any(rows.start == rows.stop for rows in part.source):
-            continue  # the last ranks may have nothing of a small vocabulary
-        target = part.target
-        device = target.device
-        if quantized is None:
-            part.put(source.read(one.place.name, _slices(part, one.place)))
-            continue
-        rows, columns = part.source
-        if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):
-            weight = quantized.read(rows, columns, target.format, device)
-            target.copy_(weight.times(part.multiplier))
-        else:
-            part.put(quantized.values(rows, columns, device))
+    # the last ranks may have nothing of a small vocabulary
+    wanted = [one for one in placed if all(rows.start < rows.stop for rows in one.part.source)]
+    put = partial(_put_one, source)
+    device = wanted[0].part.target.device if wanted else torch.device("cpu")
+    done: Iterable[None]
+    if device.type == "cuda" and source.reads_side_by_side:
+        done = on_lanes(put, wanted, device)
+    else:
+        done = map(put, wanted)
+    for _ in tqdm(
+        done, total=len(wanted), desc="loading weights", unit="part", disable=not progress
+    ):
+        pass
+
+
+@torch.no_grad()
+def _put_one(
+    source: WeightSource, one: _Placed, upload: Callable[[Tensor], Tensor] = lambda values: values
+) -> None:
+    """`upload`: brings what was read to the device."""
+    part, quantized = one.part, one.quantized
+    target = part.target
+    if quantized is None:
+        part.put(upload(source.read(one.place.name, _slices(part, one.place))))
+        return
+    rows, columns = part.source
+    if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):
+        weight = quantized.read(rows, columns, target.format, target.device)
+        target.copy_(weight.times(part.multiplier))
+    else:
+        part.put(quantized.values(rows, columns, target.device))
 
 
 def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:

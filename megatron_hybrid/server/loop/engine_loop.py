@@ -67,6 +67,7 @@ class EngineLoop:
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._failed_steps = 0
+        self._uses_idle_time = False
         self._last_heartbeat = 0.0
         self._lockstep = self.engine.lockstep
         self._stop_requested = False
@@ -107,6 +108,7 @@ class EngineLoop:
                 break
             if self._lockstep is not None and self._lockstep.is_stopping:
                 break
+            self._uses_idle_time = not self.engine.has_work() and self.engine.use_idle_time()
             self._control.proceed()
             self.publish_cache()  # what commands changed, or a step that failed
             failure = self._keep_contact()
@@ -133,7 +135,7 @@ class EngineLoop:
             idle_seconds = GRAMMAR_POLL_SECONDS
         self._backlog.extend((b"", command) for command in self._abort_orphans())
         shared = self._requests.compiled_grammars()
-        is_busy = shared or self._backlog or self.engine.has_work()
+        is_busy = shared or self._backlog or self.engine.has_work() or self._uses_idle_time
         timeout = 0 if is_busy else int(1000 * idle_seconds)
         sleeps = timeout > 0
         if self.waker is not None and sleeps:

@@ -1,0 +1,36 @@
+"""What the engine chooses where flags leave it to it."""
+
+from __future__ import annotations
+
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.parallel import ParallelContext
+
+LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
+
+
+def captures_later(config: EngineConfig, serves: bool) -> bool:
+    """Whether most CUDA graphs are captured while serving. Not with drafts, of which there are as
+    many as measured steps say: without their graphs these take longer."""
+    given = config.inference_dynamic_batching_cuda_graph_capture
+    if given is None:
+        return serves and not config.num_speculative_tokens
+    return given == "serving"
+
+
+def all_to_all_from(
+    config: EngineConfig, parallel: ParallelContext, model: HybridModelConfig
+) -> int | None:
+    """ModelRunner's `all_to_all_from`.
+
+    By all-gather each rank gets every token of every other replica; by all-to-all the tensor ranks
+    share them out, and a rank gets the share that has chosen one of its experts,
+    1 - (1 - 1/owners)^chosen. With few owners that is nearly all, and the rest is overhead.
+    """
+    if config.moe_token_dispatcher_type == "alltoall":
+        return 1
+    if config.moe_token_dispatcher_type == "allgather" or model.moe is None:
+        return None
+    owners = parallel.experts.owners.size
+    share = (1 - (1 - 1 / owners) ** model.moe.experts_per_token) / parallel.tensor.size
+    return LONG_STEP if share <= 0.5 else None
