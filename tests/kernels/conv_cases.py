@@ -149,9 +149,9 @@ def check_decode(
     torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
 
 
-def check_runs(conv: Any, seed: int, silu: bool = True, calls: int = 10, **options: Any) -> None:
+def check_runs(conv: Any, play: Play, silu: bool = True, calls: int = 10, **options: Any) -> None:
     """Sequences with unfolded tokens, drafts accepted and not, calls that write nothing."""
-    play, length = Play(seed), 80
+    length = 80
     case = Conv.random(length * play.count, play.slots, set(), **options)
     width, device = case.weight.shape[1], str(case.x.device)
     texts = [case.by_hand(length * i, length, 0, silu) for i in range(play.count)]

@@ -9,6 +9,7 @@ from megatron_hybrid.kernels.contract import DecodeSlots
 from megatron_hybrid.kernels.protocols import ConvConstants
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.conv_cases import check_decode, check_prefill, check_runs
+from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 
 CHANNELS, WIDTH = 6, 4
@@ -198,4 +199,4 @@ def test_bfloat16_follows_float32(weights: ConvConstants) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_runs_equal_the_loop_by_hand_whatever_is_accepted(seed: int) -> None:
     options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
-    check_runs(causal_conv1d, seed, seed % 4 != 3, channels=6, width=2 + seed % 3, **options)
+    check_runs(causal_conv1d, Play(seed), seed % 4 != 3, channels=6, width=2 + seed % 3, **options)

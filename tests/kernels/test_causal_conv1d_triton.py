@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill
-from tests.kernels.segments import Segment, poisoned, prefill_segments
+from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -68,6 +71,33 @@ def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
 def test_decode(width: int, packed: bool) -> None:
     check_decode(conv, 11, channels=6, width=width, packed=packed)
     check_decode(conv, 1, channels=300, width=width, packed=packed, bias=False)
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_decode_by_tiles(sequences: int) -> None:
+    tiled = SimpleNamespace(decode=partial(conv.decode, tile=conv.Tile(64, sequences, warps=1)))
+    check_decode(tiled, 11, channels=70)
+
+
+def test_decodes_have_the_bits_of_prompts() -> None:
+    case = Conv.random(9, 3, set(), channels=20, dtype=torch.bfloat16)
+    whole, ring = prefill_segments([Segment(0, 9, 0, 1)]), case.state.new_zeros(1, 4, 20)
+    expected = conv.prefill(case.x, case.constants(), case.state, whole)
+    own, read = case.state.clone(), int64([0])
+    for t in range(9):
+        x, write = case.x[t : t + 1], int64([2])
+        y = conv.decode(x, case.constants(), case.state, DecodeSlots(read, write))
+        assert torch.equal(y[0], expected[t])
+        unfolded = t % 3  # every third state is written
+        written = write if unfolded == 2 else int64([0])
+        runs = DecodeRuns(
+            int64([0, 1]), int64([t]), int64([unfolded]), int64([0 if t < 3 else 2]), written,
+            *(int64([0]) for _ in range(3)), most_unfolded=2,
+        )  # fmt: skip
+        y = conv.decode_runs(x, case.constants(), own, ring, runs)
+        assert torch.equal(y[0], expected[t])
+        read = write
+    assert torch.equal(own[2], case.state[2])
 
 
 def test_bfloat16() -> None:

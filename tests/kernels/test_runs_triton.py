@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,4 +55,20 @@ def test_single_tokens_equal_the_token_loop(recurrence: Recurrence, seed: int) -
 def test_convolutions_equal_the_loop_by_hand(seed: int) -> None:
     options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
     width = 2 + seed % 3
-    conv_cases.check_runs(conv, seed, seed != 1, calls=6, channels=260, width=width, **options)
+    play = Play(seed)
+    conv_cases.check_runs(conv, play, seed != 1, calls=6, channels=260, width=width, **options)
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_convolutions_of_single_tokens_equal_the_loop_by_hand(seed: int, sequences: int) -> None:
+    """One sequence a program, and several; with padding behind them."""
+    options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
+    tiled = SimpleNamespace(
+        plan_runs=conv.plan_runs,
+        decode_runs=partial(conv.decode_runs, tile=conv.Tile(64, sequences, warps=1)),
+    )
+    play = Play(seed, count=5, ring_length=4, most=1)
+    conv_cases.check_runs(
+        tiled, play, seed != 1, calls=12, channels=70, width=2 + seed % 3, **options
+    )

@@ -13,6 +13,8 @@ channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,23 +74,39 @@ def prefill(
     return out
 
 
+class Tile(NamedTuple):
+    """What a program of one token a sequence computes."""
+
+    channels: int  # powers of 2, both
+    sequences: int
+    warps: int
+
+
+def decode_tile(sequences: int, channels: int) -> Tile:
+    """16 bytes a thread; of several sequences, which share taps, where that leaves enough programs
+    to keep a device's memory busy."""
+    return Tile(256, 4 if sequences * channels >= 2**19 else 1, warps=1)
+
+
 def decode(
     x: Tensor,
     constants: ConvConstants,
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences; zeros for padded rows."""
     weight, bias, silu = constants
     rows, channels = x.shape
     out = x.new_empty((rows, channels)) if out is None else out
-    # 16 bytes a thread when there is enough work to fill the device, else more programs.
-    block_channels = 1024 if x.numel() >= 2**20 else 256
-    _decode_kernel[(triton.cdiv(channels, block_channels), rows)](
-        x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
+    tile = decode_tile(rows, channels) if tile is None else tile
+    _decode_kernel[(triton.cdiv(channels, tile.channels), triton.cdiv(rows, tile.sequences))](
+        x, weight, bias, state, out, plan.read_slot, plan.write_slot, rows, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        WIDTH=weight.shape[1], SILU=silu, BLOCK_C=block_channels, num_warps=4, **OPTIONS,
+        WIDTH=weight.shape[1], SILU=silu, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
+        num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -105,17 +123,29 @@ def decode_runs(
     ring: Tensor,
     plan: DecodeRuns,
     out: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """DecodeRuns: as above with tokens T. The ring is contiguous."""
+    """DecodeRuns: as above with tokens T. The ring is contiguous. `tile`: of single tokens."""
     weight, bias, silu = constants
     tokens, channels = x.shape
+    sequences = plan.read_slot.shape[0]
     out = x.new_empty((tokens, channels)) if out is None else out
-    grid = triton.cdiv(channels, 256), plan.read_slot.shape[0] + 1
-    _runs_kernel[grid](
-        x, weight, bias, state, ring, out,
-        *plan.tensors, tokens, channels,
+    arguments = (
+        x, weight, bias, state, ring, out, *plan.tensors, tokens, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
-        RING=ring.shape[1], WIDTH=weight.shape[1], SILU=silu, BLOCK_C=256, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    sizes = {"RING": ring.shape[1], "WIDTH": weight.shape[1], "SILU": silu}
+    if plan.most_unfolded is None:
+        _runs_kernel[(triton.cdiv(channels, 256), sequences + 1)](
+            *arguments, **sizes, BLOCK_C=256, num_warps=4, **OPTIONS
+        )
+        return out
+    tile = decode_tile(sequences, channels) if tile is None else tile
+    rows = max(tokens, sequences)  # padding among the one or the other
+    _single_kernel[(triton.cdiv(channels, tile.channels), triton.cdiv(rows, tile.sequences))](
+        *arguments, sequences, **sizes, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
+        num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -238,41 +268,111 @@ def _windows_kernel(
             tl.store(target, inputs, mask=is_channel)
 
 
-@_kernel
+@triton.jit(do_not_specialize=["rows"])
 def _decode_kernel(
-    x, weight, bias, state, out, read_slot, write_slot, channels,
+    x, weight, bias, state, out, read_slot, write_slot, rows, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     is_channel = channel < channels
-    row = tl.program_id(1).to(tl.int64)
+    taps = _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
+    offset = _bias(bias, channel, is_channel)
+    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    is_row = row < rows
+    read = tl.load(read_slot + row, mask=is_row, other=0).to(tl.int64)
+    write = tl.load(write_slot + row, mask=is_row, other=0).to(tl.int64)
+    # The whole window is read before any of it is written: both may be the same slot.
+    windows = state + channel * state_channel
+    has_window = channel < tl.where(read > 0, channels, 0)
+    before = _columns(
+        windows + read * state_slot, state_column, has_window, state.dtype.element_ty, WIDTH - 1
+    )
+    wait_for_inputs()  # the state was there before
+    let_next_start()
+    row = row.to(tl.int64)
+    has_token = channel < tl.where((read > 0) | (write > 0), channels, 0)
+    newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
+    inputs = ()
+    for column in tl.static_range(WIDTH - 1):
+        inputs = inputs + (before[column].to(newest.dtype),)
+    y = _convolve(offset, inputs + (newest,), taps, WIDTH, SILU)
+    y = tl.where(has_token, y, 0.0)
+    tl.store(out + row * out_row + channel, y, mask=channel < tl.where(is_row, channels, 0))
+    is_written = channel < tl.where(write > 0, channels, 0)
+    window = windows + write * state_slot
+    _store_window(window, state_column, before[1:] + (newest,), is_written, WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences"])
+def _single_kernel(
+    x, weight, bias, state, ring, out,
+    cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
+    checkpoint_position, checkpoint_slot, tokens, channels,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row, sequences,
+    RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """_runs_kernel of sequences of one token each, or none: all that is read is in flight at once,
+    and what was there before the kernel in front is read while that ends."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    is_channel = channel < channels
+    taps = _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
+    offset = _bias(bias, channel, is_channel)
+    sequence = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    is_sequence = sequence < sequences
+    begin = tl.load(cu_seqlens + sequence, mask=is_sequence, other=0)
+    count = tl.load(cu_seqlens + sequence + 1, mask=is_sequence, other=0) - begin
+    start = tl.load(position + sequence, mask=is_sequence, other=0)
+    first_unfolded = start - tl.load(unfolded + sequence, mask=is_sequence, other=0)
+    read = tl.load(read_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
+    write = tl.load(write_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
+    kept_position = tl.load(checkpoint_position + sequence, mask=is_sequence, other=0)
+    kept = tl.load(checkpoint_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
+    first_place = tl.load(ring_row + sequence, mask=is_sequence, other=0).to(tl.int64) * RING
+    used = tl.load(cu_seqlens + sequences)
+    windows = state + channel * state_channel
+    window = windows + read * state_slot
+    inputs = ring + first_place * channels + channel
+    before = _inputs_before(
+        start, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
+    )
+
     wait_for_inputs()
     let_next_start()
-    read = tl.load(read_slot + row).to(tl.int64)
-    write = tl.load(write_slot + row).to(tl.int64)
-    if (read > 0) | (write > 0):
-        newest = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
-        has_window = channel < tl.where(read > 0, channels, 0)
-        window = state + read * state_slot + channel * state_channel
-        # The whole window is read before any of it is written: both may be the same slot.
-        before = _columns(window, state_column, has_window, state.dtype.element_ty, WIDTH - 1)
-        inputs = ()
+    has_token = channel < tl.where(count > 0, channels, 0)
+    row = begin.to(tl.int64)
+    newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
+    y = _convolve(offset, before + (newest,), taps, WIDTH, SILU)
+    tl.store(out + row * out_row + channel, y, mask=has_token)
+    if tl.program_id(1) * BLOCK_S + BLOCK_S > used:
+        token = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+        is_padding = channel < tl.where((token >= used) & (token < tokens), channels, 0)
+        nothing = tl.zeros((BLOCK_S, BLOCK_C), out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64) * out_row + channel, nothing, mask=is_padding)
+
+    after = ()
+    for column in tl.static_range(1, WIDTH):
+        following = newest if column == WIDTH - 1 else before[column]
+        after = after + (tl.where(count > 0, following, before[column - 1]),)
+    has_checkpoint = (kept > 0) & (first_unfolded < kept_position)
+    has_checkpoint &= kept_position <= start + count
+    if tl.sum(tl.sum(has_checkpoint.to(tl.int32), 1), 0) > 0:  # before the window is overwritten
+        old = tl.where(has_checkpoint, read, 0)
+        values = _inputs_before(
+            tl.minimum(kept_position, start), first_unfolded, inputs, window, channel, channels,
+            old, state_column, RING, WIDTH,
+        )  # fmt: skip
+        kept_inputs = ()
         for column in tl.static_range(WIDTH - 1):
-            inputs = inputs + (before[column].to(newest.dtype),)
-        y = _convolve(
-            _bias(bias, channel, is_channel),
-            inputs + (newest,),
-            _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH),
-            WIDTH,
-            SILU,
-        )
-        tl.store(out + row * out_row + channel, y, mask=is_channel)
-        if write > 0:
-            window = state + write * state_slot + channel * state_channel
-            _store_window(window, state_column, before[1:] + (newest,), is_channel, WIDTH)
-    else:
-        tl.store(out + row * out_row + channel, tl.zeros((BLOCK_C,), tl.float32), mask=is_channel)
+            is_last = kept_position > start
+            kept_inputs = kept_inputs + (tl.where(is_last, after[column], values[column]),)
+        is_kept = channel < tl.where(has_checkpoint, channels, 0)
+        _store_window(windows + kept * state_slot, state_column, kept_inputs, is_kept, WIDTH)
+    is_recorded = channel < tl.where((count > 0) & (write <= 0), channels, 0)
+    tl.store(inputs + start % RING * channels, newest, mask=is_recorded)
+    is_written = channel < tl.where(write > 0, channels, 0)
+    _store_window(windows + write * state_slot, state_column, after, is_written, WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
