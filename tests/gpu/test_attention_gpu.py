@@ -13,6 +13,7 @@ import torch
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost
+from megatron_hybrid.kernels.paged_attention.prompts import PromptKernel
 from tests.kernels.attention_cases import (
     FP8,
     AttentionStep,
@@ -21,6 +22,7 @@ from tests.kernels.attention_cases import (
     attention_step,
     check,
     check_copied_tokens,
+    check_gathered,
     check_masked_writes,
     check_stored_fp8,
     paged_sequences,
@@ -79,6 +81,113 @@ def test_real_shapes(attention: Any, shape: AttentionShape) -> None:
     ]
     for lengths, decodes in kinds:  # one after the other: plans replace one another
         check(attention, lengths, shape, decodes=decodes, device="cuda", tolerance=2e-2)
+
+
+class Forced:
+    """Prompts on one of flashinfer's kernels, whatever they are."""
+
+    def __init__(self, kernel: PromptKernel) -> None:
+        pytest.importorskip("flashinfer")
+        if kernel is not PromptKernel.FA2 and torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("FlashAttention 3 needs Hopper")
+        from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+
+        self.chosen: list[int] = []  # sequences each time
+        self.kernel = kernel
+        self.attention = FlashInferAttention(choose=self.choose)
+
+    def choose(self, queries: Any, keys: Any, *_: Any) -> PromptKernel:
+        self.chosen.append(len(queries))
+        return self.kernel
+
+
+@pytest.fixture(params=list(PromptKernel), ids=lambda kernel: kernel.name)
+def forced(request: pytest.FixtureRequest) -> Forced:
+    return Forced(request.param)
+
+
+PROMPTS: list[tuple[Lengths, int]] = [
+    ([(600, 600)], 0),
+    ([(5, 9)], 0),
+    ([(1, 9000)], 0),
+    ([(1, 70), (1, 1), (300, 300), (1, 64), (129, 2000), (64, 127), (640, 5000), (2, 900)], 2),
+    ([(128, 128)] * 40, 0),
+    ([(0, 30), (5, 9), (0, 300), (200, 401)], 0),
+    ([(1, 3000), (33, 65)], 1),
+]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        attention_shape(16, 2, 256, 64, BF16),
+        attention_shape(32, 8, 128, 64, BF16),
+        attention_shape(32, 8, 64, 64, BF16),
+        attention_shape(12, 4, 128, 16, torch.float16),
+        attention_shape(8, 1, 256, 48, BF16),
+    ],
+    ids=str,
+)
+def test_prompts_on_each_kernel(forced: Forced, shape: AttentionShape) -> None:
+    """One after the other: plans replace one another, and what is gathered lies where that of the
+    step before lay. Places of the cache where no token is are NaN."""
+    for lengths, decodes in PROMPTS:
+        check(forced.attention, lengths, shape, decodes=decodes, device="cuda", tolerance=2e-2)
+    assert forced.chosen == [len(lengths) - decodes for lengths, decodes in PROMPTS]
+
+
+def test_a_sequences_nan_is_its_own(forced: Forced) -> None:
+    """Kernels read whole tiles: what lies behind a sequence's end must not be another one's."""
+    for shape in (attention_shape(16, 2, 256, 64, BF16), attention_shape(32, 8, 64, 16, BF16)):
+        lengths = [(70, 100), (300, 1000), (5, 9), (64, 64)]
+        step = attention_step(lengths, shape, decodes=0, device="cuda")
+        ends = np.cumsum([queries for queries, _ in lengths])
+        step.value[ends[0] : ends[1]] = torch.nan
+        step.key[ends[2] :] = torch.nan
+        plan = forced.attention.plan(step.paged, shape)
+        forced.attention.append(step.key, step.value, step.cache, plan)
+        found = forced.attention.attend(step.query, step.cache, plan).double()
+        for begin, end in ((0, ends[0]), (ends[1], ends[2])):
+            expected = step.expected[begin:end]
+            torch.testing.assert_close(found[begin:end], expected, atol=2e-2, rtol=2e-2)
+        assert found[ends[0] : ends[1]].isnan().all() and found[ends[2] :].isnan().all()
+
+
+def test_nothing_behind_what_is_gathered_is_read_or_written() -> None:
+    """NaN in all of the workspace, which is what the layer before may have left there."""
+    forced = Forced(PromptKernel.GATHERED)
+    shape = attention_shape(16, 2, 256, 64, BF16)
+    step = attention_step([(70, 100), (300, 1000)], shape, decodes=0, device="cuda")
+    plan = forced.attention.plan(step.paged, shape)
+    forced.attention.append(step.key, step.value, step.cache, plan)
+    workspace = forced.attention._wrappers[shape]._workspace
+    workspace.fill_(255)
+    found = forced.attention.attend(step.query, step.cache, plan)
+    torch.testing.assert_close(found.double(), step.expected, atol=2e-2, rtol=2e-2)
+    rows = 128 + 1024
+    assert len(plan.prefill.key) == rows
+    assert (workspace[rows * 2 * 2 * 256 * 2 :] == 255).all()
+
+
+def test_a_step_without_room_is_not_gathered() -> None:
+    pytest.importorskip("flashinfer")
+    from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+
+    shape = attention_shape(16, 2, 256, 64, BF16)
+    attention = FlashInferAttention(workspace_bytes=16 << 20)  # 8,192 tokens
+    for lengths in ([(8000, 8192)], [(8000, 8193)], [(8000, 8000)]):
+        check(attention, lengths, shape, decodes=0, device="cuda", tolerance=2e-2)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 3])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_keys_and_values_of_prompts_are_gathered(head_dim: int, kv_heads: int) -> None:
+    from megatron_hybrid.kernels.paged_attention.triton import gather_kv
+
+    lengths = [(1, 9), (1, 70), (7, 7), (5, 3000), (0, 6), (3, 128), (2, 129), (9, 127), (2, 2)]
+    for block_size, dtype in ((16, BF16), (48, torch.float16), (400, torch.float32)):
+        shape = attention_shape(kv_heads, kv_heads, head_dim, block_size, dtype)
+        check_gathered(gather_kv, lengths, shape, 2, "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
+from megatron_hybrid.kernels.paged_attention.prompts import TILE, GatheredLayout
 
 Lengths = list[tuple[int, int]]  # (queries, keys) of each sequence, decodes first
 
@@ -186,6 +187,43 @@ def check_first_position(attention: Any, lengths: Lengths, **kwargs: Any) -> Non
     for first in (1, 3):
         shape = attention_shape(first_position=first)
         check(attention, [(n, keys + first) for n, keys in lengths], shape, **kwargs)
+
+
+def check_gathered(
+    gather_kv: Any, lengths: Lengths, shape: AttentionShape, decodes: int, device: str = "cpu"
+) -> None:
+    """Into NaN, from a cache that is NaN where no token is: each sequence's rows, then zeros up to
+    the next one's; and nothing behind the last."""
+    step = attention_step(lengths, shape, decodes=decodes, device=device)
+    paged, host = step.paged, step.paged.host
+    append(step)
+    layout = GatheredLayout.of(host, decodes)
+    size = (layout.rows + 3, shape.kv_heads, shape.head_dim)
+    key = torch.full(size, torch.nan, dtype=shape.kv_dtype, device=device)
+    value = key.clone()
+    tiles = (torch.from_numpy(part).to(device) for part in (layout.sequence, layout.position))
+    gather_kv(step.cache, key[:-3], value[:-3], *tiles, paged)
+    for gathered, stored in ((key, step.cache.key), (value, step.cache.value)):
+        assert gathered[-3:].isnan().all()
+        first = 0
+        for row in range(decodes, len(lengths)):
+            queries, keys = lengths[row]
+            if not queries:
+                continue
+            blocks = host.kv_indices[host.kv_indptr[row] : host.kv_indptr[row + 1]]
+            expected = stored[torch.from_numpy(blocks).long().to(device)].flatten(0, 1)[:keys]
+            assert torch.equal(gathered[first : first + keys], expected)
+            end = first + -(-keys // TILE) * TILE
+            assert not gathered[first + keys : end].any()
+            first = end
+        assert first == layout.rows
+
+
+def append(step: AttentionStep) -> None:
+    """The step's keys and values, into its cache."""
+    places = step.paged.kv_slot.long()
+    step.cache.key.flatten(0, 1)[places] = step.key
+    step.cache.value.flatten(0, 1)[places] = step.value
 
 
 def check_masked_writes(

@@ -10,6 +10,7 @@ from tests.kernels.attention_cases import (
     check,
     check_copied_tokens,
     check_first_position,
+    check_gathered,
     check_masked_writes,
     check_stored_fp8,
 )
@@ -110,3 +111,8 @@ def test_copied_tokens_leave_the_rest_of_a_block_alone(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
 def test_masked_writes_leave_shared_blocks_alone(kv_dtype: torch.dtype) -> None:
     check_masked_writes(reference, kv_dtype=kv_dtype)
+
+
+def test_keys_and_values_of_prompts_are_gathered() -> None:
+    lengths = [(1, 9), (7, 7), (5, 300), (0, 6), (3, 128), (2, 2)]
+    check_gathered(reference.gather_kv, lengths, attention_shape(block_size=3), decodes=1)

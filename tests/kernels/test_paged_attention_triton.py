@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.paged_attention import reference, triton_decode  # noqa: E402
-from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402
+from megatron_hybrid.kernels.paged_attention.triton import TritonAttention, gather_kv  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     FP8,
     attention_shape,
@@ -23,6 +23,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     check,
     check_copied_tokens,
     check_first_position,
+    check_gathered,
     check_masked_writes,
     check_stored_fp8,
 )
@@ -176,3 +177,23 @@ def test_copied_tokens_leave_the_rest_of_a_block_alone(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
 def test_masked_writes_leave_shared_blocks_alone(kv_dtype: torch.dtype) -> None:
     check_masked_writes(TritonAttention(), kv_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "block_size", "dtype"),
+    [(2, 8, 4, torch.float32), (3, 64, 48, torch.float16), (1, 256, 64, torch.bfloat16)],
+)
+def test_keys_and_values_of_prompts_are_gathered(
+    kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Behind decodes, from partly filled blocks, around the ends of tiles."""
+    shape = attention_shape(kv_heads, kv_heads, head_dim, block_size, dtype)
+    lengths = [(1, 9), (1, 70), (7, 7), (5, 300), (0, 6), (3, 128), (2, 129), (9, 127), (2, 2)]
+    check_gathered(gather_kv, lengths, shape, decodes=2)
+    check_gathered(gather_kv, lengths[2:3], shape, decodes=0)
+    check_gathered(gather_kv, [(1, 9), (0, 6)], shape, decodes=1)  # nothing
+
+
+def test_a_program_gathers_one_row_where_rows_are_wide() -> None:
+    shape = attention_shape(65, 65, 64, 16)
+    check_gathered(gather_kv, [(3, 5), (2, 2)], shape, decodes=0)

@@ -228,10 +228,13 @@ class Bench:
             for batch in self.batches():
                 yield self.decode_attention_fp8(batch, kv if self.tiny else 8192)
             yield self.decode_attention_fp8(1, long)
-            for queries, keys in (
-                [(96, 96), (32, 300)] if self.tiny else [(8192,) * 2, (2048, 32768)]
+            for sequences, queries, keys in (
+                [(1, 96, 96), (2, 32, 300)]
+                if self.tiny
+                else [(1, 8192, 8192), (64, 128, 128), (1, 8192, 65536), (1, 2048, 32768)]
+                + [(8, 256, 16384), (1, 32, 65536)]
             ):
-                yield self.prefill_attention(queries, keys)
+                yield self.prefill_attention(sequences, queries, keys)
             for rows in self.rows():
                 yield self.append(rows)
             for rows in self.rows():
@@ -505,30 +508,35 @@ class Bench:
         flops = 4 * batch * kv * shape.heads * shape.head_dim
         return Case("attention decode", f"B={batch} kv {kv} FP8", moved, make, flops)
 
-    def prefill_attention(self, queries: int, keys: int) -> Case:
+    def prefill_attention(self, sequences: int, queries: int, keys: int) -> Case:
+        """So many sequences alike, as a step outside of CUDA graphs computes them."""
         attention, shape = self.kernels.attention, self.attention_shape()
-        plan = attention.plan(self.paged([queries], [keys]), shape)
+        plan = attention.plan(self.paged([queries] * sequences, [keys] * sequences), shape)
 
         def make() -> Calls:
-            query = self.normal(queries, shape.heads, shape.head_dim)
-            cache = self.kv_cache(-(-keys // BLOCK))
+            query = self.normal(sequences * queries, shape.heads, shape.head_dim)
+            cache = self.kv_cache(sequences * -(-keys // BLOCK))
             calls: Calls = {"ours": lambda: attention.attend(query, cache, plan)}
             if queries == keys:
                 key, value = (
-                    values[1:].flatten(0, 1)[:keys].transpose(0, 1)[None]
+                    values[1:].flatten(0, 1)[: sequences * keys]
+                    .unflatten(0, (sequences, keys)).transpose(1, 2)
                     for values in (cache.key, cache.value)
-                )
+                )  # fmt: skip
                 calls["SDPA"] = lambda: F.scaled_dot_product_attention(
-                    query.transpose(0, 1)[None], key, value,
+                    query.unflatten(0, (sequences, queries)).transpose(1, 2), key, value,
                     is_causal=True, scale=shape.scale, enable_gqa=True,
                 )  # fmt: skip
             return calls
 
-        seen = queries * (keys - queries / 2)  # pairs of a query and a key that it sees
+        seen = sequences * queries * (keys - queries / 2)  # pairs of a query and a key that it sees
         width = shape.head_dim * self.item
-        moved = 2 * (keys * shape.kv_heads + queries * shape.heads) * width
+        moved = 2 * sequences * (keys * shape.kv_heads + queries * shape.heads) * width
         flops = 4 * seen * shape.heads * shape.head_dim
-        return Case("attention prefill", f"{queries} on {keys}", moved, make, flops)
+        size = f"{queries} on {keys}"
+        if sequences > 1:
+            size = f"{sequences} x {size}"
+        return Case("attention prefill", size, moved, make, flops)
 
     def append(self, tokens: int) -> Case:
         attention, shape = self.kernels.attention, self.attention_shape()

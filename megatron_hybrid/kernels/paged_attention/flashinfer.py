@@ -1,9 +1,14 @@
 """Paged attention with flashinfer's kernels.
 
-Decodes run on the tensor-core decode wrapper, which splits long KV over programs; prefills on the
-prefill wrapper (FlashAttention 3 on Hopper, else 2). Both are planned once a step, from the host
-arrays, for every layer: a plan is a schedule that goes to the device from the wrapper's own pinned
-buffer, so a step's plan is made only when the copies of the step before have been executed.
+Decodes run on the tensor-core decode wrapper, which splits long KV over programs; prompts on a
+prefill wrapper: on Hopper on the one that `prompts.choose` finds the fastest for the step, else on
+FlashAttention 2. They are planned once a step, from the host arrays, for every layer: a plan is a
+schedule that goes to the device from the wrapper's own pinned buffer, so a step's plan is made only
+when the copies of the step before have been executed.
+
+The fastest one for long prompts wants their keys and values in one piece. They are gathered layer
+by layer into the workspace, which has nothing to keep from one kernel to the next; where they don't
+fit there, FlashAttention 3 reads them from their blocks.
 
 A CUDA graph has wrappers of its own, whose launches are the same for every plan. The short prompts
 of mixed graphs run on FlashAttention 2, which splits long KV over programs, and 3 does not.
@@ -16,6 +21,7 @@ as for 16 bits.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +40,13 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
 )
-from megatron_hybrid.kernels.paged_attention import reference
+from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.paged_attention import prompts, reference
+from megatron_hybrid.kernels.paged_attention.prompts import GatheredLayout, PromptKernel
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
     TritonPlan,
+    gather_kv,
     store_kv,
 )
 
@@ -47,6 +56,43 @@ _HEAD_DIMS = (64, 128, 256)
 _GRAPH_SCHEDULE_BYTES = 1 << 20
 # Decodes, sequences, tokens, and where their tables lie: one graph's, of one engine.
 _Graph = tuple[int, int, int, int, int]
+# With the arguments of prompts.choose.
+Choice = Callable[[Ints, Ints, AttentionShape, int, int], PromptKernel]
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptsInBlocks:
+    """A BatchPrefillWithPagedKVCacheWrapper that is planned."""
+
+    wrapper: Any
+
+    def run(self, query: Tensor, cache: KVCache, out: Tensor) -> None:
+        """query, out [tokens of prompts, heads, head_dim]."""
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        self.wrapper.run(query, (cache.key, cache.value), out=out, **scales)
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredPrompts:
+    """A BatchPrefillWithRaggedKVCacheWrapper that is planned, and where it finds keys and values,
+    which are in 16 bits. All layers gather them to the same place, one after the other."""
+
+    wrapper: Any
+    key: Tensor  # [rows of a GatheredLayout, kv_heads, head_dim]
+    value: Tensor
+    sequence: Tensor  # [tiles]
+    position: Tensor  # [tiles]
+    paged: PagedSequences
+
+    def run(self, query: Tensor, cache: KVCache, out: Tensor) -> None:
+        """As of _PromptsInBlocks."""
+        self.gather(cache)
+        self.wrapper.run(query, self.key, self.value, out=out)
+
+    def gather(self, cache: KVCache) -> None:
+        """The first half."""
+        tiles = self.sequence, self.position
+        gather_kv(cache, self.key, self.value, *tiles, self.paged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +100,7 @@ class FlashInferPlan:
     """The wrappers as they are planned: only the latest plan of a FlashInferAttention may run."""
 
     decode: Any  # None where the step has no decodes; a TritonPlan for drafts and FP8
-    prefill: Any  # None where it has no prefills
+    prefill: _PromptsInBlocks | _GatheredPrompts | None  # None where it has no prompts
     num_decode_tokens: int
     num_tokens: int
     kv_slot: Tensor  # [tokens]
@@ -63,13 +109,18 @@ class FlashInferPlan:
 class FlashInferAttention:
     """An Attention. What flashinfer has no kernel for goes to TritonAttention."""
 
-    def __init__(self, workspace_bytes: int = 512 << 20) -> None:
-        """`workspace_bytes`: room for partial results where KV is split over programs. A CUDA
-        graph takes 4 * p * heads * head_dim * t bytes: t = 16 for the decodes of up to 16 query
-        heads a KV head, 64 for up to 64, up to 128 for prompts; p is the larger of two programs a
+    def __init__(self, workspace_bytes: int = 512 << 20, choose: Choice = prompts.choose) -> None:
+        """`workspace_bytes`: room for the gathered keys and values of a layer, and at other times
+        for partial results where KV is split over programs. Of the latter a CUDA graph takes
+        4 * p * heads * head_dim * t bytes: t = 16 for the decodes of up to 16 query heads a KV
+        head, 64 for up to 64, up to 128 for prompts; p is the larger of two programs a
         multiprocessor, divided by the KV heads, and the number of tiles of t queries, counting
-        each of the query heads of a KV head. flashinfer raises an error where it is not enough."""
+        each of the query heads of a KV head. flashinfer raises an error where it is not enough.
+
+        `choose`: on which kernel prompts run on Hopper, outside of graphs.
+        """
         self._workspace_bytes = workspace_bytes
+        self._choose_kernel = choose
         self._triton = TritonAttention()
         self._wrappers: dict[AttentionShape, _Wrappers | None] = {}
 
@@ -78,7 +129,7 @@ class FlashInferAttention:
         if shape.first_position:
             return self._triton.plan(paged, shape)
         if shape not in self._wrappers:
-            self._wrappers[shape] = self._choose(shape, paged.kv_slot.device)
+            self._wrappers[shape] = self._new_wrappers(shape, paged.kv_slot.device)
         wrappers = self._wrappers[shape]
         if wrappers is None:
             return self._triton.plan(paged, shape)
@@ -109,20 +160,18 @@ class FlashInferAttention:
         if isinstance(plan, TritonPlan):
             return self._triton.attend(query, cache, plan)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        kv = (cache.key, cache.value)
         middle, end = plan.num_decode_tokens, plan.num_tokens
         if isinstance(plan.decode, TritonPlan):
             output[:middle] = self._triton.attend(query[:middle], cache, plan.decode)
         elif plan.decode is not None:
-            plan.decode.run(query[:middle], kv, out=output[:middle])
+            plan.decode.run(query[:middle], (cache.key, cache.value), out=output[:middle])
         if plan.prefill is not None:
-            scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-            plan.prefill.run(query[middle:end], kv, out=output[middle:end], **scales)
+            plan.prefill.run(query[middle:end], cache, output[middle:end])
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
 
-    def _choose(self, shape: AttentionShape, device: torch.device) -> _Wrappers | None:
+    def _new_wrappers(self, shape: AttentionShape, device: torch.device) -> _Wrappers | None:
         """The wrappers for `shape`; None where flashinfer can't do it."""
         if shape.dtype not in (torch.bfloat16, torch.float16) or shape.head_dim not in _HEAD_DIMS:
             return None
@@ -136,26 +185,27 @@ class FlashInferAttention:
             )
             return None
         hopper = torch.cuda.get_device_capability(device)[0] == 9
-        takes_fa3 = hopper and shape.kv_dtype != FP8
-        prefill = "fa3" if takes_fa3 and _has_kernels("fa3", shape) else "fa2"
+        has_fa3 = hopper and shape.kv_dtype != FP8 and _has_kernels("fa3", shape)
         # flashinfer wants zeros at first use
         workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
-        return _Wrappers(shape, workspace, prefill)
+        return _Wrappers(shape, workspace, self._choose_kernel if has_fa3 else None)
 
 
 class _Wrappers:
     """flashinfer's wrappers for one shape; a graph has some of its own, which keep reading the
     tensors that it was captured with. All share the workspace."""
 
-    def __init__(self, shape: AttentionShape, workspace: Tensor, prefill_backend: str) -> None:
+    def __init__(self, shape: AttentionShape, workspace: Tensor, choose: Choice | None) -> None:
+        """`choose`: None: there is only FlashAttention 2."""
         self._shape = shape
         self._workspace = workspace
-        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=prefill_backend
-        )
-        # by graph; None: outside of graphs
-        self._prefill: dict[_Graph | None, Any] = {None: prefill}
-        self._decode: dict[_Graph | None, Any] = {}
+        self._choose = choose
+        kernels = PromptKernel if choose else (PromptKernel.FA2,)
+        # All at once: each of them allocates memory, which a step would wait for.
+        self._prefill: dict[_Graph | PromptKernel, Any] = {
+            kernel: _new_prefill_wrapper(workspace, kernel) for kernel in kernels
+        }
+        self._decode: dict[_Graph | None, Any] = {}  # None: outside of graphs
 
     def plan_decodes(self, paged: PagedSequences) -> Any:
         """The decode wrapper, planned for the first num_decodes sequences."""
@@ -189,13 +239,30 @@ class _Wrappers:
             wrapper._paged_kv_last_page_len_buf = paged.last_block_length[:count]
         return wrapper
 
-    def plan_prefills(self, paged: PagedSequences) -> Any:
-        """The prefill wrapper, planned for the sequences after the decodes."""
+    def plan_prefills(self, paged: PagedSequences) -> _PromptsInBlocks | _GatheredPrompts:
+        """For the sequences after the decodes."""
+        kernel = self._kernel_for(paged)
+        place = _graph_of(paged) or kernel
+        wrapper = self._prefill.get(place)
+        if wrapper is None:  # a graph's
+            wrapper = self._prefill[place] = self._new_graph_wrapper(paged)
+        gathers = kernel is PromptKernel.GATHERED
+        plan = self._plan_gathered if gathers else self._plan_in_blocks
+        planned: _PromptsInBlocks | _GatheredPrompts = plan(wrapper, paged)
+        # run() compares with it: padding is run, too
+        wrapper._qo_indptr_last = len(paged.kv_slot) - int(paged.host.cu_seqlens[paged.num_decodes])
+        return planned
+
+    def _kernel_for(self, paged: PagedSequences) -> PromptKernel:
+        if paged.static or self._choose is None:
+            return PromptKernel.FA2
+        host, first, workspace = paged.host, paged.num_decodes, self._workspace
+        queries, keys = np.diff(host.cu_seqlens[first:]), host.kv_length[first:]
+        count = processors(workspace.device)
+        return self._choose(queries, keys, self._shape, count, workspace.numel())
+
+    def _plan_in_blocks(self, wrapper: Any, paged: PagedSequences) -> _PromptsInBlocks:
         shape, host, first = self._shape, paged.host, paged.num_decodes
-        graph = _graph_of(paged)
-        wrapper = self._prefill.get(graph)
-        if wrapper is None:
-            wrapper = self._prefill[graph] = self._new_prefill_wrapper(paged)
         # The blocks keep their places in kv_indices, the queries are counted from the first one.
         query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
         tokens = len(paged.kv_slot) - int(host.cu_seqlens[first])
@@ -217,11 +284,31 @@ class _Wrappers:
             seq_lens=_pinned(host.kv_length[first:]),
             max_token_per_sequence=longest,
         )
-        wrapper._qo_indptr_last = tokens  # run() compares with it: padding is run, too
-        return wrapper
+        return _PromptsInBlocks(wrapper)
 
-    def _new_prefill_wrapper(self, paged: PagedSequences) -> Any:
-        """For a graph."""
+    def _plan_gathered(self, wrapper: Any, paged: PagedSequences) -> _GatheredPrompts:
+        shape = self._shape
+        layout = GatheredLayout.of(paged.host, paged.num_decodes)
+        figures = _pinned(np.concatenate(layout))
+        query_indptr, kv_indptr, *tiles = figures.split([len(part) for part in layout])
+        wrapper.plan(
+            query_indptr,
+            kv_indptr,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+        )
+        kv = self._workspace[: layout.rows * prompts.bytes_of_a_row(shape)].view(shape.kv_dtype)
+        key, value = kv.view(2, layout.rows, shape.kv_heads, shape.head_dim)
+        device = self._workspace.device
+        sequence, position = (part.to(device, non_blocking=True) for part in tiles)
+        return _GatheredPrompts(wrapper, key, value, sequence, position, paged)
+
+    def _new_graph_wrapper(self, paged: PagedSequences) -> Any:
         first, device = paged.num_decodes, self._workspace.device
         sequences = len(paged.kv_length) - first
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -263,6 +350,14 @@ class _Wrappers:
             _GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=self._workspace.device
         )
         wrapper.reset_workspace_buffer(self._workspace, schedule)
+
+
+def _new_prefill_wrapper(workspace: Tensor, kernel: PromptKernel) -> Any:
+    """Outside of graphs."""
+    if kernel is PromptKernel.GATHERED:
+        return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
+    backend = "fa2" if kernel is PromptKernel.FA2 else "fa3"
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
 
 
 def _decodes_of(paged: PagedSequences) -> PagedSequences:

@@ -189,6 +189,26 @@ def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 
 
+def gather_kv(
+    cache: KVCache,
+    key: Tensor,
+    value: Tensor,
+    sequence: Tensor,
+    position: Tensor,
+    paged: PagedSequences,
+) -> None:
+    """As in triton.py."""
+    tiles, block_size = len(sequence), cache.key.shape[1]
+    at = position[:, None] + torch.arange(len(key) // max(tiles, 1), device=key.device)
+    inside = at < paged.kv_length[sequence][:, None]
+    at = torch.where(inside, at, 0)
+    block = paged.kv_indices[paged.kv_indptr[sequence][:, None] + at // block_size]
+    rows = (block.long() * block_size + at % block_size).flatten()
+    outside = ~inside.flatten()[:, None, None]
+    for gathered, stored in ((key, cache.key), (value, cache.value)):
+        gathered.copy_(stored.flatten(0, 1).index_select(0, rows).masked_fill_(outside, 0))
+
+
 def _rows_of(stored: Tensor) -> Tensor:
     """[blocks, block_size, ...] -> [tokens, ...], to be moved."""
     return _as_bytes(stored.flatten(0, 1))

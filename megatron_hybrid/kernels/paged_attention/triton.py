@@ -23,7 +23,13 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import FP8_MAX, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.paged_attention import reference, triton_decode
+from megatron_hybrid.kernels.paged_attention.prompts import TILE
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
+
+# Where a step's tables begin is no reason to compile once more.
+_TABLES = ["sequence", "position", "kv_length", "kv_indptr", "kv_indices"]
+# Numbers that a program copies of keys, and as many of values.
+_GATHERED_NUMBERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,58 @@ def kept(values, scale, LIMIT: tl.constexpr):
     """What a cache in FP8 keeps of values, in float32 before it is rounded."""
     scaled = tl.div_rn(values.to(tl.float32), scale)
     return tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+def gather_kv(
+    cache: KVCache,
+    key: Tensor,
+    value: Tensor,
+    sequence: Tensor,
+    position: Tensor,
+    paged: PagedSequences,
+) -> None:
+    """Fill key and value [tiles * TILE, kv_heads, head_dim], contiguous, each tile with the rows of
+    `sequence` [tiles] from `position` [tiles] on. Rows past the sequence's end become zeros: what
+    lies there in the cache is not read."""
+    rows, kv_heads, head_dim = key.shape
+    if not rows:
+        return
+    width = kv_heads * head_dim
+    block = triton.next_power_of_2(width)
+    rows_of_a_program = min(max(_GATHERED_NUMBERS // block, 1), TILE)
+    _gather_kv_kernel[(rows // rows_of_a_program,)](
+        cache.key, cache.value, key, value, sequence, position,
+        paged.kv_length, paged.kv_indptr, paged.kv_indices,
+        WIDTH=width, BLOCK=block, BLOCK_SIZE=cache.key.shape[1], ROWS=rows_of_a_program, TILE=TILE,
+        num_warps=min(max(block // 1024, 4), 16),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=_TABLES)
+def _gather_kv_kernel(
+    key_cache, value_cache, key, value, sequence, position, kv_length, kv_indptr, kv_indices,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one tile."""
+    PARTS: tl.constexpr = TILE // ROWS
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    owner = tl.load(sequence + tile)
+    row = tl.arange(0, ROWS)
+    at = tl.load(position + tile) + part * ROWS + row
+    inside = at < tl.load(kv_length + owner)
+    blocks = kv_indices + tl.load(kv_indptr + owner)
+    block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    source = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * WIDTH)[:, None] + column
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    place = ((first + row) * WIDTH)[:, None] + column
+    written = (column < WIDTH) & (row >= 0)[:, None]
+    readable = written & inside[:, None]
+    keys = tl.load(key_cache + source, mask=readable, other=0.0)
+    values = tl.load(value_cache + source, mask=readable, other=0.0)
+    tl.store(key + place, keys, mask=written)
+    tl.store(value + place, values, mask=written)
 
 
 @triton.jit(do_not_specialize=["tokens"])
