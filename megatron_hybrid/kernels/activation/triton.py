@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -31,11 +32,11 @@ def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | No
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     tokens, columns = x.shape
     # Few columns a program where there are few elements, so that the device is filled.
-    block = min(1024 if x.numel() >= 2**20 else 256, triton.next_power_of_2(columns))
+    block = min(1024 if x.numel() >= 2**20 else 256, next_power_of_2(columns))
     results = Results(x.new_empty((tokens, columns)), into)
     block, warps = results.block(block, columns), max(block // 256, 1)
     if tokens:
-        _activate_kernel[(tokens * triton.cdiv(columns, block),)](
+        _activate_kernel[(tokens * cdiv(columns, block),)](
             x, factor, *results.arguments, columns,
             x.stride(0), 0 if factor is None else factor.stride(0), results.kind,
             ACTIVATION=activation,
@@ -44,7 +45,7 @@ def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | No
     return results.inputs
 
 
-@triton.jit
+@launched
 def _activate_kernel(
     x, factor, out, codes, scale, scale_row, scale_group, columns, x_row, factor_row,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,

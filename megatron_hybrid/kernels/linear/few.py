@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.codes import (
     FP4_LIFTED,
     Kept,
@@ -36,14 +37,14 @@ def multiply_row(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Ten
     """As Linear.multiply, of one row of inputs in 16 or 32 bits."""
     rows, columns = weight.shape
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-    _row_kernel[(triton.cdiv(rows, ROWS),)](
+    _row_kernel[(cdiv(rows, ROWS),)](
         x, weight.words(), weight.scale, weight.zero, weight.row_scale, bias, y, rows, columns,
         weight.scale.stride(0), Kept.of(weight, x), ROWS, DEPTH, num_warps=4,
     )  # fmt: skip
     return y
 
 
-@triton.jit
+@launched
 def _row_kernel(
     x, weight, scale, zero, row_scale, bias, y, rows, columns, scale_row,
     KEPT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_hybrid.kernels import cuda
 from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import counters
 
@@ -80,7 +80,7 @@ def launch(
         f"{activation.upper()}, {columns}, {outputs}>"
     )
     tile = (16 if gated else 32) * WARPS // across
-    grid = min(blocks * triton.cdiv(outputs, tile), RESIDENT * processors(out.device))
+    grid = min(blocks * cdiv(outputs, tile), RESIDENT * processors(out.device))
     assert weight.row_scale is not None
     unused = counters(out.device)  # in place of what this kind does not look at
     cuda.kernel(SOURCE, name, _memory(columns, across), out.device).launch(
@@ -93,7 +93,7 @@ def launch(
 
 def _parts(columns: int) -> int:
     """Two steps of a warp each, if there are enough columns."""
-    return min(WARPS, max(1, triton.next_power_of_2(columns // (2 * STEP))))
+    return min(WARPS, max(1, next_power_of_2(columns // (2 * STEP))))
 
 
 def _memory(columns: int, across: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
 # Of longer rows cuBLAS brings as many bytes a second.
 _MOST_COLUMNS = 16384
@@ -60,16 +61,16 @@ def multiply(
     parts = 2 if gated else 1
     y = torch.empty(1, rows // parts, dtype=x.dtype, device=x.device)
     tile = choose_tile(rows, columns) if tile is None else tile
-    depth = min(tile.depth, triton.next_power_of_2(columns))
+    depth = min(tile.depth, next_power_of_2(columns))
     each = max(tile.rows, parts)
-    _one_row_kernel[(triton.cdiv(rows, each),)](
+    _one_row_kernel[(cdiv(rows, each),)](
         x.contiguous(), weight, bias, y, rows, columns, weight.stride(0),
         activation, parts, each, depth, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
 
-@triton.jit
+@launched
 def _one_row_kernel(
     x, weight, bias, y, rows, columns, weight_row,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,

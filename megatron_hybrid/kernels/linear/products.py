@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.codes import (
     Kept,
     byte_weights,
@@ -54,16 +55,16 @@ def written_out(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     flat = weight if len(weight.shape) == 2 else weight.flat()
     rows, columns = flat.shape
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    depth = min(1024, triton.next_power_of_2(columns))
+    depth = min(1024, next_power_of_2(columns))
     height = 8192 // depth
-    _write_out_kernel[(triton.cdiv(rows, height), triton.cdiv(columns, depth))](
+    _write_out_kernel[(cdiv(rows, height), cdiv(columns, depth))](
         flat.words(), flat.scale, flat.zero, flat.row_scale, values, rows, columns,
         flat.scale.stride(0), Kept.of(flat, values), ROWS=height, DEPTH=depth, num_warps=4,
     )  # fmt: skip
     return values
 
 
-@triton.jit
+@launched
 def _write_out_kernel(
     weight, scale, zero, row_scale, values, rows, columns, scale_row,
     KEPT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.launching import next_power_of_2
 from megatron_hybrid.kernels.linear.formats import WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows, Reader
 
@@ -74,7 +75,7 @@ class Results:
         if self.kind is None:
             return block
         if self.kind.whole_row:
-            return triton.next_power_of_2(columns)
+            return next_power_of_2(columns)
         return max(block, self.kind.group)
 
 

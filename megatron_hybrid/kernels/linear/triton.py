@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear import fp4_few, one_row, reference
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
@@ -59,12 +60,12 @@ def choose_tile(tokens: int, rows: int, columns: int, format: WeightFormat) -> T
         across = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
         if rows > 8192:
             return Tile(across, 64, 128, 4, 4)
-        splits = _splits(triton.cdiv(rows, 64), 4 if tokens <= 16 or by_group else 2, columns)
+        splits = _splits(cdiv(rows, 64), 4 if tokens <= 16 or by_group else 2, columns)
         return Tile(across, 64, 128 if by_group else 256, 4, 6 if across == 64 else 4, splits)
     if rows > 8192:
         return Tile(128, 64, 128, 4, 3)
     splits = 2 if tokens > 128 or columns <= 8192 else 4
-    return Tile(128, 64, 128, 4, 4, _splits(triton.cdiv(rows, 64), splits, columns))
+    return Tile(128, 64, 128, 4, 4, _splits(cdiv(rows, 64), splits, columns))
 
 
 def _splits(tiles: int, most: int, columns: int) -> int:
@@ -80,12 +81,12 @@ def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -
     out = empty_rows(tokens, columns, format, input_scale, x)
     kind = rounding(format)
     # A row with one scale is one program's; groups are independent.
-    block = triton.next_power_of_2(columns)
+    block = next_power_of_2(columns)
     if not kind.whole_row:
         block = min(block, 1024)
     block = max(block, kind.group)
     if tokens:
-        _quantize_kernel[(tokens, triton.cdiv(columns, block))](
+        _quantize_kernel[(tokens, cdiv(columns, block))](
             x, out.values, out.scale, columns, x.stride(0), *out.scale.stride(),
             kind, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
         )  # fmt: skip
@@ -204,7 +205,7 @@ def multiply_bytes(
         return y
     tile = choose_tile(tokens, rows, columns, format) if tile is None else tile
     group, depth = format.columns or 0, step_depth(format, tile.depth)
-    _bytes_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)](
+    _bytes_kernel[(cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), tile.splits)](
         TensorDescriptor(x.values, [tokens, columns], [columns, 1], [tile.tokens, depth]),
         descriptor(weight, tile.rows, depth),
         x.scale, weight.scale, bias, y, _parts(y, tile), counters(y.device),
@@ -225,10 +226,10 @@ def multiply_plain_inputs(
     if not tokens:
         return y
     if tile is None:
-        across = max(16, triton.next_power_of_2(min(tokens, 64)))
-        splits = _splits(triton.cdiv(rows, 64), 4, columns)
+        across = max(16, next_power_of_2(min(tokens, 64)))
+        splits = _splits(cdiv(rows, 64), 4, columns)
         tile = Tile(across, 64, 128 if x.dtype.itemsize == 2 else 64, 4, 4, splits)
-    grid = triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits
+    grid = cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), tile.splits
     _plain_inputs_kernel[grid](
         x, descriptor(weight, tile.rows, tile.depth), weight.scale, weight.zero, weight.row_scale,
         bias, y, _parts(y, tile), counters(y.device),
@@ -239,7 +240,7 @@ def multiply_plain_inputs(
     return y
 
 
-@triton.jit
+@launched
 def _quantize_kernel(
     x, values, scale, columns, x_row, scale_row, scale_group, KIND: tl.constexpr,
     BLOCK: tl.constexpr,

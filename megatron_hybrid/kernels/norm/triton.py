@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
 from megatron_hybrid.kernels.linear.triton import quantize_rows
 from megatron_hybrid.kernels.over_ranks import (
@@ -30,10 +31,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     # Heads of a wider projection are read where they lie.
     x = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     tokens, heads, size = x.shape
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     block_rows = max(1024 // block, 1)
     if tokens:
-        _rms_norm_kernel[(triton.cdiv(tokens * heads, block_rows),)](
+        _rms_norm_kernel[(cdiv(tokens * heads, block_rows),)](
             x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
             ROWS=block_rows, BLOCK=block, num_warps=_warps(block_rows * block), **OPTIONS,
         )  # fmt: skip
@@ -44,7 +45,7 @@ def rms_norm_parts(x: Tensor, sections: tuple[int, int, int], weight: Tensor, ep
     """As in Norm."""
     tokens = x.shape[0]
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    block = triton.next_power_of_2(max(sections))
+    block = next_power_of_2(max(sections))
     if tokens:
         _rms_norm_parts_kernel[(tokens, 3)](
             x, weight, out, *sections, x.stride(0), eps, BLOCK=block, num_warps=_warps(block),
@@ -65,7 +66,7 @@ def add_rms_norm(
     """As in Norm; the sum is in `residual`'s place."""
     tokens, size = x.shape
     results = Results(torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device), into)
-    block = results.block(triton.next_power_of_2(size), size)
+    block = results.block(next_power_of_2(size), size)
     if tokens:
         _add_rms_norm_kernel[(tokens,)](
             x, residual, weight, *results.arguments, size, x.stride(0), residual.stride(0),
@@ -90,7 +91,7 @@ def add_rms_norm_over_ranks(
     """
     tokens, size = x.shape
     out = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     if tokens:
         _add_rms_norm_over_ranks_kernel[(tokens,)](
             x, residual, weight, out, shared.data, shared.flags, shared.turns,
@@ -111,7 +112,7 @@ def gated_rms_norm(
 ) -> Inputs:
     """As in Norm."""
     tokens, channels = x.shape
-    block, groups = triton.next_power_of_2(group_size), channels // group_size
+    block, groups = next_power_of_2(group_size), channels // group_size
     results = Results(torch.empty((tokens, channels), dtype=weight.dtype, device=x.device), into)
     # Groups of a program: by their sizes alone, so that a row has the same bits in every batch.
     each = min(groups & -groups, max(1024 // block, 1))  # a power of 2 that divides the groups
@@ -137,7 +138,7 @@ def _warps(elements: int, per_thread: int = 16) -> int:
     return min(max(elements // (32 * per_thread), 1), 16)
 
 
-@triton.jit(do_not_specialize=["rows"])  # compiled once, not once for multiples of 16
+@launched(do_not_specialize=["rows"])  # compiled once, not once for multiples of 16
 def _rms_norm_kernel(
     x, weight, out, rows, heads, size, token_stride, head_stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -154,7 +155,7 @@ def _rms_norm_kernel(
     tl.store(out + row[:, None] * size + column, normed, mask=mask)
 
 
-@triton.jit
+@launched
 def _rms_norm_parts_kernel(x, weight, out, first, second, third, x_row, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -171,7 +172,7 @@ def _rms_norm_parts_kernel(x, weight, out, first, second, third, x_row, eps, BLO
     tl.store(out + row * (first + second + third) + column, normed, mask=mask)
 
 
-@triton.jit
+@launched
 def _add_rms_norm_kernel(
     x, residual, weight, out, codes, scale, scale_row, scale_group, size, x_row, residual_row,
     multiplier, eps, KIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -197,7 +198,7 @@ def _add_rms_norm_kernel(
         )
 
 
-@triton.jit
+@launched
 def _add_rms_norm_over_ranks_kernel(
     x, residual, weight, out, data, flags, turns,
     size, x_row, residual_row, multiplier, eps, rows,
@@ -228,7 +229,7 @@ def _add_rms_norm_over_ranks_kernel(
     tl.store(out + row * size + column, normed, mask=mask)
 
 
-@triton.jit
+@launched
 def _gated_rms_norm_kernel(
     x, gate, weight, out, codes, scale, scale_row, scale_group, channels, group_size,
     x_row, gate_row, eps, KIND: tl.constexpr,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8_MAX, KVCache
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
 from megatron_hybrid.kernels.paged_attention.triton import kept, store_kv
 from megatron_hybrid.kernels.protocols import HeadNorms, Plan
@@ -37,9 +38,9 @@ def prepare(
         store_kv(key, value, cache, attention.kv_slot)
         return query
     query = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    block = triton.next_power_of_2(head_dim)
+    block = next_power_of_2(head_dim)
     rows = max(1024 // block, 1)
-    programs = triton.cdiv(heads, rows) + 2 * triton.cdiv(kv_heads, rows)
+    programs = cdiv(heads, rows) + 2 * cdiv(kv_heads, rows)
     if tokens:
         q_weight, k_weight, eps = norms or (None, None, 0.0)
         _prepare_kernel[(tokens * programs,)](
@@ -52,7 +53,7 @@ def prepare(
     return query
 
 
-@triton.jit
+@launched
 def _prepare_kernel(
     qkv, q_weight, k_weight, table, query, key_cache, value_cache, kv_slot,
     token_stride, head_stride, eps, k_scale, v_scale,

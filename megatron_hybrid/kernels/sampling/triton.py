@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
 
@@ -56,14 +57,14 @@ def argmax(logits: Tensor, program: int = SIZES.program) -> Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    parts = triton.cdiv(vocabulary, program)
+    parts = cdiv(vocabulary, program)
     largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     _largest_kernel[(rows, parts)](
         logits, logits.stride(0), vocabulary, largest, PROGRAM=program, num_warps=8
     )
     _first_largest_kernel[(rows,)](
         logits, logits.stride(0), vocabulary, largest, parts, tokens,
-        PROGRAM=program, PARTS=triton.next_power_of_2(parts), num_warps=8,
+        PROGRAM=program, PARTS=next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
     return tokens
 
@@ -84,9 +85,9 @@ def draw(logits: Tensor, filters: Filters, point: Tensor, sizes: Sizes = SIZES) 
     if rows == 0:
         return tokens
     temperature, top_k, top_p, min_p, *uses = filters
-    groups = triton.cdiv(vocabulary, sizes.group)
+    groups = cdiv(vocabulary, sizes.group)
     largest, sums = (empty(groups, dtype=torch.float32) for _ in range(2))
-    _groups_kernel[(rows, triton.cdiv(vocabulary, sizes.program))](
+    _groups_kernel[(rows, cdiv(vocabulary, sizes.program))](
         logits, stride, vocabulary, temperature, largest, sums, groups,
         PROGRAM=sizes.program, GROUP=sizes.group, num_warps=8,
     )  # fmt: skip
@@ -103,15 +104,15 @@ def draw(logits: Tensor, filters: Filters, point: Tensor, sizes: Sizes = SIZES) 
     )  # fmt: skip
     _list_kernel[(rows,)](
         *arguments, largest, sums, groups, chosen,
-        FILTERED=filtered, GROUP=sizes.group, GROUPS=triton.next_power_of_2(groups),
+        FILTERED=filtered, GROUP=sizes.group, GROUPS=next_power_of_2(groups),
         CHOSEN=sizes.groups, TILE=sizes.tile, LISTED=sizes.listed, LOW_BITS=low_bits, num_warps=8,
     )  # fmt: skip
     if filtered:
-        blocks = triton.cdiv(vocabulary, sizes.row_block)
+        blocks = cdiv(vocabulary, sizes.row_block)
         _draw_kernel[(rows,)](
             *arguments,
             LISTED=sizes.listed, LOW_BITS=low_bits, LIST_BLOCK=sizes.list_block,
-            ROW_BLOCK=sizes.row_block, ROW_BLOCKS=triton.next_power_of_2(blocks), num_warps=16,
+            ROW_BLOCK=sizes.row_block, ROW_BLOCKS=next_power_of_2(blocks), num_warps=16,
         )  # fmt: skip
     return tokens
 
@@ -124,7 +125,7 @@ def _load_logits(logits, at, vocabulary):
     return tl.load(logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@launched
 def _largest_kernel(logits, stride, vocabulary, largest, PROGRAM: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * PROGRAM + tl.arange(0, PROGRAM)
@@ -132,7 +133,7 @@ def _largest_kernel(logits, stride, vocabulary, largest, PROGRAM: tl.constexpr):
     tl.store(largest + row * tl.num_programs(1) + part, tl.max(x, 0))
 
 
-@triton.jit
+@launched
 def _first_largest_kernel(
     logits, stride, vocabulary, largest, parts, tokens,
     PROGRAM: tl.constexpr, PARTS: tl.constexpr,
@@ -188,7 +189,7 @@ def _find(weights, at, before, target):
     return tl.minimum(first, last)
 
 
-@triton.jit
+@launched
 def _groups_kernel(
     logits, stride, vocabulary, temperature, largest, sums, groups,
     PROGRAM: tl.constexpr, GROUP: tl.constexpr,
@@ -205,7 +206,7 @@ def _groups_kernel(
     tl.store(sums + target, tl.sum(weights, 1), mask=group < groups)
 
 
-@triton.jit
+@launched
 def _list_kernel(
     logits, stride, vocabulary, temperature, top_k, top_p, min_p, point, tokens,
     values, ids, counts, limits, tops, totals, largest, sums, groups, chosen,
@@ -285,7 +286,7 @@ def _list_kernel(
         tl.store(totals + row, total)
 
 
-@triton.jit
+@launched
 def _draw_kernel(
     logits, stride, vocabulary, temperature, top_k, top_p, min_p, point, tokens,
     values, ids, counts, limits, tops, totals,
