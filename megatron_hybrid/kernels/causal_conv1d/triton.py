@@ -278,10 +278,9 @@ def _decode_kernel(
     is_channel = channel < channels
     taps = _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
     offset = _bias(bias, channel, is_channel)
-    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-    is_row = row < rows
-    read = tl.load(read_slot + row, mask=is_row, other=0).to(tl.int64)
-    write = tl.load(write_slot + row, mask=is_row, other=0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    read = _by_row(read_slot, row, rows).to(tl.int64)
+    write = _by_row(write_slot, row, rows).to(tl.int64)
     # The whole window is read before any of it is written: both may be the same slot.
     windows = state + channel * state_channel
     has_window = channel < tl.where(read > 0, channels, 0)
@@ -290,7 +289,7 @@ def _decode_kernel(
     )
     wait_for_inputs()  # the state was there before
     let_next_start()
-    row = row.to(tl.int64)
+    row = row[:, None].to(tl.int64)
     has_token = channel < tl.where((read > 0) | (write > 0), channels, 0)
     newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
     inputs = ()
@@ -298,7 +297,7 @@ def _decode_kernel(
         inputs = inputs + (before[column].to(newest.dtype),)
     y = _convolve(offset, inputs + (newest,), taps, WIDTH, SILU)
     y = tl.where(has_token, y, 0.0)
-    tl.store(out + row * out_row + channel, y, mask=channel < tl.where(is_row, channels, 0))
+    tl.store(out + row * out_row + channel, y, mask=channel < tl.where(row < rows, channels, 0))
     is_written = channel < tl.where(write > 0, channels, 0)
     window = windows + write * state_slot
     _store_window(window, state_column, before[1:] + (newest,), is_written, WIDTH)
@@ -319,17 +318,16 @@ def _single_kernel(
     is_channel = channel < channels
     taps = _columns(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
     offset = _bias(bias, channel, is_channel)
-    sequence = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
-    is_sequence = sequence < sequences
-    begin = tl.load(cu_seqlens + sequence, mask=is_sequence, other=0)
-    count = tl.load(cu_seqlens + sequence + 1, mask=is_sequence, other=0) - begin
-    start = tl.load(position + sequence, mask=is_sequence, other=0)
-    first_unfolded = start - tl.load(unfolded + sequence, mask=is_sequence, other=0)
-    read = tl.load(read_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
-    write = tl.load(write_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
-    kept_position = tl.load(checkpoint_position + sequence, mask=is_sequence, other=0)
-    kept = tl.load(checkpoint_slot + sequence, mask=is_sequence, other=0).to(tl.int64)
-    first_place = tl.load(ring_row + sequence, mask=is_sequence, other=0).to(tl.int64) * RING
+    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    begin = _by_row(cu_seqlens, row, sequences)
+    count = _by_row(cu_seqlens + 1, row, sequences) - begin
+    start = _by_row(position, row, sequences)
+    first_unfolded = start - _by_row(unfolded, row, sequences)
+    read = _by_row(read_slot, row, sequences).to(tl.int64)
+    write = _by_row(write_slot, row, sequences).to(tl.int64)
+    kept_position = _by_row(checkpoint_position, row, sequences)
+    kept = _by_row(checkpoint_slot, row, sequences).to(tl.int64)
+    first_place = _by_row(ring_row, row, sequences).to(tl.int64) * RING
     used = tl.load(cu_seqlens + sequences)
     windows = state + channel * state_channel
     window = windows + read * state_slot
@@ -341,15 +339,15 @@ def _single_kernel(
     wait_for_inputs()
     let_next_start()
     has_token = channel < tl.where(count > 0, channels, 0)
-    row = begin.to(tl.int64)
-    newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
+    token = begin.to(tl.int64)
+    newest = tl.load(x + token * x_row + channel, mask=has_token, other=0)
     y = _convolve(offset, before + (newest,), taps, WIDTH, SILU)
-    tl.store(out + row * out_row + channel, y, mask=has_token)
+    tl.store(out + token * out_row + channel, y, mask=has_token)
     if tl.program_id(1) * BLOCK_S + BLOCK_S > used:
-        token = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+        token = row[:, None].to(tl.int64)
         is_padding = channel < tl.where((token >= used) & (token < tokens), channels, 0)
         nothing = tl.zeros((BLOCK_S, BLOCK_C), out.dtype.element_ty)
-        tl.store(out + token.to(tl.int64) * out_row + channel, nothing, mask=is_padding)
+        tl.store(out + token * out_row + channel, nothing, mask=is_padding)
 
     after = ()
     for column in tl.static_range(1, WIDTH):
@@ -437,6 +435,13 @@ def _runs_kernel(
         if (token > begin) | (write <= 0):
             place = first_place + (start + token - begin) % RING
             tl.store(ring + place * channels + channel, newest, mask=is_channel)
+
+
+@triton.jit
+def _by_row(figures, row, rows):
+    """figures[row], zeros past the last one: [R] -> [R, 1]. Loaded as a vector: of a matrix every
+    thread would load it once for each of its columns."""
+    return tl.load(figures + row, mask=row < rows, other=0)[:, None]
 
 
 @triton.jit
