@@ -8,8 +8,9 @@
 Without `--cpu-seconds`: seconds from the launch of a process to the first token of its first
 request, by part. What is compiled is cached in a folder of its own, which is empty at the first
 start, a cold one, and has what that has left at the others, of which the medians are shown.
-`--cold-runs` says how many are cold. The prompt is of random tokens. A folder's weights come from
-the page cache where an earlier start has left them there.
+`--cold-runs` says how many are cold. CUDA graphs are captured as a server does it: most of them
+later. The prompt is of random tokens. A folder's weights come from the page cache where an earlier
+start has left them there.
 
 `--cpu-seconds`: user and system time of all threads on a CPU, of importing the package and building
 an engine of the reference model for one rank; medians. `import torch` alone is shown beside them. A
@@ -76,7 +77,7 @@ from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.kernels.compiled import KERNELS
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-engine = build_engine(EngineConfig(**fields), start=start)
+engine = build_engine(EngineConfig(**fields), serves=True, start=start)
 tokens = [random.Random(0).randrange(engine.vocab_size) for _ in range(length)]
 engine.add_request("0", tokens, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
 events = []

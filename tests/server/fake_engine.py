@@ -222,6 +222,7 @@ class FakeEngine(DynamicInferenceEngine):
             "requests_running": len(self._running),
             "requests_waiting": 0,
             "weight_bytes": {"bfloat16": 1000},
+            "start_seconds": {"imports": 1.5},
             "kv_blocks": 4,
             "kv_free": 1,
             "kv_used": 1,

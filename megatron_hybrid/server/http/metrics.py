@@ -76,6 +76,7 @@ _GAUGES = {
 }
 _LABELLED_GAUGES = {
     "weight_bytes": ("weight_bytes", "format", (), "Memory of one rank's weights"),
+    "start_seconds": ("start_seconds", "part", (), "What the engine's start took"),
 }
 _SHARES = {
     "kv_cache_usage_perc": ("kv_used", "kv_blocks", "Share of KV blocks in use by requests, 0-1"),

@@ -34,6 +34,7 @@ STATS: dict[str, Any] = {
     "uptime": 60.0,
     "engine": {
         "weight_bytes": {"bfloat16": 1000},
+        "start_seconds": {"imports": 1.5},
         "kv_blocks": 1000,
         "kv_free": 600,
         "kv_used": 150,

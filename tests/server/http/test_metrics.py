@@ -84,6 +84,7 @@ def engine_stats() -> Mapping[str, Any]:
     engine.abort("a")
     engine.step()
     engine.statistics.weight_bytes = {"bfloat16": 2**30}
+    engine.statistics.start_seconds = {"imports": 2.5, "largest step": 0.5}
     return engine.stats()
 
 
@@ -103,6 +104,7 @@ def test_the_engines_figures_are_on_the_page(
     page: dict[str, Metric], engine_stats: Mapping[str, Any]
 ) -> None:
     assert value(page["up"]) == 1
+    assert value(page["start_seconds"], part="largest step") == 0.5
     assert value(page["generation_tokens"], "_total") == 6 + 3 + 3
     assert value(page["prompt_tokens"], "_total") == 60 + 61 + 30
     assert value(page["prompt_tokens_cached"], "_total") == engine_stats["skipped_tokens"] > 0

@@ -203,6 +203,7 @@ Figures = shape(
     latency=shape("Latency", **dict.fromkeys(LATENCIES, Histogram)),
     iteration_tokens=Histogram,
     weight_bytes=says(dict[str, Count], "What one rank's weights take, by their format."),
+    start_seconds=says(dict[str, float], "Of the start, by part."),
     last_step=says(shape("LastStep", step=Count, **_COUNTERS), "What the last step added."),
     engines=optional(
         says(dict[str, Any], "With several replicas: the figures of each of them, by its number.")
