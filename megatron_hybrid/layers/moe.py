@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router, SharedExpert
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Router,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
@@ -165,8 +171,8 @@ class MoE(Mixer):
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
         layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
         beside = None
-        if self.dispatch.is_here and plans.kernels.experts.takes_shared(x.shape[0]):
-            beside = self._shared_expert(layer)
+        if self.dispatch.is_here and self.to_latent is None:
+            beside = self._beside(given, layer, plans)
         mix = partial(plans.kernels.experts.mix, layer=layer, shared=beside)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
@@ -179,6 +185,15 @@ class MoE(Mixer):
             return routed + shared
         return plans.kernels.experts.add_shared(routed, shared, x, self.shared_gate)
 
+    def _beside(self, x: Inputs, layer: ExpertWeights, plans: KernelPlans) -> Shared | None:
+        """The shared MLP for the experts' kernels, or what it gives for them to add."""
+        if self.shared is None:
+            return None
+        shared = self._shared_expert(layer)
+        if shared is not None and plans.kernels.experts.takes_shared(x.shape[0], layer, shared):
+            return shared
+        return SharedResult(self.shared(x, plans), self.shared_gate)
+
     def _shared_expert(self, layer: ExpertWeights) -> SharedExpert | None:
         """The shared MLP, if it can be computed with the experts: it is of their kind, and all
         weights are as they are."""
@@ -189,7 +204,7 @@ class MoE(Mixer):
         if (config.gated, config.activation) != (expert.gated, expert.activation):
             return None
         up, down = shared.up_proj, shared.down_proj
-        if self.to_latent is not None or not up.is_plain or not down.is_plain:
+        if not up.is_plain or not down.is_plain:
             return None
         assert isinstance(up.weight, Tensor) and isinstance(down.weight, Tensor)
         return SharedExpert(up.weight, down.weight, self.shared_gate)

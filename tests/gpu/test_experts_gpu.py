@@ -11,7 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from megatron_hybrid.kernels.experts import reference, routing, triton  # noqa: E402
-from megatron_hybrid.kernels.experts.protocol import SharedExpert  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import (  # noqa: E402
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
     Mixture,
@@ -43,11 +47,11 @@ def make(shape: str, tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int
     return mixture(tokens, **sizes, device="cuda", dtype=dtype, seed=seed)
 
 
-def mix_poisoned(m: Mixture, shared: SharedExpert | None = None) -> Tensor:
+def mix_poisoned(m: Mixture, shared: Shared | None = None, elsewhere: int = 0) -> Tensor:
     """mix, with every buffer that it allocates filled with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
-        return triton.mix(*m.arguments(), shared=shared)
+        return triton.mix(*m.arguments(elsewhere), shared=shared)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -153,7 +157,13 @@ def test_route(tokens: int, num_experts: int, kind: str) -> None:
         assert (chosen[0] == expected[0]).float().mean() > 0.999  # and so are some large sigmoids
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4])
+def check_beside(y: Tensor, m: Mixture, shared: SharedExpert) -> None:
+    expected = by_hand(m) + shared_by_hand(m, shared)
+    limit = 1e-2 if y.dtype == torch.bfloat16 else 1e-5
+    assert ((y - expected).abs() <= limit * expected.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 32, 100, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("shape", "beside", "has_gate"),
@@ -161,6 +171,7 @@ def test_route(tokens: int, num_experts: int, kind: str) -> None:
         ("granite", 1024, False),
         ("nemotron", 3712, False),
         ("odd", 72, True),
+        ("odd", 216, True),
         ("granite", 512, True),
     ],
 )
@@ -169,10 +180,89 @@ def test_mix_with_a_shared_mlp(
 ) -> None:
     m = make(shape, tokens, dtype)
     shared = shared_mlp(m.x.shape[1], beside, m.gated, has_gate, "cuda", dtype)
-    y = mix_poisoned(m, shared)
-    expected = by_hand(m) + shared_by_hand(m, shared)
-    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    assert ((y - expected).abs() <= limit * expected.abs().amax(1, keepdim=True)).all()
+    assert triton.takes_shared(tokens, m.arguments()[-1], shared)
+    check_beside(mix_poisoned(m, shared), m, shared)
+
+
+@pytest.mark.parametrize("tokens", [5, 512])
+def test_a_shared_mlp_beside_one_expert_that_all_tokens_go_to(tokens: int) -> None:
+    m = make("granite", tokens)
+    m.experts.fill_(63)
+    shared = shared_mlp(m.x.shape[1], 1024, True, True, "cuda", m.x.dtype)
+    check_beside(mix_poisoned(m, shared), m, shared)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 300])
+def test_a_shared_mlp_on_a_rank_that_no_token_goes_to(tokens: int) -> None:
+    m = make("granite", tokens)
+    part = shared_out(m, 4)[1]
+    part.experts.fill_(16)
+    shared = shared_mlp(m.x.shape[1], 1024, True, True, "cuda", m.x.dtype)
+    check_beside(mix_poisoned(part, shared, 48), part, shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [2, 100, 3000])
+def test_what_a_shared_mlp_gave_is_added(
+    tokens: int, shape: str, has_gate: bool, dtype: torch.dtype
+) -> None:
+    m = make(shape, tokens, dtype)
+    shared = shared_mlp(m.x.shape[1], 96, m.gated, has_gate, "cuda", dtype)
+    values = shared_by_hand(m, shared._replace(gate=None)).to(dtype)
+    check_beside(mix_poisoned(m, SharedResult(values, shared.gate)), m, shared)
+
+
+@pytest.mark.parametrize("tokens", [5, 64, 512])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_a_captured_graph_with_a_shared_mlp_follows_its_inputs(tokens: int, has_gate: bool) -> None:
+    """Several layers one after the other: kernels start before those in front of them end."""
+    others = [make("granite", tokens, seed=seed) for seed in range(1, 4)]
+    others[2].experts.fill_(5)
+    m = make("granite", tokens)
+    shared = shared_mlp(m.x.shape[1], 1024, True, has_gate, "cuda", m.x.dtype)
+    to = router(64, 6, 1536, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> list[Tensor]:
+        results = []
+        for _ in range(4):
+            experts, weights = triton.route(m.x, to)
+            layer = m.arguments()[-1]
+            results.append(triton.mix(m.x, experts, weights, layer, shared))
+            results.append(triton.mix(*m.arguments(), shared=shared))
+        return results
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for other in others:
+        for target, source in zip(m[:3], other[:3], strict=True):
+            target.copy_(source)
+        for y in results:
+            y.fill_(torch.nan)
+        graph.replay()
+        experts, weights = triton.route(m.x, to)
+        routed = m._replace(experts=experts, weights=weights)
+        for y in results[::2]:
+            check_beside(y, routed, shared)
+        for y in results[1::2]:
+            check_beside(y, m, shared)
+            assert torch.equal(y, results[1])
+
+
+@pytest.mark.parametrize("shape", ["granite", "nemotron"])
+def test_a_token_has_the_same_bits_beside_others_in_a_batch_of_one_kind(shape: str) -> None:
+    """Of other tokens as many: tiles depend on their number alone."""
+    m = make(shape, 64)
+    other = make(shape, 64, seed=1)
+    shared = shared_mlp(m.x.shape[1], m.down_proj.shape[2], m.gated, True, "cuda", m.x.dtype)
+    whole = mix_poisoned(m, shared)
+    for own, theirs in zip(m[:3], other[:3], strict=True):
+        own[20:] = theirs[20:]
+    assert torch.equal(mix_poisoned(m, shared)[:20], whole[:20])
 
 
 @pytest.mark.parametrize("pairs", [6, 192, 49152])

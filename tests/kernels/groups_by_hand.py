@@ -16,7 +16,7 @@ def check_groups(experts: Tensor, num_experts: int, rows: int, partial: bool = F
     in_order = ids[groups.order[:here].long()].tolist()
     row = 0
     for expert, begin, end in groups.blocks.t().tolist():
-        assert end - begin <= rows
+        assert expert < num_experts and 0 <= end - begin <= rows
         if begin < end:
             assert begin == row
             assert set(in_order[begin:end]) == {expert}

@@ -14,8 +14,10 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import SharedResult  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
+    Mixture,
     by_hand,
     check_quantized,
     mixture,
@@ -106,19 +108,92 @@ def test_mix_with_a_shared_mlp(
     has_gate: bool, activation: str, gated: bool, width: int, inner: int, beside: int, tokens: int
 ) -> None:
     m = mixture(tokens, width=width, inner=inner, activation=activation, gated=gated)
-    shared = shared_mlp(width, beside, gated, has_gate)
-    assert triton.takes_shared(tokens)
+    check_shared(m, beside, has_gate)
+
+
+@pytest.mark.parametrize("tokens", [triton.FEW_TOKENS + 1, 37])
+@pytest.mark.parametrize(("width", "inner", "slices"), [(32, 32, 1), (130, 70, 2), (40, 24, 3)])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_mix_with_a_shared_mlp_in_slices(
+    has_gate: bool, activation: str, gated: bool, width: int, inner: int, slices: int, tokens: int
+) -> None:
+    m = mixture(tokens, chosen=3, width=width, inner=inner, activation=activation, gated=gated)
+    check_shared(m, slices * inner, has_gate)
+
+
+def check_shared(m: Mixture, beside: int, has_gate: bool) -> None:
+    shared = shared_mlp(m.x.shape[1], beside, m.gated, has_gate)
+    layer = m.arguments()[-1]
+    assert triton.takes_shared(len(m.x), layer, shared)
     result = triton.mix(*m.arguments(), shared=shared)
     check(result, by_hand(m) + shared_by_hand(m, shared))
 
 
-def test_mix_of_no_expert_that_is_here_and_a_shared_mlp() -> None:
-    m = mixture(2)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("average", [1, 20, 50, 200])
+def test_tiles_for_16_bits_and_a_shared_mlp(average: int, gated: bool) -> None:
+    """Whole blocks of tokens, and one that is filled in part."""
+    m = mixture(150, num_experts=3, gated=gated)
+    shared = shared_mlp(40, 48, gated, True)
+    tiles = triton.choose_tiles(3 * average, 3, gated, torch.bfloat16)
+    result = triton.mix_grouped(*m.arguments(), tiles, shared)
+    check(result, by_hand(m) + shared_by_hand(m, shared))
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_mix_of_no_expert_that_is_here_and_a_shared_mlp(tokens: int) -> None:
+    m = mixture(tokens)
     nobodys = shared_out(m, 4)[0]
     nobodys.experts.fill_(2)
     shared = shared_mlp(40, 24, True, True)
     check(triton.mix(*nobodys.arguments(6), shared=shared), shared_by_hand(m, shared))
-    assert not triton.takes_shared(triton.FEW_TOKENS + 1) and not triton.takes_shared(0)
+
+
+def test_one_rank_of_several_adds_the_shared_mlp() -> None:
+    m = mixture(40, chosen=3)
+    shared = shared_mlp(40, 48, True, False)
+    first, *others = [part.arguments(6) for part in shared_out(m, 4)]
+    mixed = triton.mix(*first, shared=shared) + sum(triton.mix(*other) for other in others)
+    check(mixed, by_hand(m) + shared_by_hand(m, shared))
+
+
+def test_a_shared_mlp_that_every_token_shares_with_one_expert() -> None:
+    m = mixture(70, num_experts=5)
+    m.experts.fill_(2)
+    check_shared(m, 48, True)
+
+
+def test_a_shared_mlp_is_taken_in_slices_of_an_experts_size_and_by_few_tokens() -> None:
+    layer = mixture(1, inner=24).arguments()[-1]
+
+    def takes(tokens: int, inner: int) -> bool:
+        return triton.takes_shared(tokens, layer, shared_mlp(40, inner, True, False))
+
+    assert [takes(tokens, 48) for tokens in (0, 1, 5, 512, 513)] == [False, True, True, True, False]
+    assert [takes(tokens, 40) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(2, 40), (30, 40), (5, 1100), (5, 2100)])
+def test_what_a_shared_mlp_gave_is_added(tokens: int, width: int, has_gate: bool) -> None:
+    m = mixture(tokens, chosen=3, width=width)
+    shared = shared_mlp(width, 32, True, has_gate)
+    given = shared_by_hand(m, shared._replace(gate=None))
+    # Rows that lie apart.
+    values = torch.stack((given, given), dim=1).float()[:, 0]
+    expected = by_hand(m) + shared_by_hand(m, shared)
+    for experts in (triton, reference):
+        check(experts.mix(*m.arguments(), shared=SharedResult(values, shared.gate)), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_what_a_shared_mlp_gave_is_added_to_quantized_experts(tokens: int) -> None:
+    m, plain = quantized_mixture(mixture(tokens, width=64, inner=64), QUANTIZED["int8"])
+    shared = shared_mlp(64, 32, True, True)
+    given = shared_by_hand(plain, shared._replace(gate=None)).float()
+    result = triton.mix(*m.arguments(), shared=SharedResult(given, shared.gate))
+    check(result, by_hand(plain) + shared_by_hand(plain, shared))
 
 
 QUANTIZED = {

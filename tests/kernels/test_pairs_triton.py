@@ -25,6 +25,14 @@ def test_the_last_group_of_few_pairs_and_the_first_of_many(number: int) -> None:
     check_groups(torch.randint(1, 6, (number, 1), generator=generator), 7, 16)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_groups_of_few_pairs_some_of_which_are_elsewhere(rows: int) -> None:
+    ids = torch.randint(0, 50, (70, 4), generator=torch.Generator().manual_seed(0))
+    check_groups(ids, 20, rows, partial=True)
+    check_groups(torch.full_like(ids, 5), 5, rows, partial=True)
+    check_groups(torch.full_like(ids, 4), 5, rows, partial=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pieces", [3, 128])
 def test_groups_of_many_pairs(

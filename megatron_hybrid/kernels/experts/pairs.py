@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+
 # At most so many tokens go pair by pair: more would read experts that they share too often.
 FEW_TOKENS = 4
 # Up to so many pairs are grouped by one kernel, in which each expert's program reads all of them.
@@ -20,16 +22,25 @@ _MOST_PIECES = 128  # about as many as a GPU has multiprocessors: each reads all
 
 
 def sum_pairs(
-    parts: Tensor, experts: Tensor, num_experts: int, dtype: torch.dtype | None = None
+    parts: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    dtype: torch.dtype | None = None,
+    beside: Tensor | None = None,
+    x: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """parts [tokens * chosen, width] -> the sum of each token's, of `dtype` or as the parts.
-    `num_experts`: 0, or how many are here: those of other ids are left out."""
+    `num_experts`: 0, or how many are here: those of other ids are left out. beside [slices, tokens,
+    width]: what is added, times the sigmoid of x gate^T if there is a gate [1, width]."""
     (tokens, chosen), width = experts.shape, parts.shape[1]
     y = parts.new_empty(tokens, width, dtype=dtype)
-    block = min(triton.next_power_of_2(width), 1024)
+    # Each program of a token computes the sigmoid: better there are few.
+    block = min(triton.next_power_of_2(width), 1024 if gate is None else 2048)
     _sum_kernel[(tokens, triton.cdiv(width, block))](
-        parts, experts, y, chosen, width, num_experts, block, num_warps=4
-    )
+        parts, experts, beside, x, gate, y, tokens, 0 if beside is None else beside.shape[0],
+        chosen, width, num_experts, block, num_warps=4, **OPTIONS,
+    )  # fmt: skip
     return y
 
 
@@ -49,13 +60,14 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
     pairs // rows + experts in all."""
     pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    make = torch.zeros if partial else torch.empty  # then no expert's blocks reach the end
+    few = pairs <= _FEW_PAIRS
+    make = torch.zeros if partial and not few else torch.empty  # no blocks may reach the end
     blocks = make(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
-    if pairs <= _FEW_PAIRS:
+    if few:
         block = max(triton.next_power_of_2(pairs), 128)
         _group_few_kernel[(num_experts,)](
             experts, order, blocks, pairs, blocks.shape[1], rows, block,
-            num_warps=max(block // 512, 1),
+            num_warps=max(block // 512, 1), **OPTIONS,
         )  # fmt: skip
         return Groups(order, blocks)
     chunks = triton.cdiv(pairs, _CHUNK * _MOST_PIECES)
@@ -78,7 +90,8 @@ def _group_few_kernel(
     experts, order, blocks, pairs, num_blocks, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr
 ):
     """One program an expert: it counts the pairs of lower experts, which gives its first row,
-    and its own, then places these."""
+    and its own, then places these. Blocks that are left over are empty ones of the last expert."""
+    wait_for_inputs()
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
@@ -88,6 +101,8 @@ def _group_few_kernel(
 
     first = begin // BLOCK_M + expert
     last = end // BLOCK_M + expert + 1  # where the next expert's blocks begin
+    last = tl.where(expert == tl.num_programs(0) - 1, num_blocks, last)
+    let_next_start()
     step = tl.arange(0, 64)
     for start in range(first, last, 64):
         block = start + step
@@ -137,8 +152,11 @@ def _place_kernel(
     end = tl.cumsum(total, axis=0)
     begin = end - total
 
-    first = begin // BLOCK_M + expert
-    number = tl.where(expert < EXPERTS, end // BLOCK_M + expert + 1 - first, 0)
+    number = tl.cdiv(total, BLOCK_M)
+    first = tl.cumsum(number, axis=0) - number
+    number = tl.where(expert < EXPERTS, number, 0)
+    # What is left over is the last expert's, whose rows end before.
+    number = tl.where(expert == EXPERTS - 1, num_blocks - first, number)
     for i in range(piece, tl.max(number, axis=0), pieces):
         row = tl.minimum(begin + i * BLOCK_M, end)
         _store_blocks(blocks, num_blocks, first + i, expert, row, end, i < number, BLOCK_M)
@@ -185,14 +203,29 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gate_of(x, gate, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The sigmoid of the product of two rows."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        inputs = tl.load(x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        sums += inputs * tl.load(gate + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    return tl.sigmoid(tl.sum(sums, axis=0))
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _sum_kernel(
-    parts, experts, y,
+    parts, experts, beside, x, gate, y, tokens, SLICES: tl.constexpr,
     CHOSEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS: 0, or how many there are: other ids' parts hold anything."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < WIDTH
+    if gate is not None:
+        # x was there before the kernel that this one waits for.
+        share = gate_of(x + token * WIDTH, gate, WIDTH, BLOCK)
+    wait_for_inputs()
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(CHOSEN):
         pair = token * CHOSEN + j
@@ -201,4 +234,13 @@ def _sum_kernel(
             end = tl.where(tl.load(experts + pair) < EXPERTS, WIDTH, 0)
         part = tl.load(parts + pair * WIDTH + column, mask=column < end, other=0.0)
         total += part.to(tl.float32)
+    if beside is not None:
+        more = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(SLICES):
+            row = token + j * tokens
+            more += tl.load(beside + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
+        if gate is not None:
+            more *= share
+        total += more
+    let_next_start()
     tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=valid)

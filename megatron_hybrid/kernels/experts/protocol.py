@@ -31,6 +31,16 @@ class SharedExpert(NamedTuple):
     gate: Tensor | None
 
 
+class SharedResult(NamedTuple):
+    """What an MLP that all tokens go through besides has given already."""
+
+    values: Tensor  # [tokens, width]
+    gate: Tensor | None  # as in SharedExpert
+
+
+Shared = SharedExpert | SharedResult
+
+
 class Router(NamedTuple):
     """How tokens choose experts, by x weight^T.
 
@@ -60,8 +70,8 @@ class Experts(Protocol):
         """x [tokens, width] -> experts (integers) and weights float32, [tokens, chosen] each, the
         best first; of equal ones the lower expert on a GPU."""
 
-    def takes_shared(self, tokens: int) -> bool:
-        """Whether `mix` of so many tokens may be given a shared MLP."""
+    def takes_shared(self, tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
+        """Whether `mix` of so many tokens may be given this MLP, or else what it gave."""
 
     def mix(
         self,
@@ -69,11 +79,11 @@ class Experts(Protocol):
         experts: Tensor,
         weights: Tensor,
         layer: ExpertWeights,
-        shared: SharedExpert | None = None,
+        shared: Shared | None = None,
     ) -> Tensor:
         """y[t] = sum over j of weights[t, j] * down[e] act(up[e] x[t]), with e = experts[t, j], and
-        what a shared MLP gives. Inputs of quantised weights are rounded as their format says; x may
-        be it already, with what it was before.
+        what a shared MLP gives, whose gate is multiplied with x. Inputs of quantised weights are
+        rounded as their format says; x may be it already, with what it was before.
 
         x [tokens, width], experts and weights [tokens, chosen] (weights float32) ->
         [tokens, width] in x's dtype.

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router, SharedExpert
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Router,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.linear.formats import Weight
 from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
@@ -51,7 +57,7 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return experts, weights * router.factor
 
 
-def takes_shared(tokens: int) -> bool:
+def takes_shared(tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
     """Never."""
     return False
 
@@ -61,10 +67,9 @@ def mix(
     experts: Tensor,
     weights: Tensor,
     layer: ExpertWeights,
-    shared: SharedExpert | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """As in Experts."""
-    assert shared is None
     x, chosen = plain_rows(x), experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -76,7 +81,13 @@ def mix(
         up = _product(inputs[begin:end], layer.up, expert)
         hidden = plain_rows(activate(up, layer.activation, layer.gated))
         outputs[begin:end] = _product(hidden, layer.down, expert)
-    return torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
+    routed = torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
+    if shared is None:
+        return routed
+    assert isinstance(shared, SharedResult)
+    if shared.gate is None:
+        return routed + shared.values
+    return add_shared(routed, shared.values, x, shared.gate)
 
 
 def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:

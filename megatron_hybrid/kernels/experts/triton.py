@@ -7,6 +7,8 @@ p // chosen. Two ways:
 - otherwise pairs are sorted by expert into blocks of rows that share an expert, and two grouped
   matrix products run over the blocks. The first one gathers its rows from x and ends with the
   activation, the second one spreads its rows back to the pairs; a token's pairs are summed last.
+  An MLP that all tokens share is cut into slices of an expert's size, and each slice is one more
+  expert, that every token goes to.
 
 Sums are in float32 and in a fixed order (no atomics): the same input gives the same output.
 Nothing depends on values on the host, so that every call may be captured in a CUDA graph.
@@ -21,14 +23,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import few, fp4_few, triton_few, triton_quantized
-from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group, sum_pairs
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
+from megatron_hybrid.kernels.experts.pairs import (
+    FEW_TOKENS,
+    activated,
+    gate_of,
+    group,
+    sum_pairs,
+)
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.experts.routing import route as route
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
+
+# Of more tokens cuBLAS computes a shared MLP faster.
+_MOST_SHARING = 512
 
 
 class Tile(NamedTuple):
@@ -64,9 +81,11 @@ def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) 
     return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
-def takes_shared(tokens: int) -> bool:
+def takes_shared(tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
     """As in Experts."""
-    return 0 < tokens <= FEW_TOKENS
+    if tokens <= FEW_TOKENS:
+        return tokens > 0
+    return tokens <= _MOST_SHARING and shared.down.shape[1] % layer.down.shape[-1] == 0
 
 
 def mix(
@@ -74,7 +93,7 @@ def mix(
     experts: Tensor,
     weights: Tensor,
     layer: ExpertWeights,
-    shared: SharedExpert | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """As in Experts; `experts` must lie within [0, number of experts), or be that number where some
     are elsewhere."""
@@ -83,23 +102,45 @@ def mix(
     if tokens == 0:
         return torch.empty_like(plain)
     experts, weights = experts.contiguous(), weights.contiguous()
-    up, down = layer.up, layer.down
-    if isinstance(up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        if fp4_few.can_mix(layer, tokens * chosen, plain.dtype):
-            return fp4_few.mix(plain, experts, weights, layer)
-        if triton_few.can_mix(layer, tokens):
-            return triton_few.mix(x, experts, weights, layer)
-        if triton_quantized.can_mix(layer, tokens * chosen):
-            return triton_quantized.mix(x, experts, weights, layer)
-        layer = layer._replace(
-            up=_plain_weight(up, plain.dtype), down=_plain_weight(down, plain.dtype)
-        )
-    x = plain
-    if tokens <= FEW_TOKENS:
-        return few.mix(x, experts, weights, layer, shared)
-    every = layer.up.shape[0] + layer.elsewhere
-    tiles = choose_tiles(tokens * chosen, every, layer.gated, x.dtype)
-    return mix_grouped(x, experts, weights, layer, tiles)
+    routed = _mix_quantized(x, experts, weights, layer)
+    if routed is not None:
+        return _plus(routed, plain, shared)
+    layer = layer._replace(
+        up=_plain_weight(layer.up, plain.dtype), down=_plain_weight(layer.down, plain.dtype)
+    )
+    if tokens > FEW_TOKENS:
+        every = layer.up.shape[0] + layer.elsewhere
+        tiles = choose_tiles(tokens * chosen, every, layer.gated, plain.dtype)
+        return mix_grouped(plain, experts, weights, layer, tiles, shared)
+    if isinstance(shared, SharedResult):
+        return _plus(few.mix(plain, experts, weights, layer), plain, shared)
+    return few.mix(plain, experts, weights, layer, shared)
+
+
+def _mix_quantized(
+    x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights
+) -> Tensor | None:
+    """mix by kernels that read quantised weights, where these are and there is one for them."""
+    if not isinstance(layer.up, QuantizedWeight) and not isinstance(layer.down, QuantizedWeight):
+        return None
+    pairs = experts.numel()
+    if fp4_few.can_mix(layer, pairs, x.dtype):
+        return fp4_few.mix(plain_rows(x).contiguous(), experts, weights, layer)
+    if triton_few.can_mix(layer, experts.shape[0]):
+        return triton_few.mix(x, experts, weights, layer)
+    if triton_quantized.can_mix(layer, pairs):
+        return triton_quantized.mix(x, experts, weights, layer)
+    return None
+
+
+def _plus(routed: Tensor, x: Tensor, shared: Shared | None) -> Tensor:
+    """What experts gave, and what a shared MLP gave."""
+    if shared is None:
+        return routed
+    assert isinstance(shared, SharedResult)
+    if shared.gate is None:
+        return routed + shared.values
+    return add_shared(routed, shared.values, x, shared.gate)
 
 
 def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
@@ -121,26 +162,46 @@ def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def mix_grouped(
-    x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tiles: Tiles
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    tiles: Tiles,
+    shared: Shared | None = None,
 ) -> Tensor:
     """mix, with pairs sorted by expert."""
     (tokens, chosen), (num_experts, width, inner) = experts.shape, layer.down.shape
     partial = layer.elsewhere > 0
     groups = group(experts, num_experts, tiles.rows, partial)
-    pairs, count = tokens * chosen, groups.blocks.shape[1]
+    up, down, slices = None, None, 0
+    if isinstance(shared, SharedExpert):
+        up, down = shared.up, shared.down
+        slices = down.shape[1] // inner
+    # Each slice's rows, one a token, are behind the pairs; its blocks are before those of groups.
+    pairs, listed = tokens * chosen, groups.blocks.shape[1]
+    rows = pairs + slices * tokens
+    blocks = listed + slices * triton.cdiv(tokens, tiles.rows)
     # act(up[e] x[t]) of every pair, in the order of `groups`.
-    hidden = x.new_empty(pairs, inner)
-    _up_kernel[(count * triton.cdiv(inner, tiles.up.columns),)](
-        x, layer.up, hidden, groups.order, groups.blocks, count, chosen, width, inner,
-        layer.activation, layer.gated, tiles.rows, **_options(tiles.up),
+    hidden = x.new_empty(rows, inner)
+    _up_kernel[(blocks * triton.cdiv(inner, tiles.up.columns),)](
+        x, layer.up, up, hidden, groups.order, groups.blocks, listed, tokens, slices,
+        chosen, width, inner, layer.activation, layer.gated, tiles.rows,
+        **_options(tiles.up), **OPTIONS,
     )  # fmt: skip
     # weight * down[e] hidden of every pair, in the order of pairs.
-    parts = x.new_empty(pairs, width)
-    _down_kernel[(count * triton.cdiv(width, tiles.down.columns),)](
-        hidden, layer.down, weights, parts, groups.order, groups.blocks, count, width, inner,
-        tiles.rows, **_options(tiles.down),
+    parts = x.new_empty(rows, width)
+    _down_kernel[(blocks * triton.cdiv(width, tiles.down.columns),)](
+        hidden, layer.down, down, weights, parts, groups.order, groups.blocks, listed, tokens,
+        slices, chosen, width, inner, tiles.rows, **_options(tiles.down), **OPTIONS,
     )  # fmt: skip
-    return sum_pairs(parts, experts, num_experts if partial else 0)
+    limit = num_experts if partial else 0
+    if shared is None:
+        return sum_pairs(parts, experts, limit)
+    if isinstance(shared, SharedResult):
+        beside = shared.values.contiguous()[None]
+    else:
+        beside = parts[pairs:].view(slices, tokens, width)
+    return sum_pairs(parts, experts, limit, beside=beside, x=x, gate=shared.gate)
 
 
 def _options(tile: Tile) -> dict[str, Any]:
@@ -174,28 +235,78 @@ def _load_weights(pointers, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(pointers + k)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _up_kernel(
-    x, weight, hidden, order, blocks, num_blocks, CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit
+def _load_block(
+    blocks, num_blocks, tokens, block, SLICES: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """Expert, first row, and where its rows end, of a block; of the shared MLP's slice i the expert
+    is -1 - i."""
+    each = tl.cdiv(tokens, BLOCK_M)
+    listed = block
+    if SLICES:
+        listed = tl.maximum(block - SLICES * each, 0)
+    expert = tl.load(blocks + listed)
+    begin = tl.load(blocks + num_blocks + listed)
+    end = tl.load(blocks + 2 * num_blocks + listed)
+    if SLICES:
+        part = block // each
+        is_shared = part < SLICES
+        first = (block - part * each) * BLOCK_M
+        before = (CHOSEN + part) * tokens  # rows
+        expert = tl.where(is_shared, -1 - part, expert)
+        begin = tl.where(is_shared, before + first, begin)
+        end = tl.where(is_shared, before + tokens, end)
+    return expert.to(tl.int64), begin, end
+
+
+@triton.jit
+def _load_pairs(order, row, end, expert, SLICES: tl.constexpr):
+    """The pairs of a block's rows: of a shared MLP's slice the rows themselves."""
+    pair = tl.load(order + row, mask=row < _listed_end(expert, end, SLICES), other=0)
+    if SLICES:
+        pair = tl.where(expert < 0, row, pair)
+    return pair.to(tl.int64)
+
+
+@triton.jit
+def _listed_end(expert, end, SLICES: tl.constexpr):
+    """The end of a block's rows that are in the order of pairs."""
+    if SLICES:
+        end = tl.where(expert < 0, 0, end)
+    return end
+
+
+@triton.jit(do_not_specialize=["num_blocks", "tokens"])
+def _up_kernel(
+    x, weight, shared, hidden, order, blocks, num_blocks, tokens, SLICES: tl.constexpr,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """SLICES: of the shared MLP, each as large as an expert; 0: there is none."""
+    wait_for_inputs()
     # All columns of a block, then the next block: what runs at a time shares rows and weights.
     block = tl.program_id(0) // tl.cdiv(INNER, BLOCK_N)
     n = tl.program_id(0) % tl.cdiv(INNER, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(blocks + num_blocks + block)
-    end = tl.load(blocks + 2 * num_blocks + block)
-    expert = tl.load(blocks + block).to(tl.int64)
+    expert, begin, end = _load_block(blocks, num_blocks, tokens, block, SLICES, CHOSEN, BLOCK_M)
     if begin >= end:
         return
     row = begin + tl.arange(0, BLOCK_M)
     valid = (row < end)[:, None]
-    token = tl.load(order + row, mask=row < end, other=0).to(tl.int64) // CHOSEN
+    pair = _load_pairs(order, row, end, expert, SLICES)
+    token = pair // CHOSEN
+    weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
+    half = INNER * WIDTH  # from the gate's rows to the others
+    if SLICES:
+        token = tl.where(expert < 0, pair - (CHOSEN - 1 - expert) * tokens, token)
+        if expert < 0:
+            weights = shared + (-1 - expert) * (INNER * WIDTH)
+        half = tl.where(expert < 0, SLICES * INNER * WIDTH, INNER * WIDTH)
     k = tl.arange(0, BLOCK_K)
     inputs = x + token[:, None] * WIDTH + k[None, :]
     # Columns past the end repeat the last one; they are computed but not stored.
     column = tl.minimum(n, INNER - 1)
-    weights = weight + expert * (INNER * WIDTH) * (2 if GATED else 1)
     weights += column[:, None] * WIDTH + k[None, :]
     first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if GATED:
@@ -203,7 +314,7 @@ def _up_kernel(
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
             gate = _load_weights(weights, start, WIDTH, BLOCK_K)
-            up = _load_weights(weights + INNER * WIDTH, start, WIDTH, BLOCK_K)
+            up = _load_weights(weights + half, start, WIDTH, BLOCK_K)
             first = tl.dot(rows, tl.trans(gate), first, input_precision="ieee")
             second = tl.dot(rows, tl.trans(up), second, input_precision="ieee")
         first = activated(first, ACTIVATION) * second
@@ -213,36 +324,47 @@ def _up_kernel(
             up = _load_weights(weights, start, WIDTH, BLOCK_K)
             first = tl.dot(rows, tl.trans(up), first, input_precision="ieee")
         first = activated(first, ACTIVATION)
+    let_next_start()
     target = hidden + row[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "tokens"])
 def _down_kernel(
-    hidden, weight, shares, parts, order, blocks, num_blocks,
-    WIDTH: tl.constexpr, INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    hidden, weight, shared, shares, parts, order, blocks, num_blocks, tokens, SLICES: tl.constexpr,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """SLICES: as above."""
     block = tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_N)
     n = tl.program_id(0) % tl.cdiv(WIDTH, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(blocks + num_blocks + block)
-    end = tl.load(blocks + 2 * num_blocks + block)
-    expert = tl.load(blocks + block).to(tl.int64)
+    # Blocks, their order and weights were known before the kernel that this one waits for.
+    expert, begin, end = _load_block(blocks, num_blocks, tokens, block, SLICES, CHOSEN, BLOCK_M)
     if begin >= end:
         return
     row = begin + tl.arange(0, BLOCK_M)
     valid = (row < end)[:, None]
+    pair = _load_pairs(order, row, end, expert, SLICES)
+    # What a slice gives counts once.
+    share = tl.load(shares + pair, mask=row < _listed_end(expert, end, SLICES), other=1.0)
+    weights = weight + expert * (WIDTH * INNER)
+    length = INNER  # of the weight's rows
+    if SLICES:
+        if expert < 0:
+            weights = shared + (-1 - expert) * INNER
+        length = tl.where(expert < 0, SLICES * INNER, INNER)
     k = tl.arange(0, BLOCK_K)
     inputs = hidden + row[:, None].to(tl.int64) * INNER + k[None, :]
     column = tl.minimum(n, WIDTH - 1)
-    weights = weight + expert * (WIDTH * INNER) + column[:, None] * INNER + k[None, :]
+    weights += column[:, None] * length + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    wait_for_inputs()
     for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
         rows = _load(inputs, valid, start, INNER, BLOCK_K)
         down = _load_weights(weights, start, INNER, BLOCK_K)
         total = tl.dot(rows, tl.trans(down), total, input_precision="ieee")
-    pair = tl.load(order + row, mask=row < end, other=0).to(tl.int64)
-    total *= tl.load(shares + pair, mask=row < end, other=0.0)[:, None]
+    let_next_start()
+    total *= share[:, None]
     target = parts + pair[:, None] * WIDTH + n[None, :]
     tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
 
@@ -251,12 +373,7 @@ def _down_kernel(
 def _add_shared_kernel(routed, shared, x, gate, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        k = start + column
-        inputs = tl.load(x + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-        sums += inputs * tl.load(gate + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-    share = tl.sigmoid(tl.sum(sums, axis=0))
+    share = gate_of(x + row, gate, WIDTH, BLOCK)
     for start in tl.static_range(0, WIDTH, BLOCK):
         k = start + column
         value = tl.load(routed + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)

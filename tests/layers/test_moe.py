@@ -1,0 +1,126 @@
+"""A layer of experts on Triton's kernels, in its interpreter, beside the reference's."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels compiled", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from megatron_hybrid.kernels.experts import triton  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import (  # noqa: E402
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
+from megatron_hybrid.kernels.kernel_set import REFERENCE  # noqa: E402
+from megatron_hybrid.layers.kernel_plans import KernelPlans  # noqa: E402
+from megatron_hybrid.layers.linear import allocate_linears  # noqa: E402
+from megatron_hybrid.layers.mixer import LayerContext  # noqa: E402
+from megatron_hybrid.layers.mlp import MLPConfig  # noqa: E402
+from megatron_hybrid.layers.moe import MoE, MoEConfig  # noqa: E402
+from megatron_hybrid.parallel import initialize  # noqa: E402
+from tests.parallel.pretend import first_of  # noqa: E402
+
+WIDTH = 40
+GATED = MLPConfig(24, gated=True, activation="silu")
+PLAIN = MLPConfig(24, gated=False, activation="relu2")
+MANY = triton._MOST_SHARING + 1
+
+
+def layer_of(config: MoEConfig, ranks: int = 1) -> MoE:
+    """With random weights; as the first of several ranks that hold a part of each expert."""
+    parallel = initialize()
+    parallel = first_of(parallel, ranks) if ranks > 1 else parallel
+    kinds = (torch.float32,) * 3
+    context = LayerContext(WIDTH, 1e-5, 0, torch.float32, parallel.tensor, parallel.experts, *kinds)
+    layer = MoE(config, context)
+    allocate_linears(layer.weight_parts(), lambda role: None)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        parameter.mul_(parameter.shape[-1] ** -0.5)
+    return layer
+
+
+def config_of(expert: MLPConfig, shared: MLPConfig | None, **more: Any) -> MoEConfig:
+    return MoEConfig(num_experts=4, experts_per_token=2, expert=expert, shared=shared, **more)
+
+
+def run(layer: MoE, tokens: int) -> tuple[Tensor, Tensor, list[Shared | None]]:
+    """What Triton's kernels give, what the reference does, and what was given to the former of the
+    shared MLP."""
+    given: list[Shared | None] = []
+
+    def mix(*arguments: Any, shared: Shared | None = None, **more: Any) -> Tensor:
+        given.append(shared)
+        return triton.mix(*arguments, shared=shared, **more)
+
+    kernels: Any = SimpleNamespace(**{**vars(triton), "mix": mix})
+    caches: Any = None
+    x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+    ours = layer(x, KernelPlans(caches, replace(REFERENCE, experts=kernels)))
+    return ours, layer(x, KernelPlans(caches, REFERENCE)), given
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("expert", [GATED, PLAIN])
+@pytest.mark.parametrize(
+    ("tokens", "inner", "kind"),
+    [
+        (2, 40, SharedExpert),
+        (20, 48, SharedExpert),
+        (20, 40, SharedResult),
+        (MANY, 48, SharedResult),
+    ],
+)
+def test_the_shared_mlp_is_computed_by_the_experts_kernels_or_added_by_them(
+    tokens: int, inner: int, kind: type, expert: MLPConfig, has_gate: bool
+) -> None:
+    shared = replace(expert, intermediate_size=inner)
+    layer = layer_of(config_of(expert, shared, shared_gate=has_gate))
+    ours, expected, given = run(layer, tokens)
+    assert [type(one) for one in given] == [kind]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shared", [replace(PLAIN, activation="silu"), GATED, replace(PLAIN, bias=True)]
+)
+def test_a_shared_mlp_of_another_kind_is_computed_by_itself(shared: MLPConfig) -> None:
+    ours, expected, given = run(layer_of(config_of(PLAIN, shared)), 20)
+    assert [type(one) for one in given] == [SharedResult]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_experts_between_projections_know_nothing_of_the_shared_mlp(
+    has_gate: bool, tokens: int
+) -> None:
+    layer = layer_of(config_of(GATED, GATED, shared_gate=has_gate, latent_size=16))
+    ours, expected, given = run(layer, tokens)
+    assert given == [None]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_without_a_shared_mlp() -> None:
+    ours, expected, given = run(layer_of(config_of(GATED, None)), 20)
+    assert given == [None]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_has_its_part_of_the_experts_and_of_the_shared_mlp() -> None:
+    config = config_of(GATED, replace(GATED, intermediate_size=48))
+    ours, expected, given = run(layer_of(config, ranks=2), 20)
+    assert isinstance(given[0], SharedExpert) and given[0].down.shape == (WIDTH, 24)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
