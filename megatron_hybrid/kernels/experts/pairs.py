@@ -55,14 +55,13 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
     """experts [tokens, chosen] -> Groups. `partial`: ids past the last expert are in no block, and
     as many places at the end of the order are of no use.
 
-    The number of blocks depends on shapes only: expert e's blocks begin at (rows of experts before
-    e) // rows + e, which leaves room for its last, partly filled block and makes
-    pairs // rows + experts in all."""
+    The number of blocks depends on shapes only: pairs // rows + experts leave room for the last,
+    partly filled block of each expert. Of few pairs expert e's blocks begin at (rows of experts
+    before e) // rows + e; of many the empty blocks come last."""
     pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     few = pairs <= _FEW_PAIRS
-    make = torch.zeros if partial and not few else torch.empty  # no blocks may reach the end
-    blocks = make(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
+    blocks = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
     if few:
         block = max(triton.next_power_of_2(pairs), 128)
         _group_few_kernel[(num_experts,)](

@@ -1,7 +1,10 @@
 """Routers in Triton: the scores of all experts, and the best of them. Of few tokens in one kernel,
-whose last program for a token chooses; otherwise cuBLAS makes the scores."""
+whose last program for a token chooses; of some hundreds in two, the first of which makes the scores
+in small tiles; otherwise cuBLAS makes them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +20,22 @@ from megatron_hybrid.kernels.linear.products import counters
 _FEW_TOKENS = 8
 _ROWS = 2  # of the router's weight, in a program for few tokens
 _DEPTH = 1024
+# Of more tokens cuBLAS makes the scores faster.
+_MOST_TILED = 512
+
+
+class Tile(NamedTuple):
+    """How a program covers the scores."""
+
+    tokens: int
+    experts: int
+    depth: int  # of the inner dimension, a step
+
+
+def choose_tile(tokens: int, num_experts: int, width: int) -> Tile:
+    """So small that many processors take part, while each reads few rows again."""
+    size = 32 if tokens * num_experts > 32768 else 16
+    return Tile(size, size, 256 if width % 256 == 0 else 128)
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -28,8 +47,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     num_experts, width = router.weight.shape
     experts, weights = _results(x, router)
-    kind = x.dtype if router.scoring == "softmax" else torch.float32
-    logits = torch.empty(tokens, num_experts, dtype=kind, device=x.device)
+    logits = _logits(x, router)
     _route_kernel[(triton.cdiv(num_experts, _ROWS), tokens)](
         x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
         width, ROWS=_ROWS, DEPTH=min(_DEPTH, triton.next_power_of_2(width)), num_warps=4, **OPTIONS,
@@ -41,9 +59,27 @@ def scores(x: Tensor, router: Router) -> Tensor:
     """[tokens, width] -> logits [tokens, experts]; see Router. Those in float32 are made of numbers
     in 16 bits without writing them out in 32 first."""
     weight, in_16_bits = router.weight, x.dtype == router.weight.dtype and x.dtype.itemsize == 2
+    if in_16_bits and 0 < x.shape[0] <= _MOST_TILED:
+        return tiled_scores(x, router, choose_tile(x.shape[0], *weight.shape))
     if router.scoring == "sigmoid" and x.is_cuda and in_16_bits:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return reference.scores(x, router)
+
+
+def tiled_scores(x: Tensor, router: Router, tile: Tile) -> Tensor:
+    """`scores`, of numbers in 16 bits."""
+    (tokens, width), num_experts = x.shape, len(router.weight)
+    logits = _logits(x, router)
+    _scores_kernel[(triton.cdiv(num_experts, tile.experts), triton.cdiv(tokens, tile.tokens))](
+        x.contiguous(), router.weight, logits, tokens, width, num_experts, *tile, 4,
+        num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return logits
+
+
+def _logits(x: Tensor, router: Router) -> Tensor:
+    kind = x.dtype if router.scoring == "softmax" else torch.float32
+    return torch.empty(x.shape[0], len(router.weight), dtype=kind, device=x.device)
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -53,8 +89,9 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     tokens = logits.shape[0]
     experts, weights = _results(logits, router)
     if tokens:
-        _choose_kernel[(triton.cdiv(tokens, 4),)](
-            logits.contiguous(), tokens, *_choice(router, experts, weights), ROWS=4, num_warps=1
+        # A warp has a whole row, so that nothing waits for other warps.
+        _choose_kernel[(tokens,)](
+            logits.contiguous(), *_choice(router, experts, weights), num_warps=1, **OPTIONS
         )
     return experts, weights
 
@@ -103,104 +140,156 @@ def _route_kernel(
     tl.debug_barrier()
     if tl.atomic_add(counter + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counter + token, 0)
-        column = tl.arange(0, BLOCK_E)[None, :]
+        column = tl.arange(0, BLOCK_E)
         own = tl.load(
-            logits + token * EXPERTS + column, mask=column < EXPERTS, other=float("-inf"),
+            logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
+        biases = _load_biases(bias, EXPERTS, BLOCK_E)
         expert, share = _chosen(
-            own, bias, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
+            own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
             BLOCK_C,
         )  # fmt: skip
-        place = tl.arange(0, BLOCK_C)[None, :]
+        place = tl.arange(0, BLOCK_C)
         tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
         tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
 
 
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
 @triton.jit(do_not_specialize=["tokens"])
+def _scores_kernel(
+    x, weight, logits, tokens, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs()
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, DEPTH)
+    # Tokens and experts past the end repeat the last ones; they are computed but not stored.
+    inputs = x + tl.minimum(token, tokens - 1)[:, None] * WIDTH + k[None, :]
+    rows = weight + tl.minimum(n, EXPERTS - 1)[:, None] * WIDTH + k[None, :]
+    total = tl.zeros((TOKENS, ROWS), tl.float32)
+    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
+        if WIDTH % DEPTH:
+            mask = (start + k < WIDTH)[None, :]
+            values = tl.load(inputs + start, mask=mask, other=0.0)
+            numbers = tl.load(rows + start, mask=mask, other=0.0)
+        else:
+            values = tl.load(inputs + start)
+            numbers = tl.load(rows + start)
+        total = tl.dot(values, tl.trans(numbers), total)
+    let_next_start()
+    target = logits + token[:, None] * EXPERTS + n[None, :]
+    mask = (token < tokens)[:, None] & (n < EXPERTS)[None, :]
+    tl.store(target, total.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _choose_kernel(
-    logits, tokens, bias, experts, weights, eps, factor,
+    logits, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    biases = _load_biases(bias, EXPERTS, BLOCK_E)
+    wait_for_inputs()
+    let_next_start()
+    token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_E)
-    source = tl.minimum(row, tokens - 1)[:, None] * EXPERTS + column[None, :]
-    own = tl.load(logits + source, mask=(column < EXPERTS)[None, :], other=float("-inf"))
+    own = tl.load(logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0)
     expert, share = _chosen(
-        own, bias, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_C
-    )
+        own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
+        BLOCK_C,
+    )  # fmt: skip
     place = tl.arange(0, BLOCK_C)
-    target = row[:, None] * CHOSEN + place[None, :]
-    valid = (row < tokens)[:, None] & (place < CHOSEN)[None, :]
-    tl.store(experts + target, expert, mask=valid)
-    tl.store(weights + target, share, mask=valid)
+    tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
+    tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
+
+
+@triton.jit
+def _load_biases(bias, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Or None, where there are none."""
+    column = tl.arange(0, BLOCK_E)
+    if bias is None:
+        return None
+    else:
+        return tl.load(bias + column, mask=column < EXPERTS, other=0.0)
+
+
+# The key of what was taken, below all others.
+_TAKEN = tl.constexpr(-(2**31))
 
 
 @triton.jit
 def _chosen(
-    logits, bias, eps, factor, SCORING: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, biases, eps, factor, SCORING: tl.constexpr, NORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """logits [ROWS, BLOCK_E], -inf past the last expert -> experts int32 and weights float32,
-    [ROWS, BLOCK_C] each; CHOSEN of these count, the best first, the lower of equal ones."""
-    rows: tl.constexpr = logits.shape[0]
-    column = tl.arange(0, logits.shape[1])[None, :]
+    """A token's logits [BLOCK_E], EXPERTS of which count -> experts int32 and weights float32,
+    [BLOCK_C] each; CHOSEN of these count, the best first, the lower of equal ones."""
+    column = tl.arange(0, logits.shape[0])
     values = logits.to(tl.float32)
     if SCORING == "sigmoid":
         values = tl.sigmoid(values)
     left = values
-    if bias is not None:
-        left += tl.load(bias + column, mask=column < EXPERTS, other=0.0)
+    if biases is not None:
+        left += biases
     # Rows of NaN (the padding of a captured step may hold any bits) still choose real experts.
     left = tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
     if GROUPS > 1:
         left = _in_best_groups(left, GROUPS, CHOSEN_GROUPS)
-    place = tl.arange(0, BLOCK_C)[None, :]
-    best = tl.full((rows, BLOCK_C), float("-inf"), tl.float32)
-    expert = tl.zeros((rows, BLOCK_C), tl.int32)
+    # Of integers a warp finds the largest in one instruction.
+    key = tl.where(column < EXPERTS, _reordered((left + 0.0).to(tl.int32, bitcast=True)), _TAKEN)
+    place = tl.arange(0, BLOCK_C)
+    best = tl.full((BLOCK_C,), float("-inf"), tl.float32)
+    expert = tl.zeros((BLOCK_C,), tl.int32)
     for j in tl.static_range(CHOSEN):
-        value, index = tl.max(left, axis=1, return_indices=True, return_indices_tie_break_left=True)
-        is_best = column == index[:, None]
-        if bias is not None:  # which affects the choice alone
-            value = tl.sum(tl.where(is_best, values, 0.0), axis=1)
-        best = tl.where(place == j, value[:, None], best)
-        expert = tl.where(place == j, index[:, None], expert)
-        left = tl.where(is_best, float("-inf"), left)
+        largest = tl.max(key, axis=0)
+        index = tl.min(tl.where(key == largest, column, EXPERTS - 1), axis=0)
+        is_best = column == index
+        if biases is not None:  # which affect the choice alone: sigmoids' bits are in order
+            bits = tl.max(tl.where(is_best, values.to(tl.int32, bitcast=True), 0), axis=0)
+        else:
+            bits = _reordered(largest)
+        best = tl.where(place == j, bits.to(tl.float32, bitcast=True), best)
+        expert = tl.where(place == j, index, expert)
+        key = tl.where(is_best, _TAKEN, key)
     if SCORING == "sigmoid":
         share = tl.where(place < CHOSEN, best, 0.0)
         if NORMALIZE:
-            share = share / (tl.sum(share, axis=1)[:, None] + eps)
+            share = share / (tl.sum(share, axis=0) + eps)
     else:
-        largest = tl.max(best, axis=1)[:, None]
-        share = tl.exp(best - largest)
-        total = tl.sum(share, axis=1)[:, None]
+        largest_of_all = tl.max(best, axis=0)
+        share = tl.exp(best - largest_of_all)
+        total = tl.sum(share, axis=0)
         if not NORMALIZE:  # and the experts that were not chosen
-            total += tl.sum(tl.exp(left - largest), axis=1)[:, None]
+            others = tl.where(key == _TAKEN, float("-inf"), left)
+            total += tl.sum(tl.exp(others - largest_of_all), axis=0)
         share = share / total
     return expert, share * factor
 
 
 @triton.jit
+def _reordered(bits):
+    """Bits of float32 numbers -> integers in the same order, and back; of zeros, of one sign."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _in_best_groups(left, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr):
-    """left [ROWS, experts], with -inf for experts outside of the best CHOSEN_GROUPS of the GROUPS
-    that follow one another: a group is as good as its two best experts."""
-    rows: tl.constexpr = left.shape[0]
-    size: tl.constexpr = left.shape[1] // GROUPS
-    by_group = tl.reshape(left, (rows, GROUPS, size))
-    first, index = tl.max(by_group, axis=2, return_indices=True, return_indices_tie_break_left=True)
-    others = tl.where(
-        tl.arange(0, size)[None, None, :] == index[:, :, None], float("-inf"), by_group
-    )
-    score = first + tl.max(others, axis=2)
-    group = tl.arange(0, GROUPS)[None, :]
-    is_kept = tl.zeros((rows, GROUPS), tl.int32)
+    """left [experts], with -inf for experts outside of the best CHOSEN_GROUPS of the GROUPS that
+    follow one another: a group is as good as its two best experts."""
+    size: tl.constexpr = left.shape[0] // GROUPS
+    by_group = tl.reshape(left, (GROUPS, size))
+    first, index = tl.max(by_group, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    others = tl.where(tl.arange(0, size)[None, :] == index[:, None], float("-inf"), by_group)
+    score = first + tl.max(others, axis=1)
+    group = tl.arange(0, GROUPS)
+    is_kept = tl.zeros((GROUPS,), tl.int32)
     for _ in tl.static_range(CHOSEN_GROUPS):
-        _, index = tl.max(score, axis=1, return_indices=True, return_indices_tie_break_left=True)
-        is_kept = tl.where(group == index[:, None], 1, is_kept)
-        score = tl.where(group == index[:, None], float("-inf"), score)
-    by_group = tl.where((is_kept != 0)[:, :, None], by_group, float("-inf"))
-    return tl.reshape(by_group, (rows, GROUPS * size))
+        _, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        is_kept = tl.where(group == index, 1, is_kept)
+        score = tl.where(group == index, float("-inf"), score)
+    by_group = tl.where((is_kept != 0)[:, None], by_group, float("-inf"))
+    return tl.reshape(by_group, (GROUPS * size,))

@@ -24,7 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.experts import few, fp4_few, triton_few, triton_quantized
+from megatron_hybrid.kernels.experts import (
+    few,
+    fp4_few,
+    triton_few,
+    triton_prompts,
+    triton_quantized,
+)
 from megatron_hybrid.kernels.experts.pairs import (
     FEW_TOKENS,
     activated,
@@ -108,6 +114,11 @@ def mix(
     layer = layer._replace(
         up=_plain_weight(layer.up, plain.dtype), down=_plain_weight(layer.down, plain.dtype)
     )
+    if not isinstance(shared, SharedExpert) and triton_prompts.can_mix(
+        plain, layer, tokens * chosen
+    ):
+        parts = triton_prompts.expert_parts(plain, experts, weights, layer)
+        return _sum(parts, experts, layer, shared, plain)
     if tokens > FEW_TOKENS:
         every = layer.up.shape[0] + layer.elsewhere
         tiles = choose_tiles(tokens * chosen, every, layer.gated, plain.dtype)
@@ -194,13 +205,21 @@ def mix_grouped(
         hidden, layer.down, down, weights, parts, groups.order, groups.blocks, listed, tokens,
         slices, chosen, width, inner, tiles.rows, **_options(tiles.down), **OPTIONS,
     )  # fmt: skip
-    limit = num_experts if partial else 0
+    return _sum(parts, experts, layer, shared, x)
+
+
+def _sum(
+    parts: Tensor, experts: Tensor, layer: ExpertWeights, shared: Shared | None, x: Tensor
+) -> Tensor:
+    """parts [pairs, width], and behind them those of a shared MLP that was cut into experts ->
+    [tokens, width], with what a shared MLP gives."""
+    limit = layer.down.shape[0] if layer.elsewhere else 0
     if shared is None:
         return sum_pairs(parts, experts, limit)
     if isinstance(shared, SharedResult):
         beside = shared.values.contiguous()[None]
     else:
-        beside = parts[pairs:].view(slices, tokens, width)
+        beside = parts[experts.numel() :].view(-1, *x.shape)
     return sum_pairs(parts, experts, limit, beside=beside, x=x, gate=shared.gate)
 
 
