@@ -25,8 +25,10 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Kernels that are launched inside are compiled, by the end of it, and not launched. What they
     would write is zeros, where memory was allocated for it inside: torch's own operations, which do
     run, find valid indices there."""
-    import triton
+    import triton  # of GPUs alone
     from triton.runtime.jit import JITFunction
+
+    from megatron_hybrid.kernels.launching import launched_by_triton
 
     launched: list[Any] = []
     usual = JITFunction.run
@@ -42,7 +44,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
     with ThreadPoolExecutor(_threads(), "compile", initializer=begin) as pool:
         # What can't be compiled says so when it is launched.
-        with triton.AsyncCompileMode(pool, ignore_errors=True), _Zeros():
+        with launched_by_triton(), triton.AsyncCompileMode(pool, ignore_errors=True), _Zeros():
             JITFunction.run = run  # Triton has no other way to ask for all launches at once
             try:
                 yield

@@ -173,7 +173,7 @@ def test_replicas_in_lockstep_capture_the_same_between_the_same_steps(
 ) -> None:
     """One computes, another one only joins."""
     ranks = [Rank(llama, parallel, Graphs()) for _ in range(2)]
-    agreed = decodes(5)
+    agreed = decodes(3)
     counts = []
     for _ in range(2 * STEPS_BETWEEN):
         for number, rank in enumerate(ranks):
@@ -184,7 +184,7 @@ def test_replicas_in_lockstep_capture_the_same_between_the_same_steps(
         counts.append([len(rank.graphs.captured) for rank in ranks])
     assert all(one == other for one, other in counts)
     assert ranks[0].graphs.captured == ranks[1].graphs.captured
-    assert GraphSize(8) in ranks[0].graphs.captured
+    assert ranks[0].graphs.captured[AT_START:] == [GraphSize(4)]
 
 
 def test_a_graph_that_cannot_be_captured_is_done_without(
