@@ -136,7 +136,7 @@ def test_a_captured_graph_follows_its_inputs(tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_experts", [16, 64, 256, 512])
-@pytest.mark.parametrize("tokens", [1, 8, 30, 8192])
+@pytest.mark.parametrize("tokens", [1, 8, 30, 512, 8192])
 def test_route(tokens: int, num_experts: int, kind: str) -> None:
     to = router(num_experts, 6, 2048, device="cuda", dtype=torch.bfloat16, **KINDS[kind])
     x = torch.randn(tokens, 2048, device="cuda").bfloat16()
@@ -150,11 +150,34 @@ def test_route(tokens: int, num_experts: int, kind: str) -> None:
     shares[1].scatter_(1, exact[0], exact[1])
     torch.testing.assert_close(shares[0][alike], shares[1][alike], atol=4e-3, rtol=2e-2)
     assert (experts.sort(1).values.diff(dim=1) > 0).all()
-    chosen = routing.choose(routing.scores(x, to), to)
-    expected = reference.choose(routing.scores(x, to), to)
+    logits = routing.scores(x, to)
+    product = (x.double() @ to.weight.double().t()).to(logits.dtype)
+    limit = 1.6e-2 if to.scoring == "softmax" else 1e-4
+    torch.testing.assert_close(logits, product, atol=limit, rtol=limit)
+    chosen = routing.choose(logits, to)
+    expected = reference.choose(logits, to)
     torch.testing.assert_close(chosen[1], expected[1])
     if to.scoring == "sigmoid":  # softmax routers' logits are in bfloat16: many are equal
         assert (chosen[0] == expected[0]).float().mean() > 0.999  # and so are some large sigmoids
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tile", [(16, 16, 128), (16, 16, 256), (32, 32, 128), (32, 32, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "width"), [(1, 5, 200), (33, 70, 2688), (500, 256, 2048)]
+)
+def test_scores_in_tiles(
+    tokens: int, num_experts: int, width: int, tile: tuple[int, int, int], scoring: str
+) -> None:
+    """Of a token, the same bits in every batch."""
+    to = router(num_experts, 2, width, device="cuda", dtype=torch.bfloat16, scoring=scoring)
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    logits = routing.tiled_scores(x, to, routing.Tile(*tile))
+    product = (x.double() @ to.weight.double().t()).to(logits.dtype)
+    limit = 1.6e-2 if scoring == "softmax" else 1e-4
+    torch.testing.assert_close(logits, product, atol=limit, rtol=limit)
+    last = routing.tiled_scores(x[tokens // 2 :], to, routing.Tile(*tile))
+    assert torch.equal(last, logits[tokens // 2 :])
 
 
 def check_beside(y: Tensor, m: Mixture, shared: SharedExpert) -> None:

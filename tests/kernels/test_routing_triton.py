@@ -33,7 +33,8 @@ def test_choose(num_experts: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "width"), [(1, 64, 1100), (3, 8, 24), (9, 8, 24)]
+    ("tokens", "num_experts", "width"),
+    [(1, 64, 1100), (3, 8, 24), (9, 8, 24), (9, 64, 300), (40, 32, 512)],
 )
 def test_route(tokens: int, num_experts: int, width: int, kind: str) -> None:
     to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
@@ -48,6 +49,36 @@ def test_route(tokens: int, num_experts: int, width: int, kind: str) -> None:
     torch.testing.assert_close(weights.double(), expected_weights, atol=1e-5, rtol=1e-4)
     again, _ = routing.route(x, to)  # the counters are as they were
     assert torch.equal(again, experts)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tile", [routing.Tile(16, 16, 128), routing.Tile(32, 32, 256)])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (33, 64), (64, 70)])
+def test_scores_in_tiles(tokens: int, num_experts: int, tile: routing.Tile, scoring: str) -> None:
+    to = router(num_experts, 2, 300, dtype=torch.float16, scoring=scoring)
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 2, 300, generator=generator).half()[:, 1]
+    logits = routing.tiled_scores(x, to, tile)
+    assert logits.dtype == (torch.float16 if scoring == "softmax" else torch.float32)
+    expected = x.double() @ to.weight.double().t()
+    torch.testing.assert_close(logits.double(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_tiles_fill_the_processors_with_few_tokens_and_read_less_with_many() -> None:
+    assert routing.choose_tile(256, 64, 1536) == (16, 16, 256)
+    assert routing.choose_tile(256, 256, 2048) == (32, 32, 256)
+    assert routing.choose_tile(8, 256, 2688) == (16, 16, 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_are_scored_in_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_MOST_TILED", 10)
+    to = router(8, 4, 24, **KINDS[kind])
+    x = torch.randn(11, 24, generator=torch.Generator().manual_seed(0))
+    experts, weights = routing.route(x, to)
+    expected, expected_weights = chosen_by_hand(x @ to.weight.t(), to)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
 
 
 def test_route_of_groups_of_other_sizes_and_of_no_tokens() -> None:
@@ -71,6 +102,14 @@ def test_rows_that_are_no_numbers_stay_within_the_experts(normalize: bool) -> No
     assert weights[2].tolist() == [1.0, 0.0, 0.0]
     experts, _ = routing.choose(logits, router(5, 3, scoring="sigmoid", bias=True))
     assert experts.min() >= 0 and experts.max() < 5
+
+
+def test_logits_of_both_signs_and_both_zeros() -> None:
+    logits = torch.tensor([[-0.0, -3.0, 0.0, -1e-30], [-2.0, -0.5, -torch.inf, -0.25]])
+    experts, weights = routing.choose(logits, router(4, 3))
+    assert experts.tolist() == [[0, 2, 3], [3, 1, 0]]
+    expected = torch.tensor([[0.0, 0.0, -1e-30], [-0.25, -0.5, -2.0]]).softmax(1)
+    torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])

@@ -132,6 +132,10 @@ def _route_kernel(
     rows = weight + tl.minimum(n, EXPERTS - 1)[:, None] * width
     sums = tl.zeros((ROWS, DEPTH), tl.float32)
     loaded = load_columns(rows, 0, width, DEPTH)
+    column = tl.arange(0, BLOCK_E)
+    biases = None
+    if bias is not None:
+        biases = tl.load(bias + column, mask=column < EXPERTS, other=0.0)
     wait_for_inputs()
     let_next_start()
     sums = add_products(sums, loaded, rows, x + token * width, width, DEPTH)
@@ -140,12 +144,10 @@ def _route_kernel(
     tl.debug_barrier()
     if tl.atomic_add(counter + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counter + token, 0)
-        column = tl.arange(0, BLOCK_E)
         own = tl.load(
             logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        biases = _load_biases(bias, EXPERTS, BLOCK_E)
         expert, share = _chosen(
             own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
             BLOCK_C,
@@ -191,11 +193,13 @@ def _choose_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    biases = _load_biases(bias, EXPERTS, BLOCK_E)
+    column = tl.arange(0, BLOCK_E)
+    biases = None
+    if bias is not None:
+        biases = tl.load(bias + column, mask=column < EXPERTS, other=0.0)
     wait_for_inputs()
     let_next_start()
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_E)
     own = tl.load(logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0)
     expert, share = _chosen(
         own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
@@ -204,16 +208,6 @@ def _choose_kernel(
     place = tl.arange(0, BLOCK_C)
     tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
     tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
-
-
-@triton.jit
-def _load_biases(bias, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Or None, where there are none."""
-    column = tl.arange(0, BLOCK_E)
-    if bias is None:
-        return None
-    else:
-        return tl.load(bias + column, mask=column < EXPERTS, other=0.0)
 
 
 # The key of what was taken, below all others.
