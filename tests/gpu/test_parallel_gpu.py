@@ -28,6 +28,7 @@ pytestmark = [
 
 IDLE = {"idle_tokens": 1000}  # as many steps
 NO_GRAPHS = {"inference_dynamic_batching_num_cuda_graphs": 0}
+GRAPHS_LATER = {"inference_dynamic_batching_cuda_graph_capture": "serving"}
 PIPELINE_2 = {"pipeline_model_parallel_size": 2}
 ON_TWO_GPUS = {
     "tensor 2": Layout(TENSOR_2, FAMILIES),
@@ -41,6 +42,9 @@ ON_TWO_GPUS = {
     "expert 2, all-to-all": Layout(EXPERT_2 | NO_GRAPHS | ALL_TO_ALL, WITH_EXPERTS),
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("nemotron_h_moe", "qwen3_next")),
     "pipeline 2": Layout(PIPELINE_2, ("nemotron_h", "zamba2", "qwen3_next")),
+    "tensor 2, graphs between steps": Layout(TENSOR_2 | GRAPHS_LATER | IDLE, ("nemotron_h",)),
+    "expert 2, graphs between steps": Layout(EXPERT_2 | GRAPHS_LATER | IDLE, ("nemotron_h_moe",)),
+    "pipeline 2, graphs between steps": Layout(PIPELINE_2 | GRAPHS_LATER | IDLE, ("nemotron_h",)),
 }
 ON_FOUR_RANKS = {
     "expert 4": Layout(
