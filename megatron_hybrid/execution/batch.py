@@ -37,6 +37,7 @@ from megatron_hybrid.execution.figures import (
     Uploads,
     filled,
 )
+from megatron_hybrid.execution.graph_decodes import GraphDecodes
 from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
@@ -75,6 +76,7 @@ class BatchBuilder:
         self._drafted = None
         if last_steps is not None:
             self._drafted = DraftedDecodes(rows, last_steps, head, block_size)
+        self._graph_decodes: dict[GraphSize, GraphDecodes] = {}
         self._block_size = block_size
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
@@ -89,6 +91,8 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, size: GraphSize | None = None) -> StepInputs:
         """`size`: of the captured step that will compute it; it must have room for the plan."""
+        if size is not None and GraphDecodes.can_build(plan, size):
+            return self._decodes_of(size).build(plan)
         rows, block_size = self._rows, self._block_size
         decodes, chunks = plan.decode_rows, plan.prefills
         n = len(decodes)
@@ -185,6 +189,13 @@ class BatchBuilder:
         """A step for nobody, which is all padding: it reads zeros and changes nothing."""
         nobody = np.zeros(0, dtype=np.int64)
         return self.build(StepPlan(step=0, decode_rows=nobody), size)
+
+    def _decodes_of(self, size: GraphSize) -> GraphDecodes:
+        found = self._graph_decodes.get(size)
+        if found is None:
+            found = GraphDecodes(self._rows, self._singles, self._block_size, size, self._uploads)
+            self._graph_decodes[size] = found
+        return found
 
     def _paged(self, plan: StepPlan, lengths: Ints, room: GraphSize) -> PagedHost:
         """Padded sequences have one token of KV, the first of block 0."""

@@ -55,19 +55,38 @@ class SingleDecodes:
             nothing=np.zeros(room.decodes, dtype=np.int64),
         )
 
+    def padding(self, decodes: int) -> SingleFigures[Ints] | None:
+        """Of a step in which nobody decodes."""
+        if not self._as_runs:
+            return None
+        zeros = np.zeros(decodes, dtype=np.int64)
+        return SingleFigures(np.zeros(decodes + 1, dtype=np.int64), zeros, zeros, zeros)
+
+    def write(self, own: SingleFigures[Ints], plan: StepPlan) -> None:
+        """Overwrite the figures of a step with those of this one."""
+        rows, decodes = self._rows, plan.decode_rows
+        count = len(decodes)
+        own.cu_seqlens[:count] = np.arange(count)
+        own.cu_seqlens[count:] = count
+        own.position[:count], own.position[count:] = rows.position[decodes], 0
+        own.unfolded[:count], own.unfolded[count:] = rows.unfolded[decodes], 0
+
     def inputs(self, step: StepFigures[Tensor], host: PagedHost) -> DecodeInputs:
         """Of a step with the decodes' figures."""
+        return DecodeInputs(self.on_device(step), host)
+
+    def on_device(self, step: StepFigures[Tensor]) -> DecodeSlots | DecodeRuns | None:
+        """What kernels are given; None: there are no decodes."""
         slots, own = (step.read_slot, step.write_slot), step.decodes
         if not len(step.decode_rows):
-            return DecodeInputs(None, host)
+            return None
         if own is None:
-            return DecodeInputs(DecodeSlots(*slots), host)
+            return DecodeSlots(*slots)
         assert isinstance(own, SingleFigures)
-        runs = DecodeRuns(
+        return DecodeRuns(
             own.cu_seqlens, own.position, own.unfolded, *slots, step.decode_rows,
             own.nothing, own.nothing, most_unfolded=self._write_interval - 1,
         )  # fmt: skip
-        return DecodeInputs(runs, host)
 
 
 class DraftedDecodes:

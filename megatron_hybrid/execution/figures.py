@@ -85,6 +85,14 @@ class StepFigures(NamedTuple, Generic[T]):
         return (figures + len(DraftFigures._fields)) * (max_tokens + 2 * requests + 2 * _ALIGNMENT)
 
 
+class Kept(NamedTuple):
+    """Figures of steps of one size but for kv_indices, kept from one step to the next."""
+
+    host: StepFigures[Ints]  # views of the numbers
+    numbers: Ints  # as they lie on the device
+    device: StepFigures[Tensor]
+
+
 class Uploads:
     """The device's memory for a step's figures: that of the last step is written over."""
 
@@ -113,7 +121,37 @@ class Uploads:
         target = self._buffer[first : first + total]
         target.copy_(host, non_blocking=True)
         tensors = iter(target.split(sizes)[::2])  # the others are gaps
-        return [next(tensors) for _ in loose], _tensors(figures, tensors)
+        return [next(tensors) for _ in loose], _shaped(figures, tensors)
+
+    def keep(self, figures: StepFigures[Ints]) -> Kept:
+        """Where `upload` puts figures of such sizes, without kv_indices. Nothing is copied to the
+        device."""
+        assert not figures.kv_indices.size
+        parts = list(_arrays(figures))
+        sizes = [size for part in parts for size in (part.size, -part.size % _ALIGNMENT)]
+        target = self._buffer[self._origin : self._origin + sum(sizes)]
+        host = torch.zeros(sum(sizes), dtype=self._buffer.dtype)
+        numbers = host.numpy()
+        views = np.split(numbers, np.cumsum(sizes)[:-1])[::2]
+        for view, part in zip(views, parts, strict=True):
+            view[:] = part.reshape(-1)
+        tensors = iter(target.split(sizes)[::2])
+        return Kept(_shaped(figures, iter(views)), numbers, _shaped(figures, tensors))
+
+    def upload_again(self, kept: Kept, kv_indices: Ints, length: int) -> Ints:
+        """Kept figures as they are now, and behind them these kv_indices and zeros, `length` in
+        all, which are returned as they went to the device."""
+        fixed, given = len(kept.numbers), len(kv_indices)
+        total = fixed + length
+        assert self._origin + total <= len(self._buffer), "the step is too large"
+        # as above
+        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        numbers: Ints = host.numpy()
+        numbers[:fixed] = kept.numbers
+        numbers[fixed : fixed + given] = kv_indices
+        numbers[fixed + given :] = 0
+        self._buffer[self._origin : self._origin + total].copy_(host, non_blocking=True)
+        return numbers[fixed:]
 
     def to_the_end(self, tensor: Tensor) -> Tensor:
         """From where the tensor begins to where there is no more room: for what the graph reads of
@@ -136,13 +174,13 @@ def _arrays(figures: tuple[Any, ...]) -> Iterator[Ints]:
             yield part
 
 
-def _tensors(figures: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same tuples, of the tensors in the shapes of the arrays."""
+def _shaped(figures: Any, flats: Iterator[Any]) -> Any:
+    """The same tuples, of these tensors or arrays in the shapes of the arrays."""
     parts: list[Any] = []
     for part in figures:
         if part is None or isinstance(part, tuple):
-            parts.append(part and _tensors(part, tensors))
+            parts.append(part and _shaped(part, flats))
         else:
-            flat = next(tensors)
-            parts.append(flat if part.ndim == 1 else flat.view(part.shape))
+            flat = next(flats)
+            parts.append(flat if part.ndim == 1 else flat.reshape(part.shape))
     return figures._make(parts) if hasattr(figures, "_make") else tuple(parts)

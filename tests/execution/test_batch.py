@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from megatron_hybrid.cache.lease import TailCopy
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import GraphSize
+from megatron_hybrid.execution.graph_decodes import GraphDecodes
 from megatron_hybrid.execution.plan import ResumedRow, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.layers.inputs import StepInputs
@@ -233,8 +235,63 @@ def test_decodes_alone_are_filled_up():
     assert inputs.paged.kv_slot.tolist() == [46, 0, 0]
     assert inputs.paged.kv_indices[:3].tolist() == [11, 0, 0]
     assert inputs.paged.cu_seqlens.tolist() == [0, 1, 2, 3]
-    assert inputs.logits_index.tolist() == [0, 0, 0] and inputs.sampled_rows.tolist() == [3]
+    assert inputs.logits_index.tolist() == [0, 1, 2] and inputs.sampled_rows.tolist() == [3]
     assert inputs.prefill is None and inputs.decode is not None
+
+
+def test_steps_of_decodes_alone_are_what_is_built_for_any_step(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the step before was, in the same places; kernels are given slots or runs."""
+    random = np.random.default_rng(0)
+    for as_runs in (False, True):
+        rows = RowTable(6, 8)
+        options: dict[str, Any] = {"as_runs": as_runs, "write_interval": 4 if as_runs else 1}
+        builder = BatchBuilder(rows, 4, torch.device("cpu"), 64, **options)
+        for step in range(60):
+            rows.block_table[:] = random.integers(1, 50, rows.block_table.shape)
+            for column in (rows.position, rows.last_token, rows.read_slot, rows.write_slot):
+                column[:] = random.integers(0, 32, 6)
+            rows.unfolded[:] = random.integers(0, 4, 6)
+            decodes = np.flatnonzero(random.random(6) < 0.5)[:5]
+            plan = StepPlan(step, decodes)
+            if step % 2:
+                plan.writes = random.random(len(decodes)) < 0.5
+            size = GraphSize(5) if step % 7 else GraphSize(6)
+            found = seen(builder.build(plan, size), len(decodes))
+            with monkeypatch.context() as patch:
+                patch.setattr(GraphDecodes, "can_build", lambda plan, size: False)
+                expected = seen(builder.build(plan, size), len(decodes))
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert found[name] == value, (name, step)
+
+
+def seen(inputs: StepInputs, count: int) -> dict[str, Any]:
+    """All that kernels may see of a step with so many decodes, and where it lies."""
+    blocks = int(inputs.paged.host.kv_indptr[-1])
+    figures: dict[str, Any] = {}
+    for part in (inputs, inputs.paged, inputs.decode):
+        for field in dataclasses.fields(part):  # type: ignore[arg-type]
+            value, name = getattr(part, field.name), f"{type(part).__name__}.{field.name}"
+            if field.name == "logits_index":
+                figures[name] = value[:count].tolist(), value.data_ptr(), value.shape
+            elif field.name == "sampled_rows":
+                figures[name] = value.tolist()
+            elif isinstance(value, torch.Tensor):
+                own = value[:blocks] if field.name == "kv_indices" else value
+                figures[name] = own.tolist(), value.data_ptr(), value.shape
+            elif not dataclasses.is_dataclass(value) and field.name != "host":
+                figures[name] = value
+    for name, array in inputs.paged.host._asdict().items():
+        figures[name] = array.tolist(), array.dtype
+    return figures
+
+
+def test_steps_that_move_something_are_built_as_others_are():
+    builder = BatchBuilder(mixed_table(), 4, torch.device("cpu"), 64)
+    plan = StepPlan(0, np.asarray([3]))
+    plan.copies = [TailCopy(3, 5, 2)]
+    moves = builder.build(plan, GraphSize(2)).moves
+    assert moves is not None and moves.copy_source.tolist() == [12, 13]
 
 
 def test_prompts_alone_have_no_decodes():

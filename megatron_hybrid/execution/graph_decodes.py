@@ -1,0 +1,167 @@
+"""Inputs of steps of decodes alone, of one token each, for one CUDA graph.
+
+Step after step the same rows decode in the same graph, and the device may wait for nothing but the
+host. So what depends on the graph's size alone is made once: the arrays of the figures, as they lie
+on the device, and the tensors there. A step writes what is new into the arrays and sends them in
+one copy, with the tables of its requests behind them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hybrid.execution.cuda_graphs import GraphSize
+from megatron_hybrid.execution.decode_inputs import SingleDecodes
+from megatron_hybrid.execution.figures import SingleFigures, StepFigures, Uploads
+from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.kernels.contract import Ints, PagedHost, PagedSequences
+from megatron_hybrid.layers.inputs import StepInputs
+
+
+class GraphDecodes:
+    """Builds what BatchBuilder would, which see; tensors lie at the same places."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        singles: SingleDecodes,
+        block_size: int,
+        size: GraphSize,
+        uploads: Uploads,
+    ) -> None:
+        self._rows = rows
+        self._singles = singles
+        self._block_size = block_size
+        self._size = size
+        self._uploads = uploads
+        self._kept = uploads.keep(_padding(size.decodes, singles))
+        self._first_of_each = np.arange(size.decodes + 1)
+        self._count = 0  # of decodes in the last step
+        device = self._kept.device
+        self._device = device._replace(kv_indices=uploads.to_the_end(device.kv_indices))
+        self._decode = singles.on_device(self._device)
+
+    @staticmethod
+    def can_build(plan: StepPlan, size: GraphSize | None) -> bool:
+        """Whether a step is one of these: nothing is moved in the caches, either."""
+        return not (
+            size is None
+            or size.prompts
+            or size.drafts
+            or plan.prefills
+            or plan.resumed
+            or plan.drafts is not None
+            or plan.copies
+            or plan.packs
+            or plan.unpacks
+        )
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """As of BatchBuilder, of a step that there is room for."""
+        rows, decodes, block_size = self._rows, plan.decode_rows, self._block_size
+        count = len(decodes)
+        assert count <= self._size.decodes, (count, self._size)
+        if count < self._count:
+            self._clear(count)
+        self._count = count
+        host = self._kept.host
+        position = rows.position[decodes]
+        last_block, within = np.divmod(position, block_size)
+        host.token_ids[:count] = rows.last_token[decodes]
+        host.positions[:count] = position
+        host.kv_slot[:count] = rows.block_table[decodes, last_block] * block_size + within
+        host.kv_length[:count] = position + 1
+        host.last_block_length[:count] = within + 1
+        host.decode_rows[:count] = decodes
+        host.read_slot[:count] = rows.read_slot[decodes]
+        write_slot = rows.write_slot[decodes]
+        host.write_slot[:count] = write_slot if plan.writes is None else write_slot * plan.writes
+        blocks = last_block + 1
+        indptr = host.kv_indptr
+        np.cumsum(blocks, dtype=indptr.dtype, out=indptr[1 : count + 1])
+        indptr[count:] = indptr[count] + self._first_of_each[: len(indptr) - count]
+        if host.decodes is not None:
+            assert isinstance(host.decodes, SingleFigures)
+            self._singles.write(host.decodes, plan)
+        kv_indices = self._uploads.upload_again(
+            self._kept, self._tables(decodes, blocks), int(indptr[-1])
+        )
+        return self._inputs(kv_indices)
+
+    def _tables(self, decodes: Ints, blocks: Ints) -> Ints:
+        """The blocks of these rows, which have so many, one row's behind the other's."""
+        table = self._rows.block_table
+        if len(decodes) == 1:
+            return table[decodes[0], : blocks[0]]
+        width = int(blocks.max(initial=0))
+        used = np.arange(width) < blocks[:, None]
+        return table[decodes, :width][used]
+
+    def _inputs(self, kv_indices: Ints) -> StepInputs:
+        device, size = self._device, self._size
+        figures = self._kept.host
+        host = PagedHost(
+            figures.cu_seqlens,
+            figures.kv_length,
+            figures.kv_indptr,
+            kv_indices,
+            figures.last_block_length,
+        )
+        if kv_indices.dtype != np.int32:  # on a CPU
+            host = PagedHost(*(part.astype(np.int32) for part in host))
+        return StepInputs(
+            token_ids=device.token_ids,
+            positions=device.positions,
+            num_decodes=size.decodes,
+            paged=PagedSequences(
+                cu_seqlens=device.cu_seqlens,
+                kv_length=device.kv_length,
+                kv_indptr=device.kv_indptr,
+                kv_indices=device.kv_indices,
+                last_block_length=device.last_block_length,
+                kv_slot=device.kv_slot,
+                num_decodes=size.decodes,
+                host=host,
+                static=True,
+            ),
+            decode=self._decode,
+            prefill=None,
+            logits_index=device.logits_index,
+            decode_rows=device.decode_rows,
+            sampled_rows=device.decode_rows[: self._count],
+        )
+
+    def _clear(self, count: int) -> None:
+        """From the decode `count` on there is padding."""
+        host = self._kept.host
+        for part in (host.token_ids, host.positions, host.kv_slot, host.decode_rows):
+            part[count:] = 0
+        for part in (host.read_slot, host.write_slot):
+            part[count:] = 0
+        for part in (host.kv_length, host.last_block_length):
+            part[count:] = 1
+
+
+def _padding(decodes: int, singles: SingleDecodes) -> StepFigures[Ints]:
+    """Of a step in which nobody decodes; each has one token of KV, the first of block 0."""
+    zeros, ones = np.zeros(decodes, dtype=np.int64), np.ones(decodes, dtype=np.int64)
+    places = np.arange(decodes + 1)
+    return StepFigures(
+        token_ids=zeros,
+        positions=zeros,
+        kv_slot=zeros,
+        cu_seqlens=places,
+        kv_length=ones,
+        kv_indptr=places,
+        last_block_length=ones,
+        decode_rows=zeros,
+        read_slot=zeros,
+        write_slot=zeros,
+        # all tokens': a graph of decodes alone takes their logits as they come
+        logits_index=places[:decodes],
+        prefill=None,
+        chunk_bounds=(),
+        decodes=singles.padding(decodes),
+        kv_indices=zeros[:0],
+    )
