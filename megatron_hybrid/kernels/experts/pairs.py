@@ -91,6 +91,7 @@ def _group_few_kernel(
     """One program an expert: it counts the pairs of lower experts, which gives its first row,
     and its own, then places these. Blocks that are left over are empty ones of the last expert."""
     wait_for_inputs()
+    let_next_start()
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     chosen = tl.load(experts + pair, mask=pair < pairs, other=tl.num_programs(0))
@@ -101,7 +102,6 @@ def _group_few_kernel(
     first = begin // BLOCK_M + expert
     last = end // BLOCK_M + expert + 1  # where the next expert's blocks begin
     last = tl.where(expert == tl.num_programs(0) - 1, num_blocks, last)
-    let_next_start()
     step = tl.arange(0, 64)
     for start in range(first, last, 64):
         block = start + step

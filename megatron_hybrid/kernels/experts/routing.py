@@ -164,6 +164,7 @@ def _scores_kernel(
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
+    let_next_start()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, DEPTH)
@@ -180,7 +181,6 @@ def _scores_kernel(
             values = tl.load(inputs + start)
             numbers = tl.load(rows + start)
         total = tl.dot(values, tl.trans(numbers), total)
-    let_next_start()
     target = logits + token[:, None] * EXPERTS + n[None, :]
     mask = (token < tokens)[:, None] & (n < EXPERTS)[None, :]
     tl.store(target, total.to(logits.dtype.element_ty), mask=mask)
