@@ -12,8 +12,10 @@ from torch import Tensor
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
+from megatron_hybrid.kernels.fetch_ahead import ahead, fetch_ahead
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 
+_WARPS = 4
 _UP_ROWS = 2
 _UP_DEPTH = 1024
 _DOWN_ROWS = 4
@@ -33,9 +35,9 @@ def mix(
     hidden = x.new_empty(tokens, chosen, inner)
     y = x.new_empty(tokens, width)
     routed, beside, more = chosen * triton.cdiv(inner, _UP_ROWS), 0, 0
-    up = down = gate = shared_hidden = share = None
+    up = down = gate = shared_hidden = share = following = None
     if shared is not None:
-        up, down, gate = shared.up, shared.down, shared.gate
+        up, down, gate, following = shared
         beside = down.shape[1]
         shared_hidden = x.new_empty(tokens, beside)
         more = triton.cdiv(beside, _UP_ROWS)
@@ -45,12 +47,12 @@ def mix(
     _up_kernel[(routed + more, tokens)](
         x, experts, layer.up, hidden, up, shared_hidden, gate, share, width, inner, beside,
         chosen, layer.activation, layer.gated, limit, _UP_ROWS,
-        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=4, **OPTIONS,
+        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, _DOWN_ROWS), tokens)](
-        hidden, experts, weights, layer.down, shared_hidden, down, share, y, width, inner, beside,
-        chosen, limit, _DOWN_ROWS, min(_DOWN_DEPTH, triton.next_power_of_2(inner)),
-        num_warps=4, **OPTIONS,
+        hidden, experts, weights, layer.down, shared_hidden, down, share, y, *ahead(following),
+        width, inner, beside, chosen, limit, _DOWN_ROWS,
+        min(_DOWN_DEPTH, triton.next_power_of_2(inner)), _WARPS, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -133,8 +135,9 @@ def _add_both(total, rows, others, x, columns, DEPTH: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    hidden, experts, shares, weight, shared_hidden, shared, share, y, width, inner, beside,
-    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    hidden, experts, shares, weight, shared_hidden, shared, share, y, following, elements,
+    width, inner, beside, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One token's columns n of all its experts and the shared MLP, so that nothing is left to sum.
     EXPERTS: as above."""
@@ -155,7 +158,7 @@ def _down_kernel(
     wait_for_inputs()
     let_next_start()
     for step in range(CHOSEN * steps):
-        following = _load_step(
+        coming = _load_step(
             weight, experts + token * CHOSEN, column, step + 1, steps, width, inner,
             CHOSEN, EXPERTS, DEPTH,
         )  # fmt: skip
@@ -166,7 +169,9 @@ def _down_kernel(
             end = tl.where(tl.load(experts + pair) < EXPERTS, inner, 0)
         inputs = tl.load(hidden + pair * inner + k, mask=k < end, other=0.0).to(tl.float32)
         total += loaded.to(tl.float32) * (inputs * tl.load(shares + pair))[None, :]
-        loaded = following
+        loaded = coming
+    if following is not None:
+        fetch_ahead(following, tl.where(token == 0, elements, 0), WARPS)
     value = tl.sum(total, axis=1)
     if shared is not None:
         total = tl.zeros((ROWS, DEPTH), tl.float32)

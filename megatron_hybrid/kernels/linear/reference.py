@@ -44,7 +44,9 @@ def weights_changed() -> None:
     """Nothing is kept of weights."""
 
 
-def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Inputs, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
+) -> Tensor:
     """As in Linear."""
     if isinstance(weight, Tensor):
         return F.linear(plain_rows(x), weight, bias)
@@ -63,7 +65,12 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_activated(
-    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
+    x: Inputs,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    following: Weight | None = None,
 ) -> None:
     """One after the other."""
 

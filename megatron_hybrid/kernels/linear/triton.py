@@ -119,12 +119,14 @@ def weights_changed() -> None:
     """Nothing is kept of weights."""
 
 
-def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Inputs, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
+) -> Tensor:
     """As in Linear."""
     if isinstance(weight, Tensor):
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
-            return one_row.multiply(x, weight, bias)
+            return one_row.multiply(x, weight, bias, following=following)
         return F.linear(x, weight, bias)
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
@@ -152,13 +154,20 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_activated(
-    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
+    x: Inputs,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: str,
+    gated: bool,
+    following: Weight | None = None,
 ) -> Tensor | None:
     """As in Linear."""
     if isinstance(weight, Tensor):
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
-            return one_row.multiply(x, weight, bias, activation=activation, gated=gated)
+            return one_row.multiply(
+                x, weight, bias, activation=activation, gated=gated, following=following
+            )
     return None
 
 
