@@ -43,6 +43,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import collect_seldom
 from megatron_hybrid.execution.batch import BatchBuilder
+from megatron_hybrid.execution.cuda_graphs import graph_sizes, smallest_fit
 from megatron_hybrid.execution.plan import CatchUp, Computed, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
@@ -154,6 +155,8 @@ class FixedLogitsRunner:
     ) -> None:
         self._rows = rows
         self._builder = BatchBuilder(rows, block_size, torch.device("cpu"), 8192)
+        # As on a GPU, where graphs compute the decodes.
+        self._sizes = graph_sizes(-1, 0, max_requests, 8192)
         self._sampler = Sampler(rows, sampling, initialize())
         self._last_token = torch.zeros(max_requests, dtype=torch.int64)
         generator = torch.Generator().manual_seed(0)
@@ -162,7 +165,8 @@ class FixedLogitsRunner:
 
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> Computed:
         start = time.perf_counter()
-        inputs = self._builder.build(plan)
+        size = smallest_fit(self._sizes, StepDemand.of(plan))
+        inputs = self._builder.build(plan, size)
         logits = self._logits[: len(plan.sampled_rows)]
         sampled = self._sampler.sample(logits, plan, inputs.sampled_rows, self._last_token)
         result = sampled.result()

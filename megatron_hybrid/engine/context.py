@@ -144,7 +144,10 @@ class DynamicInferenceContext:
     @property
     def lacks_blocks(self) -> bool:
         """Whether not every decoding request can have a place for its next token."""
-        return len(self.rows_that_need_a_block()) > self.cache.kv.num_available
+        available = self.cache.kv.num_available
+        if available >= len(self.rows.decoding) - self.rows.num_free:
+            return False
+        return len(self.rows_that_need_a_block()) > available
 
     def extend_block_table(self, running: Running) -> bool:
         """One more block for a decoding request; False if there is none."""

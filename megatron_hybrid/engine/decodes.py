@@ -75,7 +75,7 @@ class Decodes:
         checkpoints are written; and hand it what is to catch up, if it computes anything."""
         rows, decodes = self._rows, plan.decode_rows
         drafts = None if plan.prefills else self._draft(decodes)
-        if drafts is not None or (rows.accepted | rows.unknown)[decodes].any():
+        if drafts is not None or self._has_drafts_to_take_up(decodes):
             plan.drafts = drafts or DraftPlan.nothing(len(decodes))
             self._reserve_room(decodes, plan.drafts)
         else:
@@ -103,6 +103,12 @@ class Decodes:
         moves = rows.read_slot[decodes] != rows.write_slot[decodes]
         ends = rows.generated[decodes] + 1 >= rows.max_tokens[decodes]
         return np.asarray(is_due | moves | ends | np.isin(decodes, kept))
+
+    def _has_drafts_to_take_up(self, decodes: Ints) -> bool:
+        rows = self._rows
+        if self.speculation is None:
+            return False
+        return bool((rows.accepted[decodes] | rows.unknown[decodes]).any())
 
     def _draft(self, decodes: Ints) -> DraftPlan | None:
         if self.speculation is None or not len(decodes):

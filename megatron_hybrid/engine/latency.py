@@ -50,6 +50,9 @@ class Histogram:
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
         """[n]: n observations at once."""
+        if len(values) == 1:
+            self.observe(float(values[0]))
+            return
         places = self._bounds.searchsorted(values)
         self._counts += np.bincount(places, minlength=len(self._counts))
         self.sum += float(values.sum())
@@ -127,15 +130,13 @@ class Latencies:
             if end.owner.is_open:
                 received -= 1
                 self._observe_prompt(end.row, end.owner, now)
-        rows = plan.decode_rows
-        tokens = np.ones(len(rows), dtype=np.int64)
-        if result.accepted is not None:
-            tokens += result.accepted
+        rows, accepted = plan.decode_rows, result.accepted
         if received < len(rows):
             is_open = [owner.is_open for owner in plan.decode_owners]
-            rows, tokens = rows[is_open], tokens[is_open]
+            rows = rows[is_open]
+            accepted = None if accepted is None else accepted[is_open]
         if len(rows):
-            self._observe_decodes(rows, tokens, now)
+            self._observe_decodes(rows, accepted, now)
 
     def has_finished(self, request: TrackedRequest) -> None:
         """For whatever reason, running or still waiting."""
@@ -146,10 +147,13 @@ class Latencies:
         return {name: histogram.as_dict() for name, histogram in self.histograms.items()}
 
     def _observe_decodes(
-        self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], now: float
+        self, rows: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64] | None, now: float
     ) -> None:
-        """Tokens of a row that come together share the time evenly."""
-        seconds = np.repeat((now - self._last_token[rows]) / tokens, tokens)
+        """Tokens of a row that come together share the time evenly. accepted: drafts before each
+        one's token; None: there were none."""
+        seconds = now - self._last_token[rows]
+        if accepted is not None:
+            seconds = np.repeat(seconds / (accepted + 1), accepted + 1)
         self.histograms["inter_token_latency_seconds"].observe_all(seconds)
         self._last_token[rows] = now
 

@@ -71,6 +71,7 @@ class CudaGraphs:
     def __init__(self, prepare: Callable[[GraphSize], Callable[[], Tensor]]) -> None:
         self._prepare = prepare
         self._graphs: dict[GraphSize, _Captured] = {}
+        self._last_choice: tuple[StepDemand, GraphSize | None] | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -94,16 +95,20 @@ class CudaGraphs:
                 graph.capture_end()
             # Other graphs may write there, but none does before whoever reads them has.
             self._graphs[size] = _Captured(graph, _without_owner(logits))
+            self._last_choice = None
 
     def clear(self) -> None:
         """Let go of all graphs, when the last replay is done."""
         if self._graphs:
             torch.cuda.synchronize()
         self._graphs.clear()
+        self._last_choice = None
 
     def choose(self, demand: StepDemand) -> GraphSize | None:
         """The size of the smallest graph that a step fits; None if there is none."""
-        return smallest_fit(self._graphs, demand)
+        if self._last_choice is None or self._last_choice[0] != demand:
+            self._last_choice = demand, smallest_fit(self._graphs, demand)
+        return self._last_choice[1]
 
     def replay(self, size: GraphSize) -> Tensor:
         """Compute the step whose inputs are in place. The logits [rows, vocabulary] are gone with

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import DeviceLostError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
@@ -29,10 +33,27 @@ def download(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """Around, or decorating, what may find that the device failed: raises DeviceLostError."""
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        raise DeviceLostError(f"The device failed: {error}") from error
+def record(event: torch.cuda.Event, device: torch.device) -> None:
+    """The event is behind all that was put on the current stream of a device. torch's own way to
+    ask for that stream, by names and through several functions, takes longer than all else."""
+    event.record(_stream(*torch._C._cuda_getCurrentStream(device.index)))
+
+
+@functools.cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+
+
+def device_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorates what may find that the device failed: raises DeviceLostError."""
+
+    @functools.wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except torch.AcceleratorError as error:
+            raise DeviceLostError(f"The device failed: {error}") from error
+
+    return guarded

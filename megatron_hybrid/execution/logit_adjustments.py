@@ -34,7 +34,7 @@ class LogitAdjustments:
         """Where in `sampled` [rows] the rows stand whose logits are adjusted now."""
         rows = self._rows
         short = rows.generated[sampled] < rows.min_tokens[sampled]
-        return np.flatnonzero(rows.adjusted[sampled] | short)
+        return (rows.adjusted[sampled] | short).nonzero()[0]
 
     def apply(self, logits: Tensor, who: npt.NDArray[np.int64], plan: StepPlan) -> None:
         """Adjust float32 logits [rows, vocabulary] of the table's rows `who` [rows] in place."""

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.capture_schedule import CaptureSchedule
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
-from megatron_hybrid.execution.device import device_errors, upload
+from megatron_hybrid.execution.device import device_errors, record, upload
 from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.pipeline import PipelineStage
 from megatron_hybrid.execution.plan import (
@@ -101,7 +101,7 @@ class ModelRunner(Runner):
         self.replayed = {"decode": 0, "mixed": 0}  # steps, by the kind of graph that ran them
         self._all_to_all_from = all_to_all_from
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def compile_kernels(self, sizes: Iterable[GraphSize]) -> None:
         """Those that steps of these sizes launch, side by side; nothing is computed."""
@@ -109,7 +109,7 @@ class ModelRunner(Runner):
             for size in sizes:
                 self._prepare_dummy(size)()
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def capture_graphs(
         self, sizes: Sequence[GraphSize], first: int | None = None, progress: bool = True
@@ -122,12 +122,12 @@ class ModelRunner(Runner):
             if (size := self._uncaptured.next()) is not None:
                 self._graphs.capture(size)
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def capture_next(self) -> bool:
         return self._capture_later(self._uncaptured.next())
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> Sampling:
         if plan.catch_ups:
@@ -144,14 +144,14 @@ class ModelRunner(Runner):
         """`launch`, and wait for the result."""
         return self.launch(plan).result()
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def dummy_forward(self, agreed: StepDemand | None = None) -> None:
         self._compute_nothing(agreed or StepDemand(decodes=1))
         if agreed is not None:
             self._was_launched(agreed)
 
-    @device_errors()
+    @device_errors
     @torch.inference_mode()
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         # only states change: what is done is that of the recurrent layers, for no token
@@ -163,7 +163,7 @@ class ModelRunner(Runner):
         runs = DecodeRuns(cu_seqlens, position, unfolded, slot, slot, row, *checkpoint)
         self._model.fold(runs, self._caches)
 
-    @device_errors()
+    @device_errors
     def update_weights(self, source: WeightsSource) -> None:
         update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
@@ -269,7 +269,7 @@ class ModelRunner(Runner):
         # put there must have been copied. It has been, when the step before that one is done.
         self._planned.synchronize()
         step = self._model.plan(inputs, self._caches)
-        self._planned.record()
+        record(self._planned, self._last_token.device)
         return step
 
     def _run(self, inputs: StepInputs, plans: KernelPlans) -> Tensor:

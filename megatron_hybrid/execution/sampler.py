@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_hybrid.execution.device import device_errors, download, upload
+from megatron_hybrid.execution.device import device_errors, download, record, upload
 from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
 from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
@@ -56,6 +56,8 @@ class Sampler:
             self._ranks = parallel.replica
             self._decider = parallel.tensor.size * (parallel.pipeline.size - 1)
         self._adjustments = LogitAdjustments(rows, kernels)
+        self._indexed = b""  # the rows of the last index
+        self._last_index = torch.empty(0, dtype=torch.int64)
 
     def sample(
         self,
@@ -69,10 +71,11 @@ class Sampler:
         sampled_rows: the plan's, on the device; last_token [rows] int64 gets the tokens. `inputs`
         of the step: where decodes have drafts."""
         table, sampled, drafts = self._rows, plan.sampled_rows, plan.drafts
-        per_row = np.ones(len(sampled), dtype=np.int64)  # tokens
+        rows, per_row = sampled, None  # of each token; tokens
         if drafts is not None:
+            per_row = np.ones(len(sampled), dtype=np.int64)
             per_row[: len(drafts.num_drafts)] += drafts.num_drafts
-        rows = np.repeat(sampled, per_row)  # of each token
+            rows = np.repeat(sampled, per_row)
         count = len(rows)
         adjusted = self._adjustments.among(rows)
         if self._has_logits:
@@ -83,14 +86,14 @@ class Sampler:
         tokens = self._spread(tokens)
         if self._has_logits and len(adjusted):
             self._adjustments.note(rows, tokens)
-        sampled_rows, newest, accepted = sampled_rows.long(), tokens, None
+        sampled_rows, newest, accepted = self._index(sampled, sampled_rows), tokens, None
         if drafts is not None:
             assert inputs is not None
             newest, accepted = self._verify(tokens, sampled_rows, drafts.num_drafts, inputs)
         elif self._last_steps is not None:
             self._last_steps.note_single(sampled_rows, tokens)
         last_token.index_copy_(0, sampled_rows, newest)
-        wanted = np.flatnonzero(table.logprobs[rows] >= 0)
+        wanted = (table.logprobs[rows] >= 0).nonzero()[0]
         own = prompt = None
         if len(wanted):
             at = upload(wanted, logits.device)
@@ -106,8 +109,17 @@ class Sampler:
         done = None
         if logits.is_cuda:
             done = torch.cuda.Event()
-            done.record()  # behind all that goes to the host
+            record(done, logits.device)  # behind all that goes to the host
         return Sampling(tokens, per_row, accepted, own, wanted, prompt, done)
+
+    def _index(self, sampled: Ints, on_device: Tensor) -> Tensor:
+        """Sampled rows as an index, which is kept while they are the same."""
+        if on_device.dtype == torch.int64:
+            return on_device
+        key = sampled.tobytes()
+        if key != self._indexed:
+            self._indexed, self._last_index = key, on_device.long()
+        return self._last_index
 
     def _verify(
         self,
@@ -163,7 +175,7 @@ class Sampler:
         adjusted: places of those whose logits are changed first."""
         drawn = self._rows.temperature[rows] > 0
         drawn[adjusted] = False  # on their own, below
-        places, point = np.flatnonzero(drawn), None
+        places, point = drawn.nonzero()[0], None
         if len(places) and inputs is not None:
             point = self._points(rows, places, plan, inputs)
         tokens = self._choose_some(logits, rows, places, point)
@@ -244,29 +256,31 @@ class Sampling(Launched):
     """The tokens of a step on their way to the host."""
 
     tokens: Tensor  # one or several of each sampled row
-    per_row: Ints  # how many
-    accepted: Tensor | None  # [decodes] drafts; None: nothing has drafts
+    per_row: Ints | None  # how many; None: nothing has drafts
+    accepted: Tensor | None  # [decodes] drafts; None: as above
     own: _Logprobs | None
     own_places: Ints  # among the tokens
     prompt: _Logprobs | None
     done: torch.cuda.Event | None  # None: on a CPU
 
-    @device_errors()
+    @device_errors
     def result(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
-        tokens, accepted = self.tokens.numpy(), None
-        is_new = np.ones(len(tokens), dtype=bool)
+        tokens, accepted, is_new = self.tokens.numpy(), None, None
         if self.accepted is not None:
+            assert self.per_row is not None
             accepted = self.accepted.numpy()
             emitted = np.ones(len(self.per_row), dtype=np.int64)
             emitted[: len(accepted)] += accepted
             first = np.cumsum(self.per_row) - self.per_row
             place = np.arange(len(tokens)) - np.repeat(first, self.per_row)
             is_new = place < np.repeat(emitted, self.per_row)
-        own = {} if self.own is None else self.own.by_row(is_new[self.own_places])
+        own = {}
+        if self.own is not None:
+            own = self.own.by_row(None if is_new is None else is_new[self.own_places])
         prompt = {} if self.prompt is None else self.prompt.by_row()
-        return StepResult(tokens[is_new], own, prompt, accepted)
+        return StepResult(tokens if is_new is None else tokens[is_new], own, prompt, accepted)
 
 
 @dataclass(slots=True)

@@ -60,7 +60,8 @@ def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @contextmanager
 def launched_by_triton() -> Iterator[None]:
-    """All launches inside are Triton's own."""
+    """All launches inside are Triton's own, as they are while something else is in the place of
+    JITFunction.run."""
     global _is_direct
     before, _is_direct = _is_direct, False
     try:
@@ -99,12 +100,15 @@ class LaunchedKernel:
         return getattr(self.function, name)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self._launch, grid) if _is_direct else self.function[grid]
+        if _is_direct and JITFunction.run is _TRITONS_RUN:
+            return partial(self._launch, grid)
+        return self.function[grid]
 
     def _learn(self, _grid: Any, *arguments: Any, **options: Any) -> Any:
         """Launch by Triton, and keep what it compiled."""
         kernel = self.function[_grid](*arguments, **options)
-        if self._can_bind and _may_keep(self.function, kernel):
+        # Functions that are to be called before each launch, Triton calls.
+        if kernel is not None and self._can_bind and not self.function.pre_run_hooks:
             with self._lock:
                 self._keep(kernel, arguments, options)
         return kernel
@@ -130,13 +134,6 @@ class LaunchedKernel:
             self._known[self._key(None, **given, **options)] = _Compiled(*_launcher(kernel), kernel)
         except TypeError:  # a constant without a hash
             return
-
-
-def _may_keep(function: JITFunction, kernel: Any) -> bool:
-    """Whether the next launch may leave Triton's out: nobody has put something in its place, or
-    wants to be called before it. kernel: what was launched, or None."""
-    untouched = JITFunction.run is _TRITONS_RUN and not function.pre_run_hooks
-    return kernel is not None and untouched and _is_direct
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -294,13 +294,17 @@ def test_known_launches_are_tritons_again(way: str) -> None:
     assert len(launcher.launches) == 1
 
 
-def test_nothing_is_kept_of_a_run_that_was_replaced() -> None:
+def test_a_run_that_was_replaced_gets_every_launch_and_nothing_is_kept_of_it() -> None:
     triton_ = Triton()
     ours = LaunchedKernel(triton_.function)
     with replaced_run():
         launch(ours)
-    launch(ours)
+    launcher = launch(ours).run
     assert triton_.runs == 2
+    with replaced_run():
+        launch(ours)
+    assert triton_.runs == 3
+    assert launcher.launches == []
 
 
 def test_functions_that_are_called_before_each_launch_are() -> None:
