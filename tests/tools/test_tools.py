@@ -202,7 +202,9 @@ def test_every_kernel_is_timed(model, tmp_path, monkeypatch, capsys):
     names = {row["name"] for row in report["rows"]}
     assert names >= {"state update", "scan", "conv decode", "conv prefill", "append KV", "rope"}
     assert names >= {"attention decode", "attention prefill", "add_rms_norm", "gated_rms_norm"}
-    assert names >= {"activation", "draw"} and ("experts" in names) == (model[0] == "g")
+    assert names >= {"activation", "draw"}
+    for name in ("router", "experts", "experts and shared MLP"):
+        assert (name in names) == (model[0] == "g")
     for row in report["rows"]:
         assert "failed" not in row
         assert row["us"] > 0 and row["floor_us"] > 0

@@ -29,7 +29,13 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
     chunk_bounds,
 )
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Router,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.protocols import ConvConstants, Filters, HeadNorms
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
@@ -247,7 +253,10 @@ class Bench:
                 yield self.activation(rows, mlp)
         if self.model.moe is not None:
             for tokens in [*self.batches(), self.rows()[-1]]:
+                yield self.router(tokens, self.model.moe)
                 yield self.experts(tokens, self.model.moe)
+                if _shared_of_experts_kind(self.model.moe):
+                    yield self.experts(tokens, self.model.moe, self.model.moe.shared)
             yield from expert_cases(self, Case)
         yield from linear_cases(self, Case)
         for rows in self.batches():
@@ -616,9 +625,22 @@ class Bench:
         shape = f"{rows} x {columns} {config.activation}{' gated' if config.gated else ''}"
         return Case("activation", shape, rows * (columns + size) * self.item, make)
 
-    def experts(self, tokens: int, config: MoEConfig) -> Case:
+    def router(self, tokens: int, config: MoEConfig) -> Case:
+        number, width = config.num_experts, self.model.hidden_size
+
+        def make() -> Calls:
+            x, weight = self.normal(tokens, width), self.normal(number, width)
+            to = Router(weight, config.experts_per_token, config.scoring, config.normalize_weights)
+            return {"ours": lambda: self.kernels.experts.route(x, to)}
+
+        moved = (number + tokens) * width * self.item
+        return Case("router", f"{tokens} tokens", moved, make, 2 * tokens * number * width)
+
+    def experts(self, tokens: int, config: MoEConfig, beside: MLPConfig | None = None) -> Case:
+        """`beside`: the MLP that all tokens share, as a layer computes it with its experts."""
         inner = config.expert.intermediate_size
-        rows = 2 * inner if config.expert.gated else inner
+        halves = 2 if config.expert.gated else 1
+        rows, shared_inner = halves * inner, 0 if beside is None else beside.intermediate_size
         width, number = config.latent_size or self.model.hidden_size, config.num_experts
         chosen = (
             torch.rand(tokens, number, device=self.device).topk(config.experts_per_token).indices
@@ -630,12 +652,38 @@ class Bench:
             up = self.normal(number, rows, width).mul_(width**-0.5)
             down = self.normal(number, width, inner).mul_(inner**-0.5)
             layer = ExpertWeights(up, down, config.expert.activation, config.expert.gated)
-            return {"ours": lambda: self.kernels.experts.mix(x, chosen, weights, layer)}
+            shared = None
+            if beside is not None:
+                shared = SharedExpert(
+                    self.normal(halves * shared_inner, width).mul_(width**-0.5),
+                    self.normal(width, shared_inner).mul_(shared_inner**-0.5),
+                    self.normal(1, width) if config.shared_gate else None,
+                )
+            return {"ours": lambda: self._mix(x, chosen, weights, layer, shared)}
 
         used = len(chosen.unique())  # experts whose weights are read
-        moved = (used * width * (rows + inner) + 2 * tokens * width) * self.item
-        flops = 2 * tokens * config.experts_per_token * width * (rows + inner)
-        return Case("experts", f"{tokens} tokens", moved, make, flops)
+        moved = ((used * inner + shared_inner) * (halves + 1) + 2 * tokens) * width * self.item
+        products = config.experts_per_token * inner + shared_inner
+        flops = 2 * tokens * products * width * (halves + 1)
+        name = "experts" if beside is None else "experts and shared MLP"
+        return Case(name, f"{tokens} tokens", moved, make, flops)
+
+    def _mix(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        layer: ExpertWeights,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """As in a layer of experts."""
+        kernels = self.kernels
+        beside: Shared | None = shared
+        if shared is not None and not kernels.experts.takes_shared(len(x), layer, shared):
+            up = kernels.linear.multiply(x, shared.up)
+            hidden = kernels.activation.activate(up, layer.activation, layer.gated)
+            beside = SharedResult(kernels.linear.multiply(hidden, shared.down), shared.gate)
+        return kernels.experts.mix(x, chosen, weights, layer, beside)
 
     def argmax(self, rows: int) -> Case:
         sampling, vocabulary = self.kernels.sampling, self.model.vocab_size
@@ -663,6 +711,14 @@ class Bench:
         used = [f"top-k {top_k}"] * (top_k > 0) + [f"top-p {top_p}"] * (top_p < 1)
         shape = f"{rows} x {vocabulary} {', '.join(used)}".rstrip()
         return Case("draw", shape, rows * vocabulary * self.item, make)
+
+
+def _shared_of_experts_kind(config: MoEConfig) -> bool:
+    """Whether all tokens share an MLP that is like the experts but for its size."""
+    shared, expert = config.shared, config.expert
+    if shared is None or config.latent_size is not None:
+        return False
+    return replace(shared, intermediate_size=expert.intermediate_size) == expert
 
 
 def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
@@ -694,6 +750,7 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
             num_experts=8,
             experts_per_token=2,
             expert=replace(model.moe.expert, intermediate_size=32),
+            shared=model.moe.shared and replace(model.moe.shared, intermediate_size=64),
         ),
     )
 
