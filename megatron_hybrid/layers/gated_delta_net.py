@@ -124,7 +124,7 @@ class GatedDeltaNet(RecurrentMixer):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         config = self.config
         qkv, z, b, a = self.in_proj.split(x, self.in_sections, plans.kernels)
-        q, k, v = self.convolve(qkv, plans).split(self.conv_sections, dim=1)
+        q, k, v = self.convolve(qkv, plans).split_with_sizes(self.conv_sections, 1)
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)

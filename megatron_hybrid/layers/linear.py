@@ -214,17 +214,21 @@ class Linear(nn.Module):
 
     def split(self, x: Inputs, sections: list[int], kernels: KernelSet) -> list[Tensor]:
         """What `forward` gives, cut into columns; without a copy where formats change there."""
-        bounds = {sum(sections[:i]) for i in range(len(sections))}
-        if len(self._runs) == 1 or not all(run.start in bounds for run in self._runs):
-            return list(self.forward(x, kernels).split(sections, dim=1))
+        if len(self._runs) == 1 or not self._begins_with_sections(sections):
+            return list(self.forward(x, kernels).split_with_sizes(sections, 1))
         cut: list[Tensor] = []
         for run in self._runs:
             covered, sizes = 0, list[int]()
             while covered < run.stop - run.start:
                 sizes.append(sections[len(cut) + len(sizes)])
                 covered += sizes[-1]
-            cut += self._product(x, run, kernels).split(sizes, dim=1)
+            cut += self._product(x, run, kernels).split_with_sizes(sizes, 1)
         return cut
+
+    def _begins_with_sections(self, sections: list[int]) -> bool:
+        """Whether no format changes within one."""
+        bounds = {sum(sections[:i]) for i in range(len(sections))}
+        return all(run.start in bounds for run in self._runs)
 
     def rows(self, x: Tensor, start: int, stop: int, kernels: KernelSet) -> Tensor:
         """Some of the outputs alone: [tokens, inputs] -> [tokens, stop - start]."""

@@ -132,7 +132,7 @@ class Mamba2(RecurrentMixer):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels = plans.kernels
         gate, convolved, dt = self.in_proj.split(x, self.in_sections, kernels)
-        values, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
+        values, b, c = self.convolve(convolved, plans).split_with_sizes(self.conv_sections, 1)
         values = values.unflatten(1, (self.heads, self.config.head_dim))
         b, c = (part.unflatten(1, (self.groups, self.config.state_size)) for part in (b, c))
         constants = Mamba2Constants(
