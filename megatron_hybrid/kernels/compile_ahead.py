@@ -38,9 +38,11 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         launched.append(kernel)
         return kernel
 
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+
     def begin() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if index is not None:
+            torch.cuda.set_device(index)
 
     with ThreadPoolExecutor(_threads(), "compile", initializer=begin) as pool:
         # What can't be compiled says so when it is launched.
