@@ -23,6 +23,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import flashinfer
@@ -43,6 +44,7 @@ from megatron_hybrid.kernels.contract import (
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.paged_attention import prompts, reference
 from megatron_hybrid.kernels.paged_attention.prompts import GatheredLayout, PromptKernel
+from megatron_hybrid.kernels.paged_attention.replanning import PlanCall
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
     TritonPlan,
@@ -206,13 +208,19 @@ class _Wrappers:
             kernel: _new_prefill_wrapper(workspace, kernel) for kernel in kernels
         }
         self._decode: dict[_Graph | None, Any] = {}  # None: outside of graphs
+        # of graphs' decodes; None: it can't be made again
+        self._calls: dict[_Graph | None, PlanCall | None] = {}
 
     def plan_decodes(self, paged: PagedSequences) -> Any:
         """The decode wrapper, planned for the first num_decodes sequences."""
         shape, count = self._shape, paged.num_decodes
         graph = _graph_of(paged)
-        wrapper = self._decode.get(graph)
         indptr = torch.from_numpy(paged.host.kv_indptr[: count + 1])
+        kv_length = torch.from_numpy(paged.host.kv_length[:count])
+        if (call := self._calls.get(graph)) is not None:
+            call.again(indptr, kv_length)
+            return call.wrapper
+        wrapper = self._decode.get(graph)
         last_length = torch.from_numpy(paged.host.last_block_length[:count])
         heads = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
         types = {
@@ -225,7 +233,8 @@ class _Wrappers:
             wrapper.plan(indptr, paged.kv_indices, last_length, *heads, **types)
             return wrapper
         # plan() again would take microseconds a sequence and copy tables that are there already
-        fast_decode_plan(
+        plan = partial(
+            fast_decode_plan,
             wrapper,
             paged.kv_indptr[: count + 1],
             paged.kv_indices,
@@ -234,6 +243,10 @@ class _Wrappers:
             **types,
             global_override_indptr_cpu=indptr,
         )
+        if paged.static and graph not in self._calls:
+            self._calls[graph] = PlanCall.watch(wrapper, plan, indptr, kv_length)
+        else:
+            plan()
         if not paged.static:
             # It keeps the host array that it was given instead of reading the device's.
             wrapper._paged_kv_last_page_len_buf = paged.last_block_length[:count]
