@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -16,6 +16,14 @@ from megatron_hybrid.errors import DeviceLostError
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_ALIGNMENT = 16  # bytes
+_TORCH_TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """A copy on the device."""
@@ -23,6 +31,24 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     if device.type == "cuda":  # from pageable memory the copy would wait for the device
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def upload_together(
+    values: Sequence[npt.NDArray[np.generic]], device: torch.device
+) -> list[Tensor]:
+    """Copies of arrays [n] of any types, which go to the device as one; each begins at a multiple
+    of 16 bytes, as kernels want it."""
+    sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in values]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    numbers, start = host.numpy(), 0
+    for part, size in zip(values, sizes, strict=True):
+        numbers[start : start + part.nbytes].view(part.dtype)[:] = part
+        start += size
+    parts = host.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [
+        part.view(_TORCH_TYPES[own.dtype.name])[: len(own)]
+        for part, own in zip(parts, values, strict=True)
+    ]
 
 
 def download(values: Tensor) -> Tensor:

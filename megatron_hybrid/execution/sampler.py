@@ -15,7 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_hybrid.execution.device import device_errors, download, record, upload
+from megatron_hybrid.execution.device import (
+    device_errors,
+    download,
+    record,
+    upload,
+    upload_together,
+)
 from megatron_hybrid.execution.logit_adjustments import LogitAdjustments
 from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
@@ -239,13 +245,11 @@ class Sampler:
         rows, who = self._rows, sampled[drawn]
         top_k, top_p, min_p = rows.top_k[who], rows.top_p[who], rows.min_p[who]
         here = uniform(rows.seed[who], rows.generated[who])
-        figures = np.stack([drawn, rows.temperature[who], top_k, top_p, min_p, here])
-        at, temperature, k, p, least, where = upload(figures, logits.device)
-        index, where = at.long(), where if point is None else point
-        filters = Filters(
-            temperature.float(), k.int(), p.float(), least.float(),
-            bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any()),
-        )  # fmt: skip
+        figures = here, drawn, rows.temperature[who], top_k.astype(np.int32), top_p, min_p
+        where, index, temperature, k, p, least = upload_together(figures, logits.device)
+        where = where if point is None else point
+        uses = bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any())
+        filters = Filters(temperature, k, p, least, *uses)
         if len(drawn) < len(sampled):
             logits = logits.index_select(0, index)
         return self._kernels.draw(logits, filters, where), index
