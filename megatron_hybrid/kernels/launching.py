@@ -11,8 +11,8 @@ the stream directly:
         known:    launcher(grid, stream, function, address of x, n, ...)
         unknown:  Triton's own launch; what it compiled is kept under the key
 
-A key tells apart at least what Triton tells apart. Whatever this file doesn't know (tensor
-descriptors, tuples, hooks of profilers, other options) is launched by Triton.
+A key tells apart at least what Triton tells apart. Whatever this file doesn't know (tuples, hooks
+of profilers, other options) is launched by Triton.
 
 Unlike Triton it does not look whether a tensor is on a GPU, except in the first launch with a key.
 """
@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,11 +33,17 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TRITONS_RUN = JITFunction.run
 # Options of a launch that keys have places for.
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 _is_direct = True
+
+# Of tensor descriptors: what differs from launch to launch, and what kernels are compiled for.
+_GIVEN = {"base", "shape", "strides"}
+_COMPILED = [field.name for field in fields(TensorDescriptor) if field.name not in _GIVEN]
+_knows_descriptors = set(_COMPILED) <= {"block_shape", "padding", "round_f32_to_tf32"}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -174,6 +181,8 @@ def _kind(value: Any) -> type:
         return Tensor
     if value is None:
         return type(None)
+    if type(value) is TensorDescriptor and _knows_descriptors:
+        return TensorDescriptor
     return type(value) if type(value) in (int, bool, float) else object
 
 
@@ -192,6 +201,7 @@ def _generate(
     scope = {
         **{"_known": known, "_learn": learn, "_hooks": knobs.runtime},
         **{"_Unlike": _Unlike, "_widths": _widths, "_mixed": _mixed},
+        **{"TensorDescriptor": TensorDescriptor},
         **{"_device_now": _current_device, "_stream_now": _current_stream},
     }
     for name, parameter in function.signature.parameters.items():
@@ -214,7 +224,7 @@ class _Writer:
         self._passed: list[str] = []
         self._aligned: list[str] = []  # addresses
         self._integers: list[str] = []
-        self._classes: dict[str, list[str]] = {}  # of scalars: their names
+        self._classes: dict[str, list[str]] = {}  # of neither addresses nor constants: their names
 
     def add(self, param: Any, kinds: set[type]) -> None:
         """A parameter of which arguments of these kinds were seen; none: a constant."""
@@ -224,6 +234,14 @@ class _Writer:
         elif kinds == {type(None)}:
             self._prepare.append(f"if {name} is not None: raise _Unlike")
             self._passed.append("None")
+        elif kinds == {TensorDescriptor}:
+            self._classes.setdefault(TensorDescriptor.__name__, []).append(name)
+            self._key.append(f"{name}.base.dtype")
+            self._key += [
+                f"tuple({name}.block_shape)" if part == "block_shape" else f"{name}.{part}"
+                for part in _COMPILED
+            ]
+            self._passed.append(name)
         elif len(kinds) == 1:
             (kind,) = kinds
             self._classes.setdefault(kind.__name__, []).append(name)
@@ -311,6 +329,8 @@ def _mixed(value: Any) -> Any:
     kind = _kind(value)
     if kind is object:
         raise _Unlike
+    if kind is TensorDescriptor:
+        return TensorDescriptor, value.base.dtype, *(str(getattr(value, n)) for n in _COMPILED)
     if kind is Tensor:
         return value.dtype, value.data_ptr() % 16 == 0
     if kind is int:

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs  # noqa: E402
 from megatron_hybrid.kernels.launching import LaunchedKernel, launched  # noqa: E402
@@ -41,6 +42,13 @@ def _kernel(x, weight, out, count, step, scale, flag, ADDED: tl.constexpr, BLOCK
 def _plain_kernel(x, out, count, step, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at * step, mask=at < count, other=0), mask=at < count)
+
+
+@launched
+def _tile_kernel(x, out, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x: a tensor descriptor."""
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + place, x.load([row, 0]))
 
 
 def _numbers(dtype: torch.dtype, first: int = 0) -> Tensor:
@@ -122,6 +130,20 @@ def test_integers_that_are_not_compiled_in() -> None:
                 _plain_kernel[(5,)](x, out, count, step, BLOCK=64)
             assert torch.equal(out[:count], x[: count * step : step])
             assert not out[count:].any()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16)] * 2)
+def test_tensor_descriptors(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Of other tensors in every launch."""
+    for dtype in dtypes:
+        for rows, columns in ((8, 32), (16, 32), (8, 64)):
+            for row in (0, 3, 16):
+                x = _numbers(dtype)[: 32 * 64].view(32, 64)
+                out = torch.zeros(rows, columns, dtype=dtype, device="cuda")
+                described = TensorDescriptor(x, [32, 64], [64, 1], [rows, columns])
+                _tile_kernel[(1,)](described, out, row, ROWS=rows, COLUMNS=columns)
+                assert torch.equal(out, x[row : row + rows, :columns]), (dtype, rows, columns, row)
+    assert len(_tile_kernel._known) >= 6
 
 
 def test_known_launches_do_not_go_through_triton() -> None:

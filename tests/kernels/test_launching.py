@@ -316,18 +316,47 @@ def test_functions_that_are_called_before_each_launch_are() -> None:
     assert triton_.runs == 3
 
 
-def test_tensor_descriptors_are_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+def described(block: list[int], dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    return TensorDescriptor(torch.zeros(16, 16, dtype=dtype), [16, 16], [16, 1], block, **more)
+
+
+def test_tensor_descriptors_are_told_apart_by_what_is_compiled() -> None:
     triton_ = Triton()
     ours = LaunchedKernel(triton_.function)
-    described = TensorDescriptor(torch.zeros(16, 16), [16, 16], [16, 1], [8, 8])
-    for _ in range(2):
-        launch(ours, x=described)
+    cases = [([8, 8],), ([16, 8],), ([8, 16],), ([8, 8], torch.float16)]
+    for _ in range(3):
+        for case in cases:
+            given = described(*case)
+            found = launch(ours, x=given)
+            assert found is triton_.compiled[triton_.key(**{**PLAIN, "x": given, "num_warps": 4})]
+            if found.run.launches:
+                assert found.run.launches[-1][-10] is given
+    assert triton_.runs == len(cases)
+
+
+def test_tensors_may_come_in_the_place_of_tensor_descriptors() -> None:
+    triton_ = Triton()
+    ours = LaunchedKernel(triton_.function)
+    cases = [{"x": described([8, 8])}, {}, {"x": described([16, 8])}]
+    for _ in range(3):
+        for changes in cases:
+            arguments = {**PLAIN, **changes, "num_warps": 4}
+            assert launch(ours, **changes) is triton_.compiled[triton_.key(**arguments)]
+    before = triton_.runs
+    for changes in cases:
+        launch(ours, **changes)
+    assert triton_.runs == before
+
+
+def test_tuples_are_tritons() -> None:
+    triton_ = Triton()
+    ours = LaunchedKernel(triton_.function)
     launch(ours)
     for _ in range(2):
-        launch(ours, x=described)
-    assert triton_.runs == 5
+        launch(ours, x=(PLAIN["x"], PLAIN["out"]))
+    assert triton_.runs == 3
     launch(ours)
-    assert triton_.runs == 5
+    assert triton_.runs == 3
 
 
 def test_grids_that_are_functions_and_constants_without_a_hash_are_tritons() -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -264,7 +263,7 @@ def _quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _bytes_kernel(
     x, weight, x_scale, scale, bias, y, partial, counter, tokens, rows, columns,
     x_scale_row, x_scale_group, scale_row,
@@ -321,7 +320,7 @@ def _bytes_kernel(
     tl.store(y + place, total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _plain_inputs_kernel(
     x, weight, scale, zero, row_scale, bias, y, partial, counter, tokens, rows, columns, x_row,
     scale_row, KEPT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
