@@ -21,6 +21,7 @@ from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.convolved import ConvolvedDeltaRule, ConvolvedMamba2
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
@@ -63,6 +64,9 @@ class KernelSet:
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`
+    # What computes more of a layer at once, where there is something.
+    convolved_mamba2: ConvolvedMamba2 | None = None
+    convolved_delta_rule: ConvolvedDeltaRule | None = None
 
 
 REFERENCE = KernelSet(
@@ -109,6 +113,8 @@ def _libraries() -> KernelSet:
         captures=False,  # plans wait for the device
         stores_checkpoints=False,
         has_runs=False,
+        convolved_mamba2=None,  # the libraries' convolutions and scans are wanted
+        convolved_delta_rule=None,
     )
     if not missing_libraries(["causal_conv1d"]):
         from megatron_hybrid.kernels.causal_conv1d import library as conv
@@ -146,9 +152,11 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.gated_delta_rule import triton_convolved as convolved_delta_rule
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
+    from megatron_hybrid.kernels.mamba2_scan import triton_convolved as convolved_mamba2
     from megatron_hybrid.kernels.norm import triton as norm
     from megatron_hybrid.kernels.packed_states import triton as packing
     from megatron_hybrid.kernels.rope import triton as rope
@@ -171,6 +179,8 @@ def _gpu() -> KernelSet:
         rope=rope,
         sampling=sampling,
         captures=True,
+        convolved_mamba2=convolved_mamba2,
+        convolved_delta_rule=convolved_delta_rule,
     )
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention

@@ -107,10 +107,19 @@ class RecurrentMixer(Mixer):
         seed = plans.caches.rounding_seed
         return None if seed is None else layer_seed(seed, self.layer, self.parallel.rank)
 
+    def only_part(self, plans: KernelPlans, kind: PartKind) -> StepPart | None:
+        """The step's tokens, if all of them are of this kind."""
+        parts = self._parts(plans)
+        return parts[0] if len(parts) == 1 and parts[0].kind is kind else None
+
+    def conv_constants(self, silu: bool = True) -> ConvConstants:
+        """Of the layer's convolution."""
+        return ConvConstants(self.conv_weight, self.conv_bias, silu)
+
     def convolve(self, x: Tensor, plans: KernelPlans, *, silu: bool = True) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
         kernel, state, parts = plans.kernels.conv, self.state(plans).conv, self._parts(plans)
-        constants = ConvConstants(self.conv_weight, self.conv_bias, silu)
+        constants = self.conv_constants(silu)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.conv
         if len(parts) == 1:

@@ -39,6 +39,7 @@ from megatron_hybrid.kernels.devices import (
     processors,
     row_strides,
 )
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     LOG2_E,
     decode,
@@ -89,15 +90,15 @@ def prefill(
     tile = max(d for d in range(1, min(chunk, tile) + 1) if chunk % d == 0)
     if part is None:
         part = _chunks_per_part(s, chunk, x, block_p)
-    block_l = max(16, triton.next_power_of_2(tile))
+    block_l = max(16, next_power_of_2(tile))
     sequences = s.start_position.shape[0]
     segments = (s.cu_seqlens, s.start_position, sequences)
 
     # Rows of a multiple of 16, always: Triton would compile anew for an argument that is not.
-    row = triton.cdiv(count, 16) * 16
+    row = cdiv(count, 16) * 16
     decays = torch.empty(2, heads, row, dtype=torch.float32, device=x.device)
     tiles = (count + sequences * (tile - 1)) // tile + sequences  # at most
-    _decays_kernel[(triton.cdiv(heads, 8), tiles)](
+    _decays_kernel[(cdiv(heads, 8), tiles)](
         dt, A, dt_bias, *dt_limit, decays, *segments, dt.stride(0), row, heads,
         TILE=tile, BLOCK_L=block_l, BLOCK_H=8,
     )  # fmt: skip
@@ -151,7 +152,7 @@ def _chunks_per_part(segments: PrefillSegments, chunk: int, x: Tensor, block_p: 
     if segments.longest < 8 * chunk or segments.longest * at_once < 1.5 * tokens * each:
         return 0
     rounds = 3 if tokens >= 64 * chunk else 1
-    return triton.cdiv(triton.cdiv(tokens, chunk), max(2, rounds * at_once // each))
+    return cdiv(cdiv(tokens, chunk), max(2, rounds * at_once // each))
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def _locate(
     return sequence, index - before
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@launched(do_not_specialize=_VARYING)
 def _decays_kernel(
     dt_ptr, a_ptr, bias_ptr, dt_min, dt_max, decays_ptr, cu_seqlens_ptr, start_ptr, sequences,
     dt_row, decays_row, heads,
@@ -263,7 +264,7 @@ def _added(x, bt, cs_dt, last, s):
     return tl.dot(bt, scaled, s * tl.exp2(last), input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@launched(do_not_specialize=_VARYING)
 def _chunk_states_kernel(
     x_ptr, b_ptr, decays_ptr, carried_ptr, factors_ptr,
     cu_seqlens_ptr, start_ptr, sequences, part,
@@ -302,7 +303,7 @@ def _chunk_states_kernel(
     tl.store(factors_ptr + row, factor)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@launched(do_not_specialize=_VARYING)
 def _pass_states_kernel(
     state_ptr, read_ptr, carried_ptr, factors_ptr, cu_seqlens_ptr, start_ptr, sequences, part,
     state_slot, STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -335,7 +336,7 @@ def _pass_states_kernel(
     tl.store(carried_ptr, h)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@launched(do_not_specialize=_VARYING)
 def _prefill_kernel(
     x_ptr, b_ptr, c_ptr, decays_ptr, d_ptr,
     state_ptr, carried_ptr, y_ptr,

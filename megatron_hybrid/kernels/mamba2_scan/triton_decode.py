@@ -278,42 +278,92 @@ def _single_kernel(
         other=0.0,
     ).to(tl.float32)
 
-    wait_for_inputs()  # the state was there before
+    constants = constants_of_head(a_ptr, d_ptr, bias_ptr, head)
+    i = tl.arange(0, TOKENS)
+    place = ring + (position - unfolded + i) % RING
+    old = unfolded_inputs(
+        ring_x_ptr, ring_b_ptr, ring_dt_ptr, place, i, unfolded, write, p, head, group,
+        HEADS, GROUPS, HEAD_DIM, SIZE,
+    )  # fmt: skip
+
+    wait_for_inputs()  # all that was there before
     row = tl.cast(begin, tl.int64)
-    in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
-    raw_x = tl.load(x_ptr + row * x_row + in_x, mask=p < HEAD_DIM * count, other=0.0)
+    in_b = group * SIZE + n
+    raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p, mask=p < HEAD_DIM * count, other=0.0)
     raw_b = tl.load(b_ptr + row * b_row + in_b, mask=n < SIZE * count, other=0.0)
     c = tl.load(c_ptr + row * c_row + in_b, mask=n < SIZE * count, other=0.0).to(tl.float32)
+    column = tl.arange(0, SIZE)
+    of_c = c_ptr + row * c_row + group * SIZE + column
+    flat_c = tl.load(of_c, mask=column < SIZE * count, other=0.0).to(tl.float32)
+    is_new = (i >= unfolded) & (i < unfolded + count)
+    new_dt = tl.load(dt_ptr + row * dt_row + head + i * 0, is_new, 0.0)
+    take_single(
+        h, raw_x, raw_b, c, flat_c, new_dt, old, constants, n, p, part, head, group,
+        count, position, unfolded, write, ring, checkpoint, tokens_in,
+        state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr + row * y_row, state_slot,
+        heads_per_group, dt_min, dt_max, seed, HEADS, GROUPS, RING, TOKENS, HEAD_DIM, SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def constants_of_head(a_ptr, d_ptr, bias_ptr, head):
+    """A, D and the bias of dt."""
+    return tl.load(a_ptr + head), tl.load(d_ptr + head), tl.load(bias_ptr + head)
+
+
+@triton.jit
+def unfolded_inputs(
+    ring_x_ptr, ring_b_ptr, ring_dt_ptr, place, i, unfolded, write, p, head, group,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """What take_single wants of tokens in these places, all of it in flight at once: x [TOKENS,
+    rows] and B [TOKENS, SIZE], where no state is written, and dt [TOKENS]."""
+    column = group * SIZE + tl.arange(0, SIZE)
+    is_kept = i[:, None] < tl.where(write > 0, 0, unfolded)
+    in_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[:, None] + (head * HEAD_DIM + p)[None, :]
+    in_b = ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + column[None, :]
+    dt = tl.load(ring_dt_ptr + place * HEADS + head, i < unfolded, 0.0)
+    return tl.load(in_x, is_kept, 0.0), tl.load(in_b, is_kept, 0.0), dt
+
+
+@triton.jit
+def take_single(
+    h, raw_x, raw_b, c, flat_c, new_dt, old, constants, n, p, part, head, group,
+    count, position, unfolded, write, ring, checkpoint, tokens_in,
+    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr, state_slot,
+    heads_per_group, dt_min, dt_max, seed,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Fold into h what is unfolded, and the token's output and inputs, to where they belong.
+
+    h [SIZE / LANES, rows, LANES]: rows p of a head's state that was read; raw_x [rows], raw_b and c
+    [SIZE / LANES, LANES], flat_c [SIZE]: of the token, zeros where there is none; new_dt [TOKENS]:
+    its own in place `unfolded`; old: unfolded_inputs; y_ptr: of its row; ring: its sequence's first
+    place; tokens_in: how many from the first unfolded one on the checkpoint has.
+    """
+    old_x, old_b, old_dt = old
+    a, d, bias = constants
+    of_row = p[None, :, None]
+    in_slot = head * (HEAD_DIM * SIZE) + of_row * SIZE + n[:, None, :]
+    in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
     # dt of the unfolded tokens, and behind them of the call's
     i = tl.arange(0, TOKENS)
     is_new = (i >= unfolded) & (i < unfolded + count)
-    kept_dt = ring_dt_ptr + (ring + (position - unfolded + i) % RING) * HEADS + head
-    new_dt = tl.load(dt_ptr + row * dt_row + head + i * 0, is_new, 0.0)
-    dt = tl.where(is_new, new_dt, tl.load(kept_dt, i < unfolded, 0.0)).to(tl.float32)
-    dt = softplus(dt + tl.load(bias_ptr + head))
+    dt = tl.where(is_new, new_dt, old_dt).to(tl.float32)
+    dt = softplus(dt + bias)
     dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    log_decay = tl.where(i < unfolded + count, dt * (tl.load(a_ptr + head) * LOG2_E), 0.0)
+    log_decay = tl.where(i < unfolded + count, dt * (a * LOG2_E), 0.0)
     cs = tl.cumsum(log_decay, 0)
     total = tl.sum(log_decay, 0)
     weight = tl.exp2(tl.minimum(total - cs, 0.0)) * dt
     new_weight = take_from(dt, unfolded)
-    d = tl.load(d_ptr + head)
     x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
-    y_ptrs = y_ptr + row * y_row + in_x
+    y_ptrs = y_ptr + in_x
 
-    place = ring + (position - unfolded + i) % RING
     has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
     if (count > 0) & (write <= 0) & (has_checkpoint == 0):
-        columns = group * SIZE + tl.arange(0, SIZE)
-        is_kept = (i < unfolded)[:, None]
-        old_b = tl.load(
-            ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + columns[None, :], is_kept, 0.0
-        )
-        old_x = tl.load(
-            ring_x_ptr + (place * (HEADS * HEAD_DIM))[:, None] + in_x[None, :], is_kept, 0.0
-        )
-        own_c = tl.load(c_ptr + row * c_row + columns).to(tl.float32)
-        scores = tl.sum(old_b.to(tl.float32) * own_c[None, :], 1) * weight
+        scores = tl.sum(old_b.to(tl.float32) * flat_c[None, :], 1) * weight
         y = tl.sum(old_x.to(tl.float32) * scores[:, None], 0)
         y += (tl.sum(tl.sum(c * b, 0), 0) * new_weight + d) * x
         y += tl.sum(tl.sum(h * c[:, None, :], 0), 1) * tl.exp2(total)
@@ -339,7 +389,7 @@ def _single_kernel(
         h += (x * new_weight)[None, :, None] * b[:, None, :]
         after = position + count
         store_state(state_ptr, write, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM)
-        if tokens_in == unfolded + count:
+        if has_checkpoint & (tokens_in == unfolded + count):
             store_state(
                 state_ptr, checkpoint, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM
             )
@@ -350,7 +400,8 @@ def _single_kernel(
         new_place = ring + position % RING
         tl.store(ring_x_ptr + new_place * (HEADS * HEAD_DIM) + in_x, raw_x)
         if part == 0:
-            tl.store(kept_dt, new_dt, is_new)
+            place = ring + (position - unfolded + i) % RING
+            tl.store(ring_dt_ptr + place * HEADS + head, new_dt, is_new)
             if head % heads_per_group == 0:
                 tl.store(ring_b_ptr + new_place * (GROUPS * SIZE) + in_b, raw_b)
 
