@@ -13,6 +13,7 @@ from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wa
 from megatron_hybrid.kernels.experts.pairs import activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.fetch_ahead import ahead, fetch_ahead
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 
 _WARPS = 4
@@ -34,30 +35,30 @@ def mix(
     limit = num_experts if layer.elsewhere else 0
     hidden = x.new_empty(tokens, chosen, inner)
     y = x.new_empty(tokens, width)
-    routed, beside, more = chosen * triton.cdiv(inner, _UP_ROWS), 0, 0
+    routed, beside, more = chosen * cdiv(inner, _UP_ROWS), 0, 0
     up = down = gate = shared_hidden = share = following = None
     if shared is not None:
         up, down, gate, following = shared
         beside = down.shape[1]
         shared_hidden = x.new_empty(tokens, beside)
-        more = triton.cdiv(beside, _UP_ROWS)
+        more = cdiv(beside, _UP_ROWS)
         if gate is not None:
             share = torch.empty(tokens, dtype=torch.float32, device=x.device)
             more += 1
     _up_kernel[(routed + more, tokens)](
         x, experts, layer.up, hidden, up, shared_hidden, gate, share, width, inner, beside,
         chosen, layer.activation, layer.gated, limit, _UP_ROWS,
-        min(_UP_DEPTH, triton.next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
+        min(_UP_DEPTH, next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(width, _DOWN_ROWS), tokens)](
+    _down_kernel[(cdiv(width, _DOWN_ROWS), tokens)](
         hidden, experts, weights, layer.down, shared_hidden, down, share, y, *ahead(following),
         width, inner, beside, chosen, limit, _DOWN_ROWS,
-        min(_DOWN_DEPTH, triton.next_power_of_2(inner)), _WARPS, num_warps=_WARPS, **OPTIONS,
+        min(_DOWN_DEPTH, next_power_of_2(inner)), _WARPS, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
 
 
-@triton.jit
+@launched
 def _up_kernel(
     x, experts, weight, hidden, shared, shared_hidden, gate, share, width, inner, beside,
     CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr,
@@ -133,7 +134,7 @@ def _add_both(total, rows, others, x, columns, DEPTH: tl.constexpr):
     return first, second
 
 
-@triton.jit
+@launched
 def _down_kernel(
     hidden, experts, shares, weight, shared_hidden, shared, share, y, following, elements,
     width, inner, beside, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
 # At most so many tokens go pair by pair: more would read experts that they share too often.
 FEW_TOKENS = 4
@@ -36,8 +37,8 @@ def sum_pairs(
     (tokens, chosen), width = experts.shape, parts.shape[1]
     y = parts.new_empty(tokens, width, dtype=dtype)
     # Each program of a token computes the sigmoid: better there are few.
-    block = min(triton.next_power_of_2(width), 1024 if gate is None else 2048)
-    _sum_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(next_power_of_2(width), 1024 if gate is None else 2048)
+    _sum_kernel[(tokens, cdiv(width, block))](
         parts, experts, beside, x, gate, y, tokens, 0 if beside is None else beside.shape[0],
         chosen, width, num_experts, block, num_warps=4, **OPTIONS,
     )  # fmt: skip
@@ -63,15 +64,15 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
     few = pairs <= _FEW_PAIRS
     blocks = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
     if few:
-        block = max(triton.next_power_of_2(pairs), 128)
+        block = max(next_power_of_2(pairs), 128)
         _group_few_kernel[(num_experts,)](
             experts, order, blocks, pairs, blocks.shape[1], rows, block,
             num_warps=max(block // 512, 1), **OPTIONS,
         )  # fmt: skip
         return Groups(order, blocks)
-    chunks = triton.cdiv(pairs, _CHUNK * _MOST_PIECES)
-    pieces = triton.cdiv(pairs, _CHUNK * chunks)
-    bins = triton.next_power_of_2(num_experts)
+    chunks = cdiv(pairs, _CHUNK * _MOST_PIECES)
+    pieces = cdiv(pairs, _CHUNK * chunks)
+    bins = next_power_of_2(num_experts)
     counts = torch.empty(pieces, bins, dtype=torch.int32, device=experts.device)
     _count_kernel[(pieces,)](experts, counts, pairs, chunks, num_experts, _CHUNK, bins)
     _place_kernel[(pieces,)](
@@ -84,7 +85,7 @@ def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
 
 
-@triton.jit(do_not_specialize=["pairs", "num_blocks"])
+@launched(do_not_specialize=["pairs", "num_blocks"])
 def _group_few_kernel(
     experts, order, blocks, pairs, num_blocks, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr
 ):
@@ -117,7 +118,7 @@ def _group_few_kernel(
 # first kernel, and placed by one of a second, which adds up the counts of all pieces by itself.
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks"])
+@launched(do_not_specialize=["pairs", "chunks"])
 def _count_kernel(
     experts, counts, pairs, chunks, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr
 ):
@@ -130,7 +131,7 @@ def _count_kernel(
     tl.store(counts + piece * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks", "num_blocks"])
+@launched(do_not_specialize=["pairs", "chunks", "num_blocks"])
 def _place_kernel(
     experts, counts, order, blocks, pairs, chunks, num_blocks, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
@@ -212,7 +213,7 @@ def gate_of(x, gate, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sigmoid(tl.sum(sums, axis=0))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _sum_kernel(
     parts, experts, beside, x, gate, y, tokens, SLICES: tl.constexpr,
     CHOSEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,

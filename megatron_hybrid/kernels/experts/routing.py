@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.protocol import Router
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.linear.products import counters
 
@@ -48,9 +49,9 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     num_experts, width = router.weight.shape
     experts, weights = _results(x, router)
     logits = _logits(x, router)
-    _route_kernel[(triton.cdiv(num_experts, _ROWS), tokens)](
+    _route_kernel[(cdiv(num_experts, _ROWS), tokens)](
         x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
-        width, ROWS=_ROWS, DEPTH=min(_DEPTH, triton.next_power_of_2(width)), num_warps=4, **OPTIONS,
+        width, ROWS=_ROWS, DEPTH=min(_DEPTH, next_power_of_2(width)), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return experts, weights
 
@@ -70,7 +71,7 @@ def tiled_scores(x: Tensor, router: Router, tile: Tile) -> Tensor:
     """`scores`, of numbers in 16 bits."""
     (tokens, width), num_experts = x.shape, len(router.weight)
     logits = _logits(x, router)
-    _scores_kernel[(triton.cdiv(num_experts, tile.experts), triton.cdiv(tokens, tile.tokens))](
+    _scores_kernel[(cdiv(num_experts, tile.experts), cdiv(tokens, tile.tokens))](
         x.contiguous(), router.weight, logits, tokens, width, num_experts, *tile, 4,
         num_warps=4, **OPTIONS,
     )  # fmt: skip
@@ -116,11 +117,11 @@ def _choice(router: Router, experts: Tensor, weights: Tensor) -> tuple[object, .
     return (
         router.bias, experts, weights, router.eps, router.factor, router.scoring,
         router.normalize, num_experts, router.chosen, router.num_groups, router.chosen_groups,
-        triton.next_power_of_2(num_experts), triton.next_power_of_2(router.chosen),
+        next_power_of_2(num_experts), next_power_of_2(router.chosen),
     )  # fmt: skip
 
 
-@triton.jit
+@launched
 def _route_kernel(
     x, weight, logits, counter, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
@@ -158,7 +159,7 @@ def _route_kernel(
 
 
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _scores_kernel(
     x, weight, logits, tokens, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
@@ -186,7 +187,7 @@ def _scores_kernel(
     tl.store(target, total.to(logits.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@launched
 def _choose_kernel(
     logits, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,

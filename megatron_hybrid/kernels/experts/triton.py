@@ -45,6 +45,7 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedResult,
 )
 from megatron_hybrid.kernels.experts.routing import route as route
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
@@ -159,7 +160,7 @@ def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tenso
     tokens, width = x.shape
     x, routed, shared = x.contiguous(), routed.contiguous(), shared.contiguous()
     y = torch.empty_like(routed)
-    block = min(triton.next_power_of_2(width), 2048)
+    block = min(next_power_of_2(width), 2048)
     if tokens:
         _add_shared_kernel[(tokens,)](
             routed, shared, x, gate, y, width, block, num_warps=max(block // 256, 1)
@@ -191,17 +192,17 @@ def mix_grouped(
     # Each slice's rows, one a token, are behind the pairs; its blocks are before those of groups.
     pairs, listed = tokens * chosen, groups.blocks.shape[1]
     rows = pairs + slices * tokens
-    blocks = listed + slices * triton.cdiv(tokens, tiles.rows)
+    blocks = listed + slices * cdiv(tokens, tiles.rows)
     # act(up[e] x[t]) of every pair, in the order of `groups`.
     hidden = x.new_empty(rows, inner)
-    _up_kernel[(blocks * triton.cdiv(inner, tiles.up.columns),)](
+    _up_kernel[(blocks * cdiv(inner, tiles.up.columns),)](
         x, layer.up, up, hidden, groups.order, groups.blocks, listed, tokens, slices,
         chosen, width, inner, layer.activation, layer.gated, tiles.rows,
         **_options(tiles.up), **OPTIONS,
     )  # fmt: skip
     # weight * down[e] hidden of every pair, in the order of pairs.
     parts = x.new_empty(rows, width)
-    _down_kernel[(blocks * triton.cdiv(width, tiles.down.columns),)](
+    _down_kernel[(blocks * cdiv(width, tiles.down.columns),)](
         hidden, layer.down, down, weights, parts, groups.order, groups.blocks, listed, tokens,
         slices, chosen, width, inner, tiles.rows, **_options(tiles.down), **OPTIONS,
     )  # fmt: skip
@@ -296,7 +297,7 @@ def _listed_end(expert, end, SLICES: tl.constexpr):
     return end
 
 
-@triton.jit(do_not_specialize=["num_blocks", "tokens"])
+@launched(do_not_specialize=["num_blocks", "tokens"])
 def _up_kernel(
     x, weight, shared, hidden, order, blocks, num_blocks, tokens, SLICES: tl.constexpr,
     CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -348,7 +349,7 @@ def _up_kernel(
     tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks", "tokens"])
+@launched(do_not_specialize=["num_blocks", "tokens"])
 def _down_kernel(
     hidden, weight, shared, shares, parts, order, blocks, num_blocks, tokens, SLICES: tl.constexpr,
     CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -388,7 +389,7 @@ def _down_kernel(
     tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
 
 
-@triton.jit
+@launched
 def _add_shared_kernel(routed, shared, x, gate, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)

@@ -4,12 +4,12 @@ products of a matrix and a vector (kernels/linear/few.py)."""
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import (
     DEPTH,
@@ -45,7 +45,7 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     rows, flat = rows_for(x, up), up.flat()
     hidden = torch.empty(tokens * chosen, inner, dtype=x.dtype, device=experts.device)
     kept = Kept.of(flat, hidden)
-    _up_kernel[(triton.cdiv(inner, ROWS), tokens * chosen)](
+    _up_kernel[(cdiv(inner, ROWS), tokens * chosen)](
         *rows, experts, flat.words(), flat.scale, flat.zero, flat.row_scale, flat.scale.stride(0),
         hidden, width, inner, chosen, layer.activation, layer.gated, limit, kept,
         kept.group if kept.by_group else 0, ROWS, DEPTH, num_warps=4,
@@ -54,16 +54,16 @@ def mix(x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
     kind = None if flat.format.activations == "none" else rounding(flat.format)
     y = torch.empty(tokens, width, dtype=x.dtype, device=experts.device)
     parts = torch.empty(chosen, tokens, width, device=experts.device)
-    _down_kernel[(triton.cdiv(width, ROWS), tokens, chosen)](
+    _down_kernel[(cdiv(width, ROWS), tokens, chosen)](
         hidden, flat.input_scale, experts, weights, flat.words(), flat.scale, flat.zero,
         flat.row_scale, flat.scale.stride(0), y, parts, counters(y.device), tokens, inner, width,
-        chosen, limit, Kept.of(flat, hidden), kind, triton.next_power_of_2(inner), ROWS, DEPTH,
+        chosen, limit, Kept.of(flat, hidden), kind, next_power_of_2(inner), ROWS, DEPTH,
         num_warps=4,
     )  # fmt: skip
     return y
 
 
-@triton.jit
+@launched
 def _up_kernel(
     x, x_scale, x_scale_row, x_scale_group, experts, weight, scale, zero, row_scale, scale_row,
     hidden, width, inner, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -106,7 +106,7 @@ def _up_kernel(
     tl.store(hidden + pair * inner + n, value.to(hidden.dtype.element_ty), mask=n < inner)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _down_kernel(
     hidden, input_scale, experts, shares, weight, scale, zero, row_scale, scale_row, y, parts,
     counter, tokens, inner, width, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,

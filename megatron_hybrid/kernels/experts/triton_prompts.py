@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.experts.pairs import activated, group
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
 ROWS = 128  # pairs of a block
 _COLUMNS = 256  # rows of weights of a tile, both halves of a gated expert's counted
@@ -50,15 +51,15 @@ def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeigh
 
     hidden = x.new_empty(pairs, inner)
     columns = _COLUMNS // 2 if layer.gated else _COLUMNS
-    _up_kernel[(count * triton.cdiv(inner, columns),)](
+    _up_kernel[(count * cdiv(inner, columns),)](
         x, _rows_of(up, columns), hidden, groups.order, groups.blocks, count, chosen, width, inner,
         layer.activation, layer.gated, ROWS, _FEW_ROWS, columns, _DEPTH, **_OPTIONS,
     )  # fmt: skip
     parts = x.new_empty(pairs, width)
-    tiles = count * triton.cdiv(width, _COLUMNS)
+    tiles = count * cdiv(width, _COLUMNS)
     _down_kernel[(min(processors(x.device), tiles),)](
         _rows_of(hidden, ROWS), _rows_of(down, _COLUMNS), weights, parts, groups.order,
-        groups.blocks, count, width, inner, triton.next_power_of_2(count),
+        groups.blocks, count, width, inner, next_power_of_2(count),
         ROWS, _COLUMNS, _DEPTH, **_OPTIONS,
     )  # fmt: skip
     return parts
@@ -74,7 +75,7 @@ def _rows_of(values: Tensor, rows: int) -> TensorDescriptor:
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@launched(do_not_specialize=["num_blocks"])
 def _up_kernel(
     x, weight, hidden, order, blocks, num_blocks, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
     INNER: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -134,7 +135,7 @@ def _up_tile(
     tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@launched(do_not_specialize=["num_blocks"])
 def _down_kernel(
     hidden, weight, shares, parts, order, blocks, num_blocks,
     WIDTH: tl.constexpr, INNER: tl.constexpr, MOST_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,

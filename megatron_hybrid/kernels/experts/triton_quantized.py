@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts.pairs import activated, group, sum_pairs
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.products import (
@@ -75,14 +76,14 @@ def mix(
     count = blocks.shape[1]
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
     tensors, depth = _Arguments.of(x, up, tile), step_depth(up.format, tile.depth)
-    _up_kernel[(count * triton.cdiv(inner, tile.rows),)](
+    _up_kernel[(count * cdiv(inner, tile.rows),)](
         *tensors, hidden, order, blocks, count, width, inner,
         chosen, layer.activation, layer.gated, Kept.of(up.flat(), tensors.inputs),
         tile.pairs, tile.rows, depth, width % depth == 0, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     parts = torch.empty(pairs, width, dtype=dtype, device=experts.device)
     tensors, depth = _Arguments.of(hidden, down, tile), step_depth(down.format, tile.depth)
-    _down_kernel[(count * triton.cdiv(width, tile.rows),)](
+    _down_kernel[(count * cdiv(width, tile.rows),)](
         *tensors, weights, parts, order, blocks, count, inner, width,
         Kept.of(down.flat(), tensors.inputs),
         tile.pairs, tile.rows, depth, inner % depth == 0, tile.stages, num_warps=tile.warps,
@@ -131,7 +132,7 @@ def _is_empty(blocks, num_blocks, tiles):
     return tl.load(blocks + num_blocks + block) >= tl.load(blocks + 2 * num_blocks + block)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@launched(do_not_specialize=["num_blocks"])
 def _up_kernel(
     x, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
     hidden, order, blocks, num_blocks, width, inner,
@@ -168,7 +169,7 @@ def _up_kernel(
     tl.store(target, total, mask=valid[:, None] & (n < inner)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@launched(do_not_specialize=["num_blocks"])
 def _down_kernel(
     hidden, input_scale, input_row, input_group, weight, scale, zero, row_scale, scale_row,
     shares, parts, order, blocks, num_blocks, inner, width,

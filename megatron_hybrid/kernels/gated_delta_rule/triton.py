@@ -49,6 +49,7 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_decode import (
     decode_runs,
     gates,
 )
+from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
@@ -59,7 +60,7 @@ _INDICES = (
     "cu_chunks_ptr cu_seqlens_ptr start_ptr read_ptr write_ptr "
     "cu_checkpoints_ptr position_ptr slot_ptr"
 ).split()
-_kernel = triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_INDICES)
+_kernel = launched(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_INDICES)
 
 
 class Tiling(NamedTuple):

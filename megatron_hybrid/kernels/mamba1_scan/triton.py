@@ -38,6 +38,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.devices import ChunkedSegments, processors, row_strides
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     LOG2_E,
     channel_block,
@@ -105,16 +106,16 @@ def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
     """The least instructions for the quarter of a processor that has most to do, at one a clock,
     were all sequences as long as the longest."""
     tokens, channels = x.shape
-    states = channels * size * triton.cdiv(tokens, max(segments.longest, 1))  # of all sequences
+    states = channels * size * cdiv(tokens, max(segments.longest, 1))  # of all sequences
 
     def cost(each: int) -> int:
-        warps = triton.cdiv(states, 32 * each)
-        return triton.cdiv(warps, 4 * processors(x.device)) * _INSTRUCTIONS[each]
+        warps = cdiv(states, 32 * each)
+        return cdiv(warps, 4 * processors(x.device)) * _INSTRUCTIONS[each]
 
     return Tiling(min(_INSTRUCTIONS, key=cost), num_warps=4)
 
 
-@triton.jit(do_not_specialize_on_alignment=_INDICES)
+@launched(do_not_specialize_on_alignment=_INDICES)
 def _prefill_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr, state_ptr, y_ptr,
     cu_seqlens_ptr, start_ptr, read_ptr, write_ptr,

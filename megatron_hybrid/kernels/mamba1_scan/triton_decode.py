@@ -10,6 +10,7 @@ from megatron_hybrid.kernels import devices
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
 from megatron_hybrid.kernels.devices import row_strides
+from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens, Rings
 
@@ -103,7 +104,7 @@ def silu(v):
     return v * (r * r)
 
 
-@triton.jit
+@launched
 def _decode_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, y_ptr, read_ptr, write_ptr,
@@ -139,7 +140,7 @@ def _decode_kernel(
     tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _runs_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_dt_ptr, ring_b_ptr, y_ptr,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PackedStates
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.packed_states.reference import (
     LARGEST,
     copy_windows_to_full,
@@ -43,10 +44,10 @@ def _launch(kernel: triton.JITFunction, states: PackedStates, full: Tensor, rows
         return
     length, inner = shape[over], math.prod(shape[over:][1:])
     columns = size // length
-    padded = triton.next_power_of_2(length)
-    block = min(max(_ENTRIES // padded, 1), triton.next_power_of_2(columns))
+    padded = next_power_of_2(length)
+    block = min(max(_ENTRIES // padded, 1), next_power_of_2(columns))
     scales = states.values if states.scales is None else states.scales
-    kernel[(triton.cdiv(columns, block), len(full), states.full_ssm.shape[0])](
+    kernel[(cdiv(columns, block), len(full), states.full_ssm.shape[0])](
         states.full_ssm, states.values, scales, full, rows,
         states.full_ssm.stride(0), states.values.stride(0), states.values.shape[1],
         columns,
@@ -73,7 +74,7 @@ def _places(
     return in_full, in_values, in_scales, is_there, column < columns
 
 
-@triton.jit
+@launched
 def _pack_kernel(
     full_ssm, values, scales, full, rows, full_layer, values_layer, num_rows, columns,
     LENGTH: tl.constexpr, PADDED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
@@ -96,7 +97,7 @@ def _pack_kernel(
     tl.store(values + in_values, state.to(values.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@launched
 def _unpack_kernel(
     full_ssm, values, scales, full, rows, full_layer, values_layer, num_rows, columns,
     LENGTH: tl.constexpr, PADDED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,

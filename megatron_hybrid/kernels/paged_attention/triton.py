@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8_MAX, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference, triton_decode
 from megatron_hybrid.kernels.paged_attention.prompts import TILE
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
@@ -80,8 +81,8 @@ class TritonAttention:
         sequences, group = len(paged.kv_length), heads // kv_heads
         rows = plan.longest * group
         # 16 rows are the least of a matrix product; a decode has no use for more
-        block_rows = min(max(triton.next_power_of_2(rows), 16), 64)
-        tiles = triton.cdiv(rows, block_rows)
+        block_rows = min(max(next_power_of_2(rows), 16), 64)
+        tiles = cdiv(rows, block_rows)
         if splits is None:
             programs = tiles * kv_heads * sequences
             splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
@@ -95,7 +96,7 @@ class TritonAttention:
             *query.stride()[:2], tokens, kv_heads,
             SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             FIRST=shape.first_position, ROWS=block_rows, KEYS=32,
-            DIMS=max(triton.next_power_of_2(head_dim), 16),
+            DIMS=max(next_power_of_2(head_dim), 16),
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
@@ -118,12 +119,12 @@ def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> Non
     _store_kv_kernel[(tokens,)](
         key, value, cache.key, cache.value, kv_slot, cache.k_scale, cache.v_scale,
         *key.stride()[:2], *value.stride()[:2], head_dim, width,
-        BLOCK=triton.next_power_of_2(width), LIMIT=FP8_MAX if cache.is_fp8 else 0.0,
-        num_warps=min(max(triton.next_power_of_2(width) // 256, 1), 8),
+        BLOCK=next_power_of_2(width), LIMIT=FP8_MAX if cache.is_fp8 else 0.0,
+        num_warps=min(max(next_power_of_2(width) // 256, 1), 8),
     )  # fmt: skip
 
 
-@triton.jit
+@launched
 def _store_kv_kernel(
     key, value, key_cache, value_cache, kv_slot, k_scale, v_scale,
     key_stride, key_head_stride, value_stride, value_head_stride,
@@ -165,7 +166,7 @@ def gather_kv(
     if not rows:
         return
     width = kv_heads * head_dim
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows_of_a_program = min(max(_GATHERED_NUMBERS // block, 1), TILE)
     _gather_kv_kernel[(rows // rows_of_a_program,)](
         cache.key, cache.value, key, value, sequence, position,
@@ -175,7 +176,7 @@ def gather_kv(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=_TABLES)
+@launched(do_not_specialize_on_alignment=_TABLES)
 def _gather_kv_kernel(
     key_cache, value_cache, key, value, sequence, position, kv_length, kv_indptr, kv_indices,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
@@ -202,7 +203,7 @@ def _gather_kv_kernel(
     tl.store(value + place, values, mask=written)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,

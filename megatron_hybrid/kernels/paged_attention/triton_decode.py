@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.launching import launched, next_power_of_2
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
 MOST_SPLITS = 64
@@ -69,7 +70,7 @@ def attend(
         splits = splits_for(sequences, kv_heads, query.device)
     parts, sums = parts_of(output, splits)
     is_fp8 = cache.is_fp8
-    rows = max(16, triton.next_power_of_2(longest * heads // kv_heads))  # 16: of a product
+    rows = max(16, next_power_of_2(longest * heads // kv_heads))  # 16: of a product
     itemsize = cache.key.element_size()
     keys = 64 if block_size % 64 == 0 and head_dim <= 128 and itemsize < 4 else 32
     tile_bytes = 2 * keys * head_dim * itemsize
@@ -108,12 +109,12 @@ def join(output: Tensor, parts: Tensor, sums: Tensor, cu_seqlens: Tensor, v_scal
     splits, tokens, heads, head_dim = parts.shape
     _join_kernel[(tokens, heads)](
         output, parts, sums, cu_seqlens, len(cu_seqlens) - 1, tokens, v_scale,
-        HEADS=heads, SPLITS=splits, PLACES=triton.next_power_of_2(splits),
-        HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim), num_warps=4,
+        HEADS=heads, SPLITS=splits, PLACES=next_power_of_2(splits),
+        HEAD_DIM=head_dim, DIMS=next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens"])
+@launched(do_not_specialize=["sequences", "tokens"])
 def _join_kernel(
     output, parts, sums, cu_seqlens, sequences, tokens, v_scale,
     HEADS: tl.constexpr, SPLITS: tl.constexpr, PLACES: tl.constexpr,
@@ -172,7 +173,7 @@ def _taken_apart(pair, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
     return even, odd
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
