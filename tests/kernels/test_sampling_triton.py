@@ -162,6 +162,14 @@ def test_no_rows() -> None:
     assert sampling.argmax(draws.logits).shape == (0,)
 
 
+def test_argmax_leaves_nothing_for_later_calls():
+    generator = torch.Generator().manual_seed(0)
+    for rows, vocabulary in ((3, 1000), (1, 64), (1500, 130), (5, 65), (3, 1000)):
+        logits = torch.randn(rows, vocabulary, generator=generator)
+        assert torch.equal(sampling.argmax(logits, 64), logits.argmax(1))
+        assert all(not counters.any() for counters in sampling._KNOWN_COUNTERS.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 128, 300])
 def test_argmax_takes_the_first_of_equal_ones(vocabulary: int, dtype: torch.dtype) -> None:

@@ -48,6 +48,8 @@ SIZES = Sizes()
 # Bits of a float32 that these types leave zero.
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
+_KNOWN_COUNTERS: dict[torch.device, Tensor] = {}
+
 
 def argmax(logits: Tensor, program: int = SIZES.program) -> Tensor:
     """As in kinds.Sampling."""
@@ -59,14 +61,21 @@ def argmax(logits: Tensor, program: int = SIZES.program) -> Tensor:
         return tokens
     parts = cdiv(vocabulary, program)
     largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
-    _largest_kernel[(rows, parts)](
-        logits, logits.stride(0), vocabulary, largest, PROGRAM=program, num_warps=8
-    )
-    _first_largest_kernel[(rows,)](
-        logits, logits.stride(0), vocabulary, largest, parts, tokens,
+    _argmax_kernel[(rows, parts)](
+        logits, logits.stride(0), vocabulary, largest, _counters(logits.device, rows), tokens,
         PROGRAM=program, PARTS=next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
     return tokens
+
+
+def _counters(device: torch.device, rows: int) -> Tensor:
+    """Zeros for as many rows, which every call leaves as zeros: a device's run one after the
+    other."""
+    known = _KNOWN_COUNTERS.get(device)
+    if known is None or len(known) < rows:
+        count = max(1024, next_power_of_2(rows))
+        known = _KNOWN_COUNTERS[device] = torch.zeros(count, dtype=torch.int32, device=device)
+    return known
 
 
 def draw(logits: Tensor, filters: Filters, point: Tensor, sizes: Sizes = SIZES) -> Tensor:
@@ -126,28 +135,32 @@ def _load_logits(logits, at, vocabulary):
 
 
 @launched
-def _largest_kernel(logits, stride, vocabulary, largest, PROGRAM: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = part * PROGRAM + tl.arange(0, PROGRAM)
-    x = _load_logits(logits + row * stride, at, vocabulary)
-    tl.store(largest + row * tl.num_programs(1) + part, tl.max(x, 0))
-
-
-@launched
-def _first_largest_kernel(
-    logits, stride, vocabulary, largest, parts, tokens,
+def _argmax_kernel(
+    logits, stride, vocabulary, largest, counter, tokens,
     PROGRAM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    peaks = tl.load(largest + row * parts + part, mask=part < parts, other=float("-inf"))
-    top = tl.max(peaks, 0)
-    first = tl.min(tl.where((peaks == top) & (part < parts), part, PARTS), 0)
-    # Of NaNs, which the padding of a captured step may hold, some token all the same.
-    at = tl.where(first < PARTS, first, 0) * PROGRAM + tl.arange(0, PROGRAM)
-    x = _load_logits(logits + row * stride, at, vocabulary)
-    token = tl.min(tl.where((x == top) & (at < vocabulary), at, vocabulary), 0)
-    tl.store(tokens + row, tl.where(token < vocabulary, token, 0).to(tl.int64))
+    """The largest logit of each part of a row; the row's last program finds the first token that
+    has the largest of these."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.num_programs(1)
+    at = part * PROGRAM + tl.arange(0, PROGRAM)
+    peak = tl.max(_load_logits(logits + row * stride, at, vocabulary), 0)
+    tl.store(largest + row * parts + part, peak)
+    tl.debug_barrier()
+    if tl.atomic_add(counter + row, 1, sem="acq_rel") == parts - 1:
+        tl.store(counter + row, 0)
+        every = tl.arange(0, PARTS)
+        peaks = tl.load(
+            largest + row * parts + every, mask=every < parts, other=float("-inf"),
+            cache_modifier=".cg",  # not what this processor may have read before others wrote
+        )  # fmt: skip
+        top = tl.max(peaks, 0)
+        first = tl.min(tl.where((peaks == top) & (every < parts), every, PARTS), 0)
+        # Of NaNs, which the padding of a captured step may hold, some token all the same.
+        at = tl.where(first < PARTS, first, 0) * PROGRAM + tl.arange(0, PROGRAM)
+        x = _load_logits(logits + row * stride, at, vocabulary)
+        token = tl.min(tl.where((x == top) & (at < vocabulary), at, vocabulary), 0)
+        tl.store(tokens + row, tl.where(token < vocabulary, token, 0).to(tl.int64))
 
 
 # ---------------------------------------------------------------- draws
