@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.protocols import ConvConstants
 
 
@@ -44,7 +45,7 @@ def decode(
     rows, channels = x.shape
     out = x.new_empty((rows, channels)) if out is None else out
     tile = decode_tile(rows, channels) if tile is None else tile
-    _decode_kernel[(triton.cdiv(channels, tile.channels), triton.cdiv(rows, tile.sequences))](
+    _decode_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
         x, weight, bias, state, out, plan.read_slot, plan.write_slot, rows, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
         WIDTH=weight.shape[1], SILU=silu, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
@@ -79,20 +80,20 @@ def decode_runs(
     )  # fmt: skip
     sizes = {"RING": ring.shape[1], "WIDTH": weight.shape[1], "SILU": silu}
     if plan.most_unfolded is None:
-        _runs_kernel[(triton.cdiv(channels, 256), sequences + 1)](
+        _runs_kernel[(cdiv(channels, 256), sequences + 1)](
             *arguments, **sizes, BLOCK_C=256, num_warps=4, **OPTIONS
         )
         return out
     tile = decode_tile(sequences, channels) if tile is None else tile
     rows = max(tokens, sequences)  # padding among the one or the other
-    _single_kernel[(triton.cdiv(channels, tile.channels), triton.cdiv(rows, tile.sequences))](
+    _single_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
         *arguments, sequences, **sizes, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
         num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@launched(do_not_specialize=["rows"])
 def _decode_kernel(
     x, weight, bias, state, out, read_slot, write_slot, rows, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
@@ -127,7 +128,7 @@ def _decode_kernel(
     store_window(window, state_column, before[1:] + (newest,), is_written, WIDTH)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@launched(do_not_specialize=["tokens", "sequences"])
 def _single_kernel(
     x, weight, bias, state, ring, out,
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
@@ -189,7 +190,7 @@ def _single_kernel(
     store_window(windows + write * state_slot, state_column, after, is_written, WIDTH)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _runs_kernel(
     x, weight, bias, state, ring, out,
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,

@@ -25,6 +25,7 @@ from megatron_hybrid.kernels.contract import DecodeSlots, RecurrentState
 from megatron_hybrid.kernels.convolved import HeadsNorm
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
+from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
 from megatron_hybrid.kernels.protocols import ConvConstants, DeltaRuleConstants
@@ -75,7 +76,7 @@ def decode(
     return y
 
 
-@triton.jit
+@launched
 def _kernel(
     input_ptr, weight_ptr, conv_bias_ptr, conv_state_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, gate_ptr, norm_ptr, y_ptr, read_ptr, write_ptr,

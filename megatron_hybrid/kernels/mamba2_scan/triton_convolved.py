@@ -31,6 +31,7 @@ from megatron_hybrid.kernels.causal_conv1d.triton_decode import (
 )
 from megatron_hybrid.kernels.contract import DecodeRuns, RecurrentState
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
+from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.linear.products import COUNTERS, counters
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
     constants_of_head,
@@ -71,7 +72,7 @@ def decode_runs(
     groups = ring[1].shape[2]
     y = x.new_empty((count, heads, head_dim))
     if block_p is None:
-        block_p = min(head_dim, max(4096 // size, 8))
+        block_p = min(head_dim, max(2048 // size, 8))  # more rows would not fit in registers
     _kernel[(head_dim // block_p, heads, sequences + 1)](
         x, conv.weight, conv.bias, state.conv, conv_ring, dt, A, D, dt_bias, state.ssm, *ring, y,
         counters(x.device), *plan.tensors, count,
@@ -79,13 +80,13 @@ def decode_runs(
         state.ssm.stride(0), heads // groups, *dt_limit, seed,
         WIDTH=conv.weight.shape[1], SILU=conv.silu,
         HEADS=heads, GROUPS=groups, RING=ring[0].shape[1],
-        TOKENS=triton.next_power_of_2(plan.most_unfolded + 1), HEAD_DIM=head_dim, SIZE=size,
+        TOKENS=next_power_of_2(plan.most_unfolded + 1), HEAD_DIM=head_dim, SIZE=size,
         BLOCK_P=block_p, LANES=min(32, size), num_warps=1, **OPTIONS,
     )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _kernel(
     input_ptr, weight_ptr, conv_bias_ptr, conv_state_ptr, conv_ring_ptr,
     dt_ptr, a_ptr, d_ptr, bias_ptr, state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
