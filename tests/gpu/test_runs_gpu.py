@@ -84,12 +84,13 @@ def test_recurrences(model: str, dtype: torch.dtype, most: int) -> None:
         call.done()
 
 
+@pytest.mark.parametrize("most", [6, 1], ids=["drafts", "single tokens"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["nemotron-h-8b", "lfm2-1.2b"])
-def test_convolutions(model: str, dtype: torch.dtype) -> None:
+def test_convolutions(model: str, dtype: torch.dtype, most: int) -> None:
     gpu = select("auto", torch.device("cuda"))
     kind = kind_on(model, gpu, "cuda", dtype)
-    play = Play(seed=4, ring_length=12, most=6)
+    play = Play(seed=4, ring_length=2 * most + 2, most=most)
     # channels side by side, as in an engine
     expected = normal(play.slots, kind.width - 1, kind.channels).to(dtype).mT
     state = expected.mT.contiguous().cuda().mT

@@ -62,8 +62,8 @@ def decode_runs(
 @triton.jit
 def gates(a, b, a_log_ptr, bias_ptr, head):
     """log2(e) * g, and beta."""
-    decay = softplus(a.to(tl.float32) + tl.load(bias_ptr + head)) * tl.load(a_log_ptr + head)
-    return decay * LOG2_E, tl.sigmoid(b.to(tl.float32))
+    bias, rate = tl.load(bias_ptr + head), tl.load(a_log_ptr + head)
+    return softplus(a.to(tl.float32) + bias) * rate * LOG2_E, tl.sigmoid(b.to(tl.float32))
 
 
 @triton.jit

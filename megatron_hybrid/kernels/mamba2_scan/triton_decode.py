@@ -104,21 +104,22 @@ def _decode_kernel(
         mask=(p < tl.where(read > 0, HEAD_DIM, 0))[:, None],
         other=0.0,
     ).to(tl.float32)
+    a, d, bias = constants_of_head(a_ptr, d_ptr, bias_ptr, head)
     wait_for_inputs()  # the state was there before
     group = head // heads_per_group
     x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + group * SIZE + n).to(tl.float32)
     c = tl.load(c_ptr + row * c_row + group * SIZE + n).to(tl.float32)
-    dt = tl.load(dt_ptr + row * dt_row + head).to(tl.float32) + tl.load(bias_ptr + head)
+    dt = tl.load(dt_ptr + row * dt_row + head).to(tl.float32) + bias
     dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
 
-    h = h * tl.exp2(dt * (tl.load(a_ptr + head) * LOG2_E)) + (dt * x)[:, None] * b[None, :]
+    h = h * tl.exp2(dt * (a * LOG2_E)) + (dt * x)[:, None] * b[None, :]
     tl.store(
         state_ptr + write * state_slot + in_slot,
         h.to(state_ptr.dtype.element_ty),
         mask=(p < tl.where(write > 0, HEAD_DIM, 0))[:, None],
     )
-    y = tl.sum(h * c[None, :], 1) + tl.load(d_ptr + head) * x
+    y = tl.sum(h * c[None, :], 1) + d * x
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
 
 
