@@ -353,25 +353,12 @@ class Linear(Protocol):
     ) -> QuantizedRows:
         """x [T, K] (rows may be strided), as a layer with weights in this format takes it."""
 
-    def multiply(
-        self,
-        x: Inputs,
-        weight: Weight,
-        bias: Tensor | None = None,
-        following: Weight | None = None,
-    ) -> Tensor:
+    def multiply(self, x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias: x [T, K], W [N, K] -> [T, N] in x's dtype. x is quantised as the format
-        says, unless it is already. `following`: the weight that is read next, which may be brought
-        nearer meanwhile."""
+        says, unless it is already."""
 
     def multiply_activated(
-        self,
-        x: Inputs,
-        weight: Weight,
-        bias: Tensor | None,
-        activation: str,
-        gated: bool,
-        following: Weight | None = None,
+        self, x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
     ) -> Tensor | None:
         """What Activation.activate makes of that product, with the same roundings, in one kernel;
         None where there is none for such inputs."""

@@ -82,7 +82,6 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False)
         self._runs: list[_Run] = []
-        self._next: tuple[Linear, ...] = ()  # no module of this one
         self.reader: Reader | None = None
 
     def allocate(self, parts: Iterable[LinearPart], formats: Formats) -> None:
@@ -206,7 +205,7 @@ class Linear(nn.Module):
         """What Activation.activate makes of `forward`."""
         if into is None and len(self._runs) == 1:
             y = kernels.linear.multiply_activated(
-                x, self._runs[0].weight, self._bias, activation, gated, self.following
+                x, self._runs[0].weight, self._bias, activation, gated
             )
             if y is not None:
                 return y
@@ -241,16 +240,7 @@ class Linear(nn.Module):
         bias = self._bias
         if bias is not None and len(self._runs) > 1:
             bias = bias[run.start : run.stop]
-        return kernels.linear.multiply(x, run.weight, bias, self.following)
-
-    def is_read_before(self, other: Linear) -> None:
-        """Of a single sequence's products this one brings the other's weight nearer."""
-        self._next = (other,)
-
-    @property
-    def following(self) -> Weight | None:
-        """The weight that is read next."""
-        return self._next[0]._runs[0].weight if self._next else None
+        return kernels.linear.multiply(x, run.weight, bias)
 
     @property
     def _bias(self) -> Tensor | None:

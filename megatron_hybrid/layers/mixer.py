@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,12 +78,6 @@ class Mixer(nn.Module):
     def reader(self) -> Reader | None:
         """How it takes its input; None: in the model's type."""
         return None
-
-    def products(self) -> Iterator[Linear]:
-        """Its linear layers in the order in which they are computed."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                yield module
 
     def derive(self, name: str, value: Tensor) -> None:
         """Set an attribute that is made from weights; again, after new weights, in place: CUDA

@@ -6,7 +6,6 @@ tensor parallel); expert_dispatch brings tokens and experts together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -157,11 +156,6 @@ class MoE(Mixer):
         for layer in (self.up_proj, self.down_proj):
             layer.stacked(self.dispatch.num_local)
 
-    def products(self) -> Iterator[Linear]:
-        """Without the experts', of which nobody knows before which ones are read."""
-        if self.shared is not None:
-            yield from self.shared.products()
-
     @property
     def reader(self) -> Reader | None:
         reader = None if self.shared is None else self.shared.reader
@@ -213,7 +207,7 @@ class MoE(Mixer):
         if not up.is_plain or not down.is_plain:
             return None
         assert isinstance(up.weight, Tensor) and isinstance(down.weight, Tensor)
-        return SharedExpert(up.weight, down.weight, self.shared_gate, down.following)
+        return SharedExpert(up.weight, down.weight, self.shared_gate)
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -119,11 +118,6 @@ class HybridModel(nn.Module):
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         frequencies = None if config.rope is None else inverse_frequencies(config.rope)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        products = [layer for _, block in self._blocks() for layer in block.mixer.products()]
-        if self.lm_head is not None:
-            products.append(self.lm_head)
-        for layer, following in pairwise(products):
-            layer.is_read_before(following)
         self._note_layers()
 
     def _note_layers(self) -> None:

@@ -12,11 +12,9 @@ from torch import Tensor
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
-from megatron_hybrid.kernels.fetch_ahead import ahead, fetch_ahead
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 
-_WARPS = 4
 _UP_ROWS = 2
 _UP_DEPTH = 1024
 _DOWN_ROWS = 4
@@ -36,9 +34,9 @@ def mix(
     hidden = x.new_empty(tokens, chosen, inner)
     y = x.new_empty(tokens, width)
     routed, beside, more = chosen * cdiv(inner, _UP_ROWS), 0, 0
-    up = down = gate = shared_hidden = share = following = None
+    up = down = gate = shared_hidden = share = None
     if shared is not None:
-        up, down, gate, following = shared
+        up, down, gate = shared.up, shared.down, shared.gate
         beside = down.shape[1]
         shared_hidden = x.new_empty(tokens, beside)
         more = cdiv(beside, _UP_ROWS)
@@ -48,12 +46,12 @@ def mix(
     _up_kernel[(routed + more, tokens)](
         x, experts, layer.up, hidden, up, shared_hidden, gate, share, width, inner, beside,
         chosen, layer.activation, layer.gated, limit, _UP_ROWS,
-        min(_UP_DEPTH, next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
+        min(_UP_DEPTH, next_power_of_2(width)), num_warps=4, **OPTIONS,
     )  # fmt: skip
     _down_kernel[(cdiv(width, _DOWN_ROWS), tokens)](
-        hidden, experts, weights, layer.down, shared_hidden, down, share, y, *ahead(following),
-        width, inner, beside, chosen, limit, _DOWN_ROWS,
-        min(_DOWN_DEPTH, next_power_of_2(inner)), _WARPS, num_warps=_WARPS, **OPTIONS,
+        hidden, experts, weights, layer.down, shared_hidden, down, share, y, width, inner, beside,
+        chosen, limit, _DOWN_ROWS, min(_DOWN_DEPTH, next_power_of_2(inner)),
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -136,9 +134,8 @@ def _add_both(total, rows, others, x, columns, DEPTH: tl.constexpr):
 
 @launched
 def _down_kernel(
-    hidden, experts, shares, weight, shared_hidden, shared, share, y, following, elements,
-    width, inner, beside, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, WARPS: tl.constexpr,
+    hidden, experts, shares, weight, shared_hidden, shared, share, y, width, inner, beside,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One token's columns n of all its experts and the shared MLP, so that nothing is left to sum.
     EXPERTS: as above."""
@@ -159,7 +156,7 @@ def _down_kernel(
     wait_for_inputs()
     let_next_start()
     for step in range(CHOSEN * steps):
-        coming = _load_step(
+        following = _load_step(
             weight, experts + token * CHOSEN, column, step + 1, steps, width, inner,
             CHOSEN, EXPERTS, DEPTH,
         )  # fmt: skip
@@ -170,9 +167,7 @@ def _down_kernel(
             end = tl.where(tl.load(experts + pair) < EXPERTS, inner, 0)
         inputs = tl.load(hidden + pair * inner + k, mask=k < end, other=0.0).to(tl.float32)
         total += loaded.to(tl.float32) * (inputs * tl.load(shares + pair))[None, :]
-        loaded = coming
-    if following is not None:
-        fetch_ahead(following, tl.where(token == 0, elements, 0), WARPS)
+        loaded = following
     value = tl.sum(total, axis=1)
     if shared is not None:
         total = tl.zeros((ROWS, DEPTH), tl.float32)

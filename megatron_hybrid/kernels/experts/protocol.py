@@ -29,7 +29,6 @@ class SharedExpert(NamedTuple):
     down: Tensor  # [width, inner]
     # [1, width]: what it gives is multiplied by the sigmoid of each token's product with this.
     gate: Tensor | None
-    following: Weight | None = None  # that is read after its own; see Linear.multiply
 
 
 class SharedResult(NamedTuple):

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.fetch_ahead import ahead, fetch_ahead
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.linear.formats import Weight
 
-_WARPS = 4
 # Of longer rows cuBLAS brings as many bytes a second.
 _MOST_COLUMNS = 16384
 
@@ -56,12 +53,10 @@ def multiply(
     *,
     activation: str = "none",
     gated: bool = False,
-    following: Weight | None = None,
 ) -> Tensor:
     """x W^T + bias: x [1, columns], weight [rows, columns] (rows may be strided) -> [1, rows].
     `activation`: of the result; `gated`: of its first half, which the other half is multiplied by:
-    -> [1, rows / 2]. Either is what Activation.activate makes of the product. `following`: a weight
-    that is read next, of which as much as fits is on its way when this is done."""
+    -> [1, rows / 2]. Either is what Activation.activate makes of the product."""
     rows, columns = weight.shape
     parts = 2 if gated else 1
     y = torch.empty(1, rows // parts, dtype=x.dtype, device=x.device)
@@ -69,17 +64,16 @@ def multiply(
     depth = min(tile.depth, next_power_of_2(columns))
     each = max(tile.rows, parts)
     _one_row_kernel[(cdiv(rows, each),)](
-        x.contiguous(), weight, bias, y, *ahead(following), rows, columns, weight.stride(0),
-        activation, parts, each, depth, _WARPS, num_warps=_WARPS, **OPTIONS,
+        x.contiguous(), weight, bias, y, rows, columns, weight.stride(0),
+        activation, parts, each, depth, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
 
 @launched
 def _one_row_kernel(
-    x, weight, bias, y, following, elements, rows, columns, weight_row,
+    x, weight, bias, y, rows, columns, weight_row,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    WARPS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight a program, of each of PARTS equal parts as many: the i-th row of one
     part next to those of the others."""
@@ -95,8 +89,6 @@ def _one_row_kernel(
     wait_for_inputs()
     let_next_start()
     total = add_products(total, loaded, weights, x, columns, DEPTH)
-    if following is not None:
-        fetch_ahead(following, elements, WARPS)
     value = tl.sum(total, axis=1)
     if bias is not None:
         value += tl.load(bias + row).to(tl.float32)

@@ -44,9 +44,7 @@ def weights_changed() -> None:
     """Nothing is kept of weights."""
 
 
-def multiply(
-    x: Inputs, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
-) -> Tensor:
+def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
     if isinstance(weight, Tensor):
         return F.linear(plain_rows(x), weight, bias)
@@ -65,12 +63,7 @@ def multiply(
 
 
 def multiply_activated(
-    x: Inputs,
-    weight: Weight,
-    bias: Tensor | None,
-    activation: str,
-    gated: bool,
-    following: Weight | None = None,
+    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
 ) -> None:
     """One after the other."""
 

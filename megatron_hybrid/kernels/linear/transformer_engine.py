@@ -52,13 +52,7 @@ class TransformerEngineLinear:
         for layer in self._layers.values():
             layer.round_weight()
 
-    def multiply(
-        self,
-        x: Inputs,
-        weight: Weight,
-        bias: Tensor | None = None,
-        following: Weight | None = None,
-    ) -> Tensor:
+    def multiply(self, x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """As in Linear."""
         if isinstance(weight, QuantizedWeight):
             return triton.multiply(x, weight, bias)

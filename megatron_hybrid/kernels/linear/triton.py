@@ -118,14 +118,12 @@ def weights_changed() -> None:
     """Nothing is kept of weights."""
 
 
-def multiply(
-    x: Inputs, weight: Weight, bias: Tensor | None = None, following: Weight | None = None
-) -> Tensor:
+def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """As in Linear."""
     if isinstance(weight, Tensor):
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
-            return one_row.multiply(x, weight, bias, following=following)
+            return one_row.multiply(x, weight, bias)
         return F.linear(x, weight, bias)
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
@@ -153,20 +151,13 @@ def multiply(
 
 
 def multiply_activated(
-    x: Inputs,
-    weight: Weight,
-    bias: Tensor | None,
-    activation: str,
-    gated: bool,
-    following: Weight | None = None,
+    x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
 ) -> Tensor | None:
     """As in Linear."""
     if isinstance(weight, Tensor):
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
-            return one_row.multiply(
-                x, weight, bias, activation=activation, gated=gated, following=following
-            )
+            return one_row.multiply(x, weight, bias, activation=activation, gated=gated)
     return None
 
 
