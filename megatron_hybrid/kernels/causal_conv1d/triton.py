@@ -13,7 +13,6 @@ channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from megatron_hybrid.kernels.causal_conv1d.triton_decode import (
     plan_runs,
 )
 from megatron_hybrid.kernels.contract import PrefillSegments
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.protocols import ConvConstants
 
 __all__ = ["Tile", "decode", "decode_runs", "plan", "plan_runs", "prefill"]
@@ -36,7 +36,7 @@ _INDICES = (
     "cu_seqlens sequence_of_token start_position read_slot write_slot "
     "checkpoint_sequence checkpoint_position checkpoint_slot"
 ).split()
-_kernel = triton.jit(
+_kernel = launched(
     do_not_specialize=["tokens", "sequences"], do_not_specialize_on_alignment=_INDICES
 )
 
@@ -63,7 +63,7 @@ def prefill(
     # The windows that were read: the second launch needs some of them after it overwrote others.
     old = x.new_empty((sequences, width - 1, channels))
     # Channels are the fast axis of the grid: programs that run together read whole rows.
-    grid = triton.cdiv(channels, 512), max(triton.cdiv(tokens, 16), 1)
+    grid = cdiv(channels, 512), max(cdiv(tokens, 16), 1)
     _outputs_kernel[grid](
         x, weight, bias, state, out, old,
         plan.cu_seqlens, plan.sequence_of_token, plan.read_slot,
@@ -71,7 +71,7 @@ def prefill(
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
         WIDTH=width, SILU=silu, BLOCK_T=16, BLOCK_C=512, num_warps=4,
     )  # fmt: skip
-    grid = triton.cdiv(channels, 512), sequences + checkpoints
+    grid = cdiv(channels, 512), sequences + checkpoints
     _windows_kernel[grid](
         x, state, old,
         plan.cu_seqlens, plan.start_position, plan.read_slot, plan.write_slot,

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
+from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
 
@@ -66,7 +67,7 @@ def gates(a, b, a_log_ptr, bias_ptr, head):
     return softplus(a.to(tl.float32) + bias) * rate * LOG2_E, tl.sigmoid(b.to(tl.float32))
 
 
-@triton.jit
+@launched
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, y_ptr, read_ptr, write_ptr,
@@ -126,7 +127,7 @@ def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head):
     return s + d[:, None] * k[None, :]
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _runs_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,

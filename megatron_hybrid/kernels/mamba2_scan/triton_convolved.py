@@ -41,7 +41,7 @@ from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
 from megatron_hybrid.kernels.protocols import ConvConstants, Mamba2Constants, Rings
 
 # Of more, what every program loads besides its state costs more than a kernel does.
-MOST_SEQUENCES = 32
+MOST_SEQUENCES = 8
 
 
 def takes(plan: Any, state: RecurrentState) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
+from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rings
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
@@ -57,7 +58,7 @@ def decode_runs(
         # its programs have less to compute, and more of the state each
         kernel = _single_kernel
         block_p = min(head_dim, max(4096 // size, 8))
-        tokens_each = triton.next_power_of_2(plan.most_unfolded + 1)
+        tokens_each = next_power_of_2(plan.most_unfolded + 1)
         more = {"TOKENS": tokens_each, "LANES": min(32, size)}
     kernel[(head_dim // block_p, heads, plan.read_slot.shape[0] + 1)](
         *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
@@ -77,7 +78,7 @@ def softplus(z):
     return tl.where(z > 20.0, z, log1p)
 
 
-@triton.jit
+@launched
 def _decode_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, y_ptr, read_ptr, write_ptr,
@@ -134,7 +135,7 @@ def store_state(
     tl.store(state_ptr + slot * state_slot + in_slot, values, mask=is_written)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _runs_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
@@ -226,7 +227,7 @@ def take_from(values, index):
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens"])
 def _single_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
