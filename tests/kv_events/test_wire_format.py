@@ -248,6 +248,9 @@ class OneStep:
         self.order.append("step")
         return []
 
+    def use_idle_time(self) -> bool:
+        return False
+
 
 def test_a_turn_of_the_engines_loop_publishes_what_its_step_and_commands_changed():
     order: list[str] = []
