@@ -7,10 +7,14 @@ import torch
 
 from tests.kernels.linear_cases import (
     FORMATS,
+    check_few_rows,
+    check_few_rows_activated,
+    check_few_rows_alone,
     check_multiply,
     check_one_row,
     check_one_row_activated,
     check_quantize_rows,
+    few_rows_case,
 )
 
 pytest.importorskip("triton")
@@ -19,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+from megatron_hybrid.kernels.linear import few_rows  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 
 
@@ -71,3 +76,78 @@ def test_activations_of_one_row(
     check_one_row_activated(
         linear, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
     )
+
+
+FEW_SHAPES = [(6448, 1536), (1536, 3072), (12352, 2048), (2688, 4096), (77, 144), (33, 136)]
+FEW_TILES = [
+    few_rows.Tile(64, 128, 5),
+    few_rows.Tile(64, 128, 5, splits=3, by_descriptor=False),
+    few_rows.Tile(64, 128, 4, splits=2, weights_first=False),
+    few_rows.Tile(128, 64, 6, splits=2),
+    few_rows.Tile(32, 256, 4),
+    few_rows.Tile(16, 256, 4, splits=2, weights_first=False, by_descriptor=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17, 32, 64])
+@pytest.mark.parametrize(("rows", "columns"), FEW_SHAPES)
+def test_few_rows_in_16_bits(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> None:
+    check_few_rows(few_rows, tokens, rows, columns, tokens % 2 == 0, dtype, "cuda")
+
+
+@pytest.mark.parametrize("tile", FEW_TILES, ids=str)
+@pytest.mark.parametrize("tokens", [8, 32, 64])
+@pytest.mark.parametrize(("rows", "columns"), FEW_SHAPES)
+def test_few_rows_in_any_tile(tile: few_rows.Tile, rows: int, columns: int, tokens: int) -> None:
+    check_few_rows(few_rows, tokens, rows, columns, True, torch.bfloat16, "cuda", tile)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "has_bias"),
+    [("silu", True, False), ("gelu", True, True), ("relu2", True, True), ("none", True, False)],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (1030, 96), (8200, 1040)])
+def test_activations_of_few_rows(
+    rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+) -> None:
+    check_few_rows_activated(
+        few_rows, 20, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
+    )
+
+
+@pytest.mark.parametrize("tile", [None, *FEW_TILES], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), FEW_SHAPES)
+def test_few_rows_do_not_depend_on_each_other(
+    tile: few_rows.Tile | None, rows: int, columns: int
+) -> None:
+    case = few_rows_case(few_rows.LARGEST, rows, columns, True, torch.bfloat16, "cuda")
+    check_few_rows_alone(few_rows, *case, tile)
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_few_rows_wait_for_what_the_kernel_before_writes(weights_first: bool) -> None:
+    """Products of products, launched one right behind the other: the inputs of each are what the
+    one before wrote, and so are the counters and, in the same memory, the parts' sums."""
+    tile = few_rows.Tile(64, 128, 5, splits=4, weights_first=weights_first)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (24, 2048, 2048)
+    weights = torch.randn(shape, generator=generator, device="cuda").bfloat16() / 2048**0.5
+    first = torch.randn(32, 2048, generator=generator, device="cuda").bfloat16()
+
+    def chain() -> list[torch.Tensor]:
+        results = [first]
+        for weight in weights:
+            results.append(few_rows.multiply(results[-1], weight, tile=tile))
+        return results
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for x, y, weight in zip(results, results[1:], weights, strict=False):
+        assert torch.equal(few_rows.multiply(x, weight, tile=tile), y)
+        torch.testing.assert_close(y, x @ weight.t(), rtol=2e-2, atol=2e-2)

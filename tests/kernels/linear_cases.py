@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,12 +114,17 @@ def check_one_row(
     """A product with a weight in 16 bits, every second row of a larger one, against float64."""
     x, weight, bias = _one_row_case(rows, columns, has_bias, dtype, device)
     y = _on_poisoned_memory(lambda: kernels.multiply(x, weight, bias))
+    _check_product(y, x, weight, bias)
+
+
+def _check_product(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Against float64."""
     expected = x.double() @ weight.double().t()
     if bias is not None:
         expected = expected + bias.double()
-    assert y.dtype == dtype
-    limit = 2 * torch.finfo(dtype).eps
-    assert ((y - expected).abs() <= limit * expected.abs() + 1e-4 * columns**0.5).all()
+    assert y.dtype == x.dtype
+    limit = 2 * torch.finfo(x.dtype).eps
+    assert ((y - expected).abs() <= limit * expected.abs() + 1e-4 * x.shape[1] ** 0.5).all()
 
 
 def check_one_row_activated(
@@ -134,7 +140,12 @@ def check_one_row_activated(
     """The same with an activation behind it: bit for bit that of the rounded product."""
     x, weight, bias = _one_row_case(rows, columns, has_bias, dtype, device)
     y = _on_poisoned_memory(lambda: kernels.multiply_activated(x, weight, bias, activation, gated))
-    product = kernels.multiply(x, weight, bias)
+    _check_activated(y, kernels.multiply(x, weight, bias), activation, gated)
+
+
+def _check_activated(y: Tensor, product: Tensor, activation: str, gated: bool) -> Tensor:
+    """Against float64, which is returned."""
+    dtype = product.dtype
     gate, up = product.chunk(2, dim=1) if gated else (product, None)
     expected = reference.plain_rows(activations.activate(gate.double(), activation, False))
     if up is not None:  # the activation is rounded before the product
@@ -143,6 +154,7 @@ def check_one_row_activated(
     assert y.dtype == dtype
     limit = torch.finfo(dtype).eps * (2 if gated else 1)  # exp is not the same everywhere
     assert ((y - expected).abs() <= limit * expected.abs() + 1e-4).all()
+    return expected
 
 
 def _one_row_case(
@@ -155,6 +167,91 @@ def _one_row_case(
 
     x, weight = normal(1, columns), normal(2 * rows, columns)[::2]
     return x, weight, normal(rows) if has_bias else None
+
+
+def check_few_rows(
+    few_rows: ModuleType,
+    tokens: int,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    tile: Any = None,
+) -> None:
+    """few_rows.multiply with a weight in 16 bits, every second row of a larger one, against
+    float64; NaN lie around inputs and weight, and in memory that it writes."""
+    x, weight, bias = few_rows_case(tokens, rows, columns, has_bias, dtype, device)
+    y = _on_poisoned_memory(lambda: few_rows.multiply(x, weight, bias, tile))
+    assert y.shape == (tokens, rows)
+    _check_product(y, x, weight, bias)
+    assert not few_rows.counters(y.device).any()
+
+
+def check_few_rows_activated(
+    few_rows: ModuleType,
+    tokens: int,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    activation: str,
+    gated: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """The same with an activation behind it: bit for bit that of the rounded product. Of numbers
+    whose sums are exact in any order: what multiplies here does not keep to one."""
+    x, weight, bias = few_rows_case(tokens, rows, columns, has_bias, dtype, device)
+    x.round_()
+    weight.mul_(4).round_().div_(64)
+    y = _on_poisoned_memory(
+        lambda: few_rows.multiply(x, weight, bias, activation=activation, gated=gated)
+    )
+    expected = _check_activated(y, few_rows.multiply(x, weight, bias), activation, gated)
+    if activation in ("none", "relu2"):  # no exp
+        assert torch.equal(y, expected.to(dtype))
+    assert not few_rows.counters(y.device).any()
+
+
+def check_few_rows_alone(
+    few_rows: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Any = None
+) -> None:
+    """A token's bits are the same in any row and among any number of others."""
+    whole = few_rows.multiply(x, weight, bias, tile)
+    generator = torch.Generator().manual_seed(weight.shape[1])
+    for count in (2, 3, 16, 17, 32, 33):
+        some = torch.randperm(len(x), generator=generator)[:count].to(x.device)
+        assert torch.equal(few_rows.multiply(x[some], weight, bias, tile), whole[some])
+
+
+def rounding_by_steps(tokens: int, rows: int, columns: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and a weight in float16, whose products' sums are integers: those of so many columns
+    are exact in any order, but where they are added to what the first step gives, and the last one
+    takes away, bits are lost."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (
+        torch.randint(-4, 5, (count, columns), generator=generator).half()
+        for count in (tokens, rows)
+    )
+    x[:, :step] = x[:, -step:] = 0
+    x[:, 0] = x[:, -1] = weight[:, 0] = 2.0**14
+    weight[:, -1] = -(2.0**14)
+    return x, weight
+
+
+def few_rows_case(
+    tokens: int, rows: int, columns: int, has_bias: bool, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, weight and bias."""
+    generator = torch.Generator(device).manual_seed(rows + tokens)
+
+    def among_nan(count: int, every: int) -> Tensor:
+        wide = torch.full((every * count, columns + 16), torch.nan, dtype=dtype, device=device)
+        values = wide[::every, :columns]
+        return values.copy_(torch.randn(values.shape, generator=generator, device=device))
+
+    bias = torch.randn(rows, generator=generator, device=device).to(dtype) if has_bias else None
+    return among_nan(tokens, 1), among_nan(rows, 2), bias
 
 
 def _on_poisoned_memory(compute: Callable[[], Tensor]) -> Tensor:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.linear_cases import (
     FORMATS,
+    check_few_rows,
+    check_few_rows_activated,
+    check_few_rows_alone,
     check_multiply,
     check_one_row,
     check_one_row_activated,
     check_quantize_rows,
+    few_rows_case,
+    rounding_by_steps,
     some_weight,
 )
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from megatron_hybrid.kernels.linear import few_rows  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 from megatron_hybrid.kernels.linear.products import written_out  # noqa: E402
 
@@ -65,3 +72,104 @@ def test_activations_of_one_row(
     rows: int, columns: int, activation: str, gated: bool, has_bias: bool
 ) -> None:
     check_one_row_activated(linear, rows, columns, has_bias, activation, gated, torch.float16)
+
+
+# What loops and loads differ in; the last has more parts than steps.
+TILES = [
+    few_rows.Tile(64, 128, 4),
+    few_rows.Tile(16, 64, 3, splits=3, by_descriptor=False),
+    few_rows.Tile(32, 128, 4, splits=2, weights_first=False),
+    few_rows.Tile(16, 256, 4, splits=16, weights_first=False, by_descriptor=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "has_bias"),
+    [(0, 3, 16, True), (1, 70, 1000, True), (2, 3, 16, False), (32, 70, 1536, False)],
+)
+def test_few_rows_in_16_bits(tokens: int, rows: int, columns: int, has_bias: bool) -> None:
+    check_few_rows(few_rows, tokens, rows, columns, has_bias, torch.float16)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(5, 100, 1040), (33, 33, 328)])
+def test_few_rows_in_any_tile(tile: few_rows.Tile, tokens: int, rows: int, columns: int) -> None:
+    check_few_rows(few_rows, tokens, rows, columns, True, torch.float16, tile=tile)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "has_bias"),
+    [("silu", True, False), ("gelu", False, True), ("relu2", True, True), ("none", True, False)],
+)
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(2, 6, 16), (17, 150, 1040)])
+def test_activations_of_few_rows(
+    tokens: int, rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+) -> None:
+    check_few_rows_activated(
+        few_rows, tokens, rows, columns, has_bias, activation, gated, torch.float16
+    )
+
+
+def test_few_rows_do_not_depend_on_each_other() -> None:
+    x, weight = rounding_by_steps(few_rows.LARGEST, 70, 1536, step=128)
+    check_few_rows_alone(few_rows, x, weight, None)
+    whole = few_rows.multiply(x, weight)
+    otherwise = few_rows.multiply(x, weight, tile=few_rows.Tile(64, 128, 5, splits=4))
+    assert not torch.equal(whole, otherwise)  # the case shows what is added to what
+
+
+def test_few_rows_are_limited() -> None:
+    x, weight, _ = few_rows_case(65, 16, 16, False, torch.float16)
+    with pytest.raises(ValueError, match="x has 65 rows, must have at most 64"):
+        few_rows.multiply(x, weight)
+
+
+def test_few_rows_are_multiplied_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, _ = few_rows_case(9, 16, 32, False, torch.float16)
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 8)
+    assert few_rows.can_multiply(x[:2], weight)
+    assert few_rows.can_multiply(x[:8], weight)
+    assert not few_rows.can_multiply(x[:9], weight)
+    assert not few_rows.can_multiply(x[:1], weight)  # one_row's
+    assert not few_rows.can_multiply(x[:2].float(), weight.float())
+    assert not few_rows.can_multiply(x[:2].bfloat16(), weight)
+    assert not few_rows.can_multiply(x[:2, 1:17], weight[:, 1:17])  # not at multiples of 16 bytes
+    assert not few_rows.can_multiply(x[:2, :24], weight[:, :24])
+    assert not few_rows.can_multiply(x[:2], torch.zeros(16, 36).half()[:, :32])
+    assert not few_rows.can_multiply(torch.zeros(2, 36).half()[:, :32], weight)
+    taken: list[int] = []
+    usual = few_rows.multiply
+
+    def spied(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        taken.append(len(x))
+        return usual(x, *arguments, **options)
+
+    monkeypatch.setattr(few_rows, "multiply", spied)
+    product = linear.multiply(x[:8], weight)
+    torch.testing.assert_close(product, x[:8] @ weight.t(), rtol=1e-2, atol=1e-2)
+    assert linear.multiply_activated(x[:8], weight, None, "silu", True) is not None
+    assert taken == [8, 8]
+    linear.multiply(x, weight)
+    assert linear.multiply_activated(x, weight, None, "silu", True) is None
+    assert taken == [8, 8]
+
+
+def test_few_rows_are_cublas_until_they_are_measured() -> None:
+    x, weight, _ = few_rows_case(64, 16, 32, False, torch.float16)
+    assert not any(few_rows.can_multiply(x[:count], weight) for count in range(65))
+
+
+# Rows and columns of models' weights, and how many parts these are cut into.
+SHAPES = {
+    (6448, 1536): 2,
+    (1536, 3072): 6,
+    (12352, 2048): 1,
+    (2048, 4096): 8,
+    (131072, 2688): 1,
+    (64, 256): 1,
+}
+
+
+def test_tiles_of_few_rows_fill_the_device() -> None:
+    splits = {shape: few_rows.choose_tile(*shape).splits for shape in SHAPES}
+    assert splits == SHAPES

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.few_row_cases import few_row_cases
 from bench.quantized_cases import expert_cases, linear_cases
 from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from bench.timing import Call
@@ -259,6 +260,7 @@ class Bench:
                     yield self.experts(tokens, self.model.moe, self.model.moe.shared)
             yield from expert_cases(self, Case)
         yield from linear_cases(self, Case)
+        yield from few_row_cases(self, Case)
         for rows in self.batches():
             yield self.argmax(rows)
             for top_k, top_p in ((0, 1.0), (50, 0.9), (0, 0.9)):

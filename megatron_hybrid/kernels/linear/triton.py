@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.linear import fp4_few, one_row, reference
+from megatron_hybrid.kernels.linear import few_rows, fp4_few, one_row, reference
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -124,6 +124,8 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
             return one_row.multiply(x, weight, bias)
+        if few_rows.can_multiply(x, weight):
+            return few_rows.multiply(x, weight, bias)
         return F.linear(x, weight, bias)
     format = weight.format
     (rows, columns), tokens = weight.shape, x.shape[0]
@@ -158,6 +160,8 @@ def multiply_activated(
         x = plain_rows(x)
         if one_row.can_multiply(x, weight):
             return one_row.multiply(x, weight, bias, activation=activation, gated=gated)
+        if few_rows.can_multiply(x, weight):
+            return few_rows.multiply(x, weight, bias, activation=activation, gated=gated)
     return None
 
 

@@ -1,0 +1,58 @@
+"""Products of few rows in tools/benchmark_kernels.py: of which weights, and that all calls of a
+case compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.few_row_cases import few_row_cases, linear_shapes, other_tiles
+from bench.kernel_cases import Bench, Case
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.config import HybridModelConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "models"
+
+
+def config(model: str) -> HybridModelConfig:
+    return ModelFolder.open(CONFIGS / model).config
+
+
+def test_all_linear_layers_but_the_experts_are_timed() -> None:
+    mamba, shared = [(6448, 1536), (1536, 3072)], [(2048, 1536), (1536, 1024)]
+    attention = [(2560, 1536), (1536, 1536)]
+    assert linear_shapes(config("granite-4.0-h-tiny")) == [*mamba, *shared, *attention]
+
+
+def test_other_tiles_are_others() -> None:
+    pytest.importorskip("triton")
+    from megatron_hybrid.kernels.linear.few_rows import choose_tile
+
+    for shape in [(6448, 1536), (1536, 3072), (131072, 2688)]:
+        chosen = choose_tile(*shape)
+        tiles = other_tiles(chosen)
+        assert chosen not in tiles
+        assert len(set(tiles)) == len(tiles)
+        assert {tile.rows for tile in tiles} == {16, 32, 64, 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_all_calls_of_a_case_compute_the_same() -> None:
+    bench = Bench(config("granite-4.0-h-tiny"), torch.device("cuda", 0), "auto")
+    expected: dict[str, torch.Tensor] = {}
+    tiles = set()
+    for case in few_row_cases(bench, Case):
+        size, _, tile = case.shape.partition(": ")
+        torch.manual_seed(0)  # cases of a size have the same inputs
+        calls = case.make()
+        if not tile:
+            expected[size] = calls["cuBLAS"]()
+        for label, call in calls.items():
+            error = (call() - expected[size]).norm()
+            assert error <= 0.01 * expected[size].norm(), (case.shape, label)
+        tiles.add(tile)
+    assert len(tiles) > 10
