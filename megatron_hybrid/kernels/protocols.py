@@ -34,6 +34,19 @@ class ConvConstants(NamedTuple):
     silu: bool = True  # of the outputs
 
 
+class Gates(NamedTuple):
+    """What a convolution's tokens are multiplied by, [T, channels] each (rows may be strided).
+    Products are rounded to the tokens' dtype, as are outputs before they are multiplied."""
+
+    before: Tensor | None = None  # the inputs; windows and rings keep the products
+    after: Tensor | None = None  # the outputs
+
+    def of(self, rows: slice) -> Gates:
+        """Those of some tokens."""
+        before, after = (None if gate is None else gate[rows] for gate in self)
+        return Gates(before, after)
+
+
 class Mamba1Tokens(NamedTuple):
     """A row a token; rows may be strided."""
 
@@ -181,6 +194,40 @@ class Recurrence(Protocol[Tokens, Constants, Ring]):
 class Convolution(Recurrence[Tensor, ConvConstants, Tensor], Protocol):
     """Of tokens [T, channels], whose rows may be strided; the state [slots, channels, width - 1] is
     the last inputs, a ring [rows, R, channels] the same of earlier tokens."""
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        constants: ConvConstants,
+        state: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+        gates: Gates | None = None,
+    ) -> Tensor:
+        """As in Recurrence; with gates, too, padding gives zeros."""
+
+    def decode(
+        self,
+        tokens: Tensor,
+        constants: ConvConstants,
+        state: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+        gates: Gates | None = None,
+    ) -> Tensor:
+        """As in Recurrence."""
+
+    def decode_runs(
+        self,
+        tokens: Tensor,
+        constants: ConvConstants,
+        state: Tensor,
+        ring: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+        gates: Gates | None = None,
+    ) -> Tensor:
+        """As in Recurrence."""
 
     def plan_runs(self, runs: DecodeRuns, width: int, ring_length: int) -> Plan:
         """Of a step's decode_runs."""

@@ -14,7 +14,14 @@ from megatron_hybrid.kernels.contract import (
     RecurrentState,
 )
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
-from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Plan, Recurrence
+from megatron_hybrid.kernels.protocols import (
+    AScansTokens,
+    ConvConstants,
+    Convolution,
+    Gates,
+    Plan,
+    Recurrence,
+)
 from megatron_hybrid.kernels.state_rounding.reference import layer_seed
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
@@ -116,17 +123,21 @@ class RecurrentMixer(Mixer):
         """Of the layer's convolution."""
         return ConvConstants(self.conv_weight, self.conv_bias, silu)
 
-    def convolve(self, x: Tensor, plans: KernelPlans, *, silu: bool = True) -> Tensor:
+    def convolve(
+        self, x: Tensor, plans: KernelPlans, *, silu: bool = True, gates: Gates | None = None
+    ) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
         kernel, state, parts = plans.kernels.conv, self.state(plans).conv, self._parts(plans)
         constants = self.conv_constants(silu)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.conv
         if len(parts) == 1:
-            return _run(kernel, parts[0].kind, x, constants, state, ring, parts[0].conv)
+            only = parts[0]
+            return _convolve(kernel, only.kind, x, constants, state, ring, only.conv, None, gates)
         out = x.new_empty(x.shape)
         for rows, kind, plan, _ in parts:
-            _run(kernel, kind, x[rows], constants, state, ring, plan, out[rows])
+            own = None if gates is None else gates.of(rows)
+            _convolve(kernel, kind, x[rows], constants, state, ring, plan, out[rows], own)
         return out
 
     def scan(
@@ -165,6 +176,28 @@ class RecurrentMixer(Mixer):
             self.conv_weight.data = self.conv_weight.t().contiguous().t()
 
 
+def _convolve(
+    kernel: Convolution,
+    kind: PartKind,
+    x: Tensor,
+    constants: ConvConstants,
+    state: Tensor,
+    ring: Tensor | None,
+    plan: Plan,
+    out: Tensor | None,
+    gates: Gates | None,
+) -> Tensor:
+    """The convolution of a part of a step."""
+    match kind:
+        case PartKind.DECODE:
+            return kernel.decode(x, constants, state, plan, out, gates)
+        case PartKind.RUNS:
+            assert ring is not None
+            return kernel.decode_runs(x, constants, state, ring, plan, out, gates)
+        case PartKind.PREFILL:
+            return kernel.prefill(x, constants, state, plan, out, gates)
+
+
 def _run(
     kernel: Recurrence[Tokens, Constants, Ring],
     kind: PartKind,
@@ -175,7 +208,7 @@ def _run(
     plan: Plan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A part of a step."""
+    """The scan of a part of a step."""
     match kind:
         case PartKind.DECODE:
             return kernel.decode(tokens, constants, state, plan, out)

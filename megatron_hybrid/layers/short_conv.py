@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.kernels.protocols import Gates, Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
@@ -52,6 +51,10 @@ class ShortConv(RecurrentMixer):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels, sections = plans.kernels, [self.channels] * 3
         b, c, x = self.in_proj.split(x, sections, kernels)
-        gated = plain_rows(kernels.activation.gate(x, b, "none"))
-        y = self.convolve(gated, plans, silu=False)
-        return self.out_proj(kernels.activation.gate(y, c, "none", self.out_proj.reader), kernels)
+        reader = self.out_proj.reader
+        if reader is None:
+            y = self.convolve(x, plans, silu=False, gates=Gates(before=b, after=c))
+            return self.out_proj(y, kernels)
+        # The kernel of gates alone rounds its result for a reader.
+        y = self.convolve(x, plans, silu=False, gates=Gates(before=b))
+        return self.out_proj(kernels.activation.gate(y, c, "none", reader), kernels)

@@ -10,13 +10,14 @@ import torch
 
 from megatron_hybrid.kernels.contract import DecodeSlots
 from tests.kernels.activation_cases import check_activate, check_gate
-from tests.kernels.conv_cases import Conv, check_decode, check_prefill, close, on
+from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs, close, on
 from tests.kernels.norm_cases import (
     check_add_rms_norm,
     check_gated_rms_norm,
     check_rms_norm,
     check_rms_norm_parts,
 )
+from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, prefill_segments
 
 pytest.importorskip("triton")
@@ -85,6 +86,22 @@ def test_conv_outputs_have_the_same_bits_however_the_sequence_is_cut(
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_conv_decode(rows: int, channels: int, dtype: torch.dtype, packed: bool) -> None:
     check_decode(conv, rows, channels=channels, dtype=dtype, packed=packed, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gates", ["before", "after", "before after"])
+@pytest.mark.parametrize("channels", [LFM2, 100])
+def test_conv_with_gates_has_the_bits_of_kernels_apart(
+    channels: int, gates: str, dtype: torch.dtype
+) -> None:
+    options = {"channels": channels, "width": 3, "dtype": dtype, "device": "cuda", "silu": False}
+    options |= {"gates": gates, "activation": activation}
+    check_prefill(conv, [700, 1, 2, 0, 3, 129, 16, 15, 17, 40], padding=20, **options)
+    check_prefill(conv, [1], **options)
+    for rows in (1, 32, 300):
+        check_decode(conv, rows, **options)
+    check_runs(conv, Play(1), **options)
+    check_runs(conv, Play(2, count=5, ring_length=4, most=1), **options)
 
 
 def test_conv_equals_causal_conv1d() -> None:

@@ -1,16 +1,20 @@
-"""Steps of the causal convolution and their results by hand, in float64, on any device."""
+"""Steps of the causal convolution and their results by hand, in float64, on any device; with gates
+also beside a kernel for each gate, bit by bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation import reference as plain_activation
 from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
-from megatron_hybrid.kernels.protocols import ConvConstants
-from tests.kernels.runs_cases import Play
+from megatron_hybrid.kernels.protocols import ConvConstants, Gates
+from tests.kernels.runs_cases import Call, Play
 from tests.kernels.segments import Segment, int64, prefill_segments
 
 NAN = float("nan")
@@ -24,14 +28,17 @@ class Conv:
     weight: Tensor  # [channels, W]
     bias: Tensor | None
     state: Tensor  # [slots, channels, W - 1]
+    gates: Gates = Gates()  # columns of other wider tensors
+    activation: Any = plain_activation  # whose `gate` does alone what a gate does
 
     @classmethod
     def random(
         cls, tokens: int, slots: int, seen: set[int], channels: int, width: int = 4,
         device: str = "cpu", dtype: torch.dtype = torch.float32, packed: bool = True,
-        bias: bool = True,
+        bias: bool = True, gates: str = "", activation: Any = plain_activation,
     ) -> Conv:  # fmt: skip
-        """`packed`: channels are the fastest dimension of weight and state."""
+        """`packed`: channels are the fastest dimension of weight and state. `gates`: names those
+        that there are."""
         generator = torch.Generator(device).manual_seed(tokens)
 
         def draw(*shape: int) -> Tensor:
@@ -42,24 +49,50 @@ class Conv:
         if not packed:
             weight, state = weight.contiguous(), state.contiguous()
         x = draw(tokens, channels + 16)[:, 8:-8]
-        return cls(x, weight, draw(channels) if bias else None, state)
+        offset = draw(channels) if bias else None
+        before = draw(tokens, channels + 24)[:, 8:-16] if "before" in gates else None
+        after = draw(tokens, channels + 32)[:, 16:-16] if "after" in gates else None
+        return cls(x, weight, offset, state, Gates(before, after), activation)
 
     def constants(self, silu: bool = True) -> ConvConstants:
         return ConvConstants(self.weight, self.bias, silu)
+
+    @property
+    def roundings(self) -> int:
+        """Of an output."""
+        return 1 if self.gates.after is None else 2
+
+    def poison(self, tokens: slice | Tensor) -> None:
+        """NaN in all that is given of padding."""
+        for values in (self.x, *self.gates):
+            if values is not None:
+                values[tokens] = NAN
+
+    def inputs(self, x: Tensor, gates: Gates) -> Tensor:
+        """What is convolved: [tokens, channels]."""
+        gate = gates.before
+        return x if gate is None else self.activation.gate(x, gate, "none")
+
+    def apart(self, convolve: Callable[[Tensor], Tensor], x: Tensor, gates: Gates) -> Tensor:
+        """What `convolve` gives with a kernel for each gate around it."""
+        y = convolve(self.inputs(x, gates))
+        return y if gates.after is None else self.activation.gate(y, gates.after, "none")
 
     def by_hand(
         self, begin: int, length: int, read: int, silu: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Outputs [length, channels] in float64 of x[begin:], and its inputs behind the window."""
-        width = self.weight.shape[1]
+        width, tokens = self.weight.shape[1], slice(begin, begin + length)
+        gates = self.gates.of(tokens)
         old = self.state[read].t() if read > 0 else self.x.new_zeros(width - 1, self.x.shape[1])
-        rows = torch.cat((old.to(self.x.dtype), self.x[begin : begin + length]))
+        rows = torch.cat((old.to(self.x.dtype), self.inputs(self.x[tokens], gates)))
         y = torch.zeros(length, rows.shape[1], dtype=torch.float64, device=rows.device)
         for k in range(width):
             y += rows[k : k + length].double() * self.weight[:, k].double()
         if self.bias is not None:
             y += self.bias.double()
-        return y * torch.sigmoid(y) if silu else y, rows
+        y = y * torch.sigmoid(y) if silu else y
+        return y if gates.after is None else y * gates.after.double(), rows
 
 
 def mixed_segments(lengths: list[int]) -> list[Segment]:
@@ -101,7 +134,7 @@ def check_prefill(
     segments = mixed_segments(lengths)
     reads = {s.read for s in segments}
     case = Conv.random(sum(lengths) + padding, 4 * len(lengths) + 5, reads, **options)
-    case.x[sum(lengths) :] = NAN
+    case.poison(slice(sum(lengths), None))
     width, device = case.weight.shape[1], str(case.x.device)
     expected, state, begin = [], case.state.clone(), 0
     for s in segments:
@@ -113,13 +146,16 @@ def check_prefill(
                 state[slot] = rows[taken : taken + width - 1].t()
         begin += s.length
     step = on(padded(prefill_segments(segments, padding), padding), device)
-    out = torch.full_like(case.x, NAN)
-    plan = conv.plan(step, width)
-    y = conv.prefill(case.x, case.constants(silu), case.state, plan, out)
+    out, other = torch.full_like(case.x, NAN), clone_of(case.state)
+    plan, constants = conv.plan(step, width), case.constants(silu)
+    y = conv.prefill(case.x, constants, case.state, plan, out, case.gates)
     assert y is out
-    close(y[:begin], torch.cat(expected))
+    close(y[:begin], torch.cat(expected), case.roundings)
     assert (y[begin:] == 0).all()
     torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
+    convolve = partial(conv.prefill, constants=constants, state=other, plan=plan)
+    assert_same_bits(y[:begin], case.apart(convolve, case.x, case.gates)[:begin])
+    assert_same_bits(case.state, other)
 
 
 def check_decode(
@@ -133,41 +169,42 @@ def check_decode(
         kinds.append([(own, own), (own, other), (0, own), (own, 0), (0, 0)][i % 5])
     case = Conv.random(rows, 2 * rows + 2, {read for read, _ in kinds} - {0}, **options)
     state, expected = case.state.clone(), []
+    is_padded = torch.tensor([kind == (0, 0) for kind in kinds], device=case.x.device)
+    case.poison(is_padded)
     for i, (read, write) in enumerate(kinds):
         y, window = case.by_hand(i, 1, read, silu)
         expected.append(y)
         if write > 0:
             state[write] = window[1:].t()
     slots = DecodeSlots(int64([r for r, _ in kinds]), int64([w for _, w in kinds]))
-    out = torch.full_like(case.x, NAN)
-    step = plan(on(slots, str(case.x.device)))
-    y = conv.decode(case.x, case.constants(silu), case.state, step, out)
+    out, other = torch.full_like(case.x, NAN), clone_of(case.state)
+    step, constants = plan(on(slots, str(case.x.device))), case.constants(silu)
+    y = conv.decode(case.x, constants, case.state, step, out, case.gates)
     assert y is out
-    is_padded = torch.tensor([kind == (0, 0) for kind in kinds], device=y.device)
-    close(y[~is_padded], torch.cat(expected)[~is_padded])
+    close(y[~is_padded], torch.cat(expected)[~is_padded], case.roundings)
     assert (y[is_padded] == 0).all()
     torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
+    convolve = partial(conv.decode, constants=constants, state=other, plan=step)
+    assert_same_bits(y[~is_padded], case.apart(convolve, case.x, case.gates)[~is_padded])
+    assert_same_bits(case.state, other)
 
 
 def check_runs(conv: Any, play: Play, silu: bool = True, calls: int = 10, **options: Any) -> None:
     """Sequences with unfolded tokens, drafts accepted and not, calls that write nothing."""
     length = 80
     case = Conv.random(length * play.count, play.slots, set(), **options)
-    width, device = case.weight.shape[1], str(case.x.device)
+    (channels, width), device = case.weight.shape, str(case.x.device)
     texts = [case.by_hand(length * i, length, 0, silu) for i in range(play.count)]
     # Like the state, in channels that lie side by side, or not.
     ring = torch.full_like(case.state[:1, :, :1].mT, NAN)
     ring = ring.repeat(play.count, play.ring_length, 1)
-    wrong = case.x.new_full((play.most * play.count, case.x.shape[1]), 3.0)
     for one, (_, rows) in zip(play.sequences, texts, strict=True):
         if one.slot:
             case.state[one.slot] = rows[one.position : one.position + width - 1].t()
     for step in range(calls):
-        call, inputs, expected, state = play.call(padding=step % 3), [], [], case.state.clone()
+        call, expected, state = play.call(padding=step % 3), [], case.state.clone()
         for s, (one, (outputs, rows)) in enumerate(zip(play.sequences, texts, strict=True)):
             right, folded = min(call.lengths[s], 1 + call.holds[s]), min(call.lengths[s], 1)
-            seen = one.position + width - 1
-            inputs += [rows[seen : seen + right], wrong[: call.lengths[s] - right]]
             expected += [outputs[one.position : one.position + right]]
             expected += [outputs[:1].expand(call.lengths[s] - right, -1) * NAN]
             if call.writes[s]:
@@ -175,21 +212,58 @@ def check_runs(conv: Any, play: Play, silu: bool = True, calls: int = 10, **opti
             if call.reached(s):
                 position, slot = one.checkpoint
                 state[slot] = rows[position : position + width - 1].t()
-        x = torch.cat([*inputs, wrong[: call.padding]])
+        x, *pair = (  # with a stride each
+            None if values is None else tokens_of(values, call, length).repeat(1, i)[:, :channels]
+            for i, values in enumerate((case.x, *case.gates), start=2)
+        )
+        assert x is not None
+        gates = Gates(*pair)
         plan = conv.plan_runs(on(call.runs(), device), width, play.ring_length)
-        out = torch.full_like(x, NAN)
-        y = conv.decode_runs(x, case.constants(silu), case.state, ring, plan, out)
+        out, constants = torch.full_like(x, NAN), case.constants(silu)
+        other, other_ring = clone_of(case.state), ring.clone()
+        y = conv.decode_runs(x, constants, case.state, ring, plan, out, gates)
         assert y is out
         assert not y[sum(call.lengths) :].any()
         known = torch.cat(expected)
         is_known = ~known.isnan().any(dim=1)
-        close(y[: len(known)][is_known], known[is_known])
+        close(y[: len(known)][is_known], known[is_known], case.roundings)
         torch.testing.assert_close(case.state, state, atol=0, rtol=0, equal_nan=True)
+        convolve = partial(
+            conv.decode_runs, constants=constants, state=other, ring=other_ring, plan=plan
+        )
+        assert_same_bits(y[: len(known)], case.apart(convolve, x, gates)[: len(known)])
+        assert_same_bits(case.state, other)
+        assert_same_bits(ring, other_ring)
         call.done()
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Within the rounding of actual's dtype, a few times."""
-    narrow = actual.dtype == torch.bfloat16
-    tolerance = {"atol": 1e-2, "rtol": 1e-2} if narrow else {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(actual.double(), expected, **tolerance)
+def tokens_of(values: Tensor, call: Call, length: int) -> Tensor:
+    """What a call is given of values [sequences * length, channels], x or a gate: other values for
+    drafts that don't hold, NaN in padding."""
+    wrong, parts = values.new_full((sum(call.lengths), values.shape[1]), 3.0), []
+    for s, one in enumerate(call.sequences):
+        right = min(call.lengths[s], 1 + call.holds[s])
+        first = length * s + one.position
+        parts += [values[first : first + right], wrong[: call.lengths[s] - right]]
+    padding = values.new_full((call.padding, values.shape[1]), NAN)
+    return torch.cat([*parts, padding])
+
+
+def clone_of(state: Tensor) -> Tensor:
+    """With its strides."""
+    return torch.empty_strided(
+        state.shape, state.stride(), dtype=state.dtype, device=state.device
+    ).copy_(state)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Of NaN and of zeros, too."""
+    bits = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+def close(actual: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    """Within so many roundings of actual's dtype, a few times."""
+    tolerance = roundings * (1e-2 if actual.dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)

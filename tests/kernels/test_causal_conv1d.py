@@ -200,3 +200,13 @@ def test_bfloat16_follows_float32(weights: ConvConstants) -> None:
 def test_runs_equal_the_loop_by_hand_whatever_is_accepted(seed: int) -> None:
     options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
     check_runs(causal_conv1d, Play(seed), seed % 4 != 3, channels=6, width=2 + seed % 3, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gates", ["before", "after", "before after"])
+def test_gates_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
+    options = {"channels": 6, "width": 3, "dtype": dtype, "gates": gates, "silu": False}
+    check_prefill(causal_conv1d, [40, 1, 2, 0, 3, 300, 5], **options)
+    check_prefill(causal_conv1d, [9], **options)
+    check_decode(causal_conv1d, 4, plan=plan_decode, **options)
+    check_runs(causal_conv1d, Play(1), **options)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from tests.kernels.conv_cases import Conv, check_decode, check_prefill
+from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs
+from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
 from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 
 # Blocks have 16 tokens: some inside a sequence, some with its start, some with many sequences.
@@ -123,3 +125,47 @@ def test_a_state_of_another_dtype_holds_the_rounded_inputs() -> None:
     conv.prefill(case.x, case.constants(), state, step)
     assert torch.equal(state[1], case.x[17:20].t().double())
     assert torch.equal(state[2], case.x[27:].t().double())
+
+
+GATES = ["before", "after", "before after"]
+GATED = {"width": 3, "silu": False, "activation": activation}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gates", GATES)
+def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
+    options = GATED | {"dtype": dtype, "gates": gates}
+    check_prefill(conv, LENGTHS, padding=19, channels=6, **options)
+    check_prefill(conv, [17, 3], channels=520, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_gates_of_decodes_have_the_bits_of_kernels_apart(
+    sequences: int, gates: str, dtype: torch.dtype
+) -> None:
+    tile = conv.Tile(64, sequences, warps=1)
+    tiled = SimpleNamespace(
+        decode=partial(conv.decode, tile=tile),
+        plan_runs=conv.plan_runs,
+        decode_runs=partial(conv.decode_runs, tile=tile),
+    )
+    options = GATED | {"dtype": dtype, "gates": gates, "channels": 70}
+    check_decode(tiled, 11, **options)
+    single_tokens = Play(sequences, count=5, ring_length=4, most=1)
+    check_runs(tiled, single_tokens, calls=6, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gates", GATES)
+def test_gates_of_drafts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
+    options = GATED | {"dtype": dtype, "gates": gates, "channels": 260}
+    check_runs(conv, Play(2), calls=5, **options)
+
+
+def test_gates_stand_around_bias_and_silu() -> None:
+    options = {"channels": 70, "gates": "before after", "activation": activation}
+    check_prefill(conv, LENGTHS, **options)
+    check_decode(conv, 5, **options)
+    check_runs(conv, Play(3), calls=3, **options)

@@ -16,11 +16,21 @@ import torch
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.engine import build
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.contract import DecodeSlots
+from megatron_hybrid.kernels.protocols import Gates
 from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots, WholeSegments
 from tests.kernels import library_stand_ins
-from tests.kernels.library_cases import IN_PLACE, KINDS, MIXED, Case, check_decode, check_prefill
-from tests.kernels.segments import Segment, prefill_segments
+from tests.kernels.library_cases import (
+    IN_PLACE,
+    KINDS,
+    MIXED,
+    SEGMENTS,
+    Case,
+    check_decode,
+    check_prefill,
+)
+from tests.kernels.segments import Segment, int64, prefill_segments
 from tests.tiny_models import make_tiny_model
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -74,6 +84,33 @@ def test_decodes(
 ) -> None:  # fmt: skip
     case = Case(kind, "cpu", dtype)
     check_decode(kernel_of(libraries, kind), case, pairs, state_dtype, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gates_of_a_convolution_are_products_around_it(
+    libraries: SimpleNamespace, dtype: torch.dtype
+) -> None:
+    """Padding gives zeros all the same."""
+    conv, case = libraries.causal_conv1d, Case("conv", "cpu", dtype)
+    count = sum(segment.length for segment in SEGMENTS)
+    x, before, after = (case.tokens(count + 2) for _ in range(3))
+    after[count:] = float("nan")
+    state = case.states(dtype)
+    other, constants = state.clone(), case.constants
+    plan = conv.plan(prefill_segments(SEGMENTS, 1), 4)
+    y = conv.prefill(x, constants, state, plan, None, Gates(before, after))
+    expected = conv.prefill(x * before, constants, other, plan)
+    assert torch.equal(y[:count], expected[:count] * after[:count])
+    assert (y[count:] == 0).all()
+    assert torch.equal(state[1:], other[1:])
+
+    x, before, after = (case.tokens(len(MIXED)) for _ in range(3))
+    after[MIXED.index((0, 0))] = float("nan")
+    slots = UpdatedSlots.of(DecodeSlots(int64([r for r, _ in MIXED]), int64([w for _, w in MIXED])))
+    y = conv.decode(x, constants, state, slots, None, Gates(before, after))
+    expected = conv.decode(x * before, constants, other, slots)
+    assert torch.equal(y, (expected * after).nan_to_num())
+    assert torch.equal(state[1:], other[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,7 +37,7 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedExpert,
     SharedResult,
 )
-from megatron_hybrid.kernels.protocols import ConvConstants, Filters, HeadNorms
+from megatron_hybrid.kernels.protocols import ConvConstants, Filters, Gates, HeadNorms
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -45,7 +45,7 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.config import SHORT_CONV, HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
 
@@ -443,6 +443,10 @@ class Bench:
         def make() -> Calls:
             x, state = self.projected(kind, batch), self.states(kind, batch, self.dtype).conv
             calls: Calls = {"ours": lambda: conv.decode(x, constants, state, plan)}
+            if kind.letter == SHORT_CONV:
+                calls |= self.gated(
+                    kind, batch, partial(conv.decode, constants=constants, state=state, plan=plan)
+                )
             if fast := library("causal_conv1d"):
                 activation = "silu" if kind.silu else None
                 calls["causal_conv1d"] = lambda: fast.causal_conv1d_update(
@@ -462,6 +466,10 @@ class Bench:
         def make() -> Calls:
             x, state = self.projected(kind, tokens), self.states(kind, stored, self.dtype).conv
             calls: Calls = {"ours": lambda: conv.prefill(x, constants, state, plan)}
+            if kind.letter == SHORT_CONV:
+                calls |= self.gated(
+                    kind, tokens, partial(conv.prefill, constants=constants, state=state, plan=plan)
+                )
             if (fast := library("causal_conv1d")) and not checkpoints:
                 activation = "silu" if kind.silu else None
                 # The library's call for several requests, which leaves no state.
@@ -476,6 +484,18 @@ class Bench:
         if len(lengths) > 1:
             size = f"{len(lengths)} x {lengths[0]} tokens"
         return Case("conv prefill", size, moved, make)
+
+    def gated(self, kind: RecurrentKind, tokens: int, convolve: Callable[..., Tensor]) -> Calls:
+        """A short convolution between its gates, in its kernels and in kernels of their own."""
+        wide = self.normal(tokens, 3 * kind.channels)
+        before, after, x = wide.split(kind.channels, dim=1)
+        gates, gate = Gates(before, after), self.kernels.activation.gate
+
+        def apart() -> None:
+            inputs = gate(x, before, "none")
+            gate(convolve(inputs), after, "none")
+
+        return {"with gates": lambda: convolve(x, gates=gates), "gates apart": apart}
 
     def decode_attention(self, batch: int, kv: int) -> Case:
         attention, shape = self.kernels.attention, self.attention_shape()

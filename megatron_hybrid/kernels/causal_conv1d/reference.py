@@ -2,6 +2,8 @@
 
     y[t] = silu(bias + sum over k of weight[:, k] * x[t - (W - 1) + k]), or without silu
 
+With gates x is multiplied by one of them before that, y by the other after it.
+
 The state of a sequence is its last W - 1 inputs, oldest first. Before the convolution each
 segment is laid out behind the window that it reads, so a segment shorter than the window keeps
 the older columns without a special case:
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
-from megatron_hybrid.kernels.protocols import ConvConstants
+from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from megatron_hybrid.kernels.runs import HostRuns, Turn, into
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites, indices
 
@@ -79,9 +81,11 @@ def prefill(
     state: Tensor,
     plan: ConvPlan,
     out: Tensor | None = None,
+    gates: Gates | None = None,
 ) -> Tensor:
     """state [slots, channels, W - 1], of any strides -> [T, channels]."""
     channels, width = constants.weight.shape
+    x, after = gated(x, gates)
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     if plan.token_rows is None or plan.old_rows is None:
         rows = torch.cat((old[0], x))
@@ -104,7 +108,7 @@ def prefill(
         _finish(part, constants)
     if plan.token_rows is not None:
         y = y.index_select(0, plan.token_rows - (width - 1))
-    return into(out, y, x)
+    return into(out, multiplied(y.to(x.dtype), after), x)
 
 
 def decode(
@@ -113,13 +117,26 @@ def decode(
     state: Tensor,
     plan: DecodePlan,
     out: Tensor | None = None,
+    gates: Gates | None = None,
 ) -> Tensor:
     """One token a sequence: as above with T = N sequences."""
+    x, after = gated(x, gates)
     old = plan.reads.gather(state).to(x.dtype)  # [N, channels, W - 1]
     rows = torch.cat((old, x[:, :, None]), dim=2)  # [N, channels, W]
     plan.writes.scatter(state, rows[:, :, 1:])
     y = _finish((rows.float() * constants.weight.float()).sum(dim=2), constants)
-    return into(out, y, x)
+    return into(out, multiplied(y.to(x.dtype), after), x)
+
+
+def gated(x: Tensor, gates: Gates | None) -> tuple[Tensor, Tensor | None]:
+    """The convolution's inputs, and the gate of its outputs."""
+    before, after = Gates() if gates is None else gates
+    return multiplied(x, before), after
+
+
+def multiplied(x: Tensor, gate: Tensor | None) -> Tensor:
+    """x [T, channels], if there is a gate times that, rounded to its dtype."""
+    return x if gate is None else (x * gate).to(x.dtype)
 
 
 def _finish(y: Tensor, constants: ConvConstants) -> Tensor:
@@ -188,9 +205,11 @@ def decode_runs(
     ring: Tensor,
     plan: ConvRunsPlan,
     out: Tensor | None = None,
+    gates: Gates | None = None,
 ) -> Tensor:
     """DecodeRuns: as above with tokens T. ring [rows, R, channels]: earlier inputs, as x's."""
     channels, width = constants.weight.shape
+    x, after = gated(x, gates)
     tokens = plan.token_rows.shape[0]
     old = plan.reads.gather(state).transpose(1, 2).to(x.dtype)  # [S, W - 1, channels]
     rows = x.new_empty((old.numel() // channels + len(plan.unfolded_rows) + tokens, channels))
@@ -207,5 +226,5 @@ def decode_runs(
     y = _finish((inputs.float() * constants.weight.float()).sum(dim=2), constants)
     out = torch.empty_like(x) if out is None else out
     out[tokens:] = 0
-    out[:tokens] = y
+    out[:tokens] = multiplied(y.to(x.dtype), None if after is None else after[:tokens])
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched
-from megatron_hybrid.kernels.protocols import ConvConstants
+from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 
 
 class Tile(NamedTuple):
@@ -37,6 +37,7 @@ def decode(
     state: Tensor,
     plan: DecodeSlots,
     out: Tensor | None = None,
+    gates: Gates | None = None,
     *,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -47,7 +48,7 @@ def decode(
     tile = decode_tile(rows, channels) if tile is None else tile
     _decode_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
         x, weight, bias, state, out, plan.read_slot, plan.write_slot, rows, channels,
-        x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0), *gate_arguments(gates),
         WIDTH=weight.shape[1], SILU=silu, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
         num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
@@ -66,6 +67,7 @@ def decode_runs(
     ring: Tensor,
     plan: DecodeRuns,
     out: Tensor | None = None,
+    gates: Gates | None = None,
     *,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -76,7 +78,7 @@ def decode_runs(
     out = x.new_empty((tokens, channels)) if out is None else out
     arguments = (
         x, weight, bias, state, ring, out, *plan.tensors, tokens, channels,
-        x.stride(0), *weight.stride(), *state.stride(), out.stride(0),
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0), *gate_arguments(gates),
     )  # fmt: skip
     sizes = {"RING": ring.shape[1], "WIDTH": weight.shape[1], "SILU": silu}
     if plan.most_unfolded is None:
@@ -93,10 +95,20 @@ def decode_runs(
     return out
 
 
+def gate_arguments(gates: Gates | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The gates of inputs and outputs, or None, and how far apart their rows are."""
+    if gates is None:
+        return None, None, 0, 0
+    before, after = gates
+    in_row, out_row = (0 if gate is None else gate.stride(0) for gate in gates)
+    return before, after, in_row, out_row
+
+
 @launched(do_not_specialize=["rows"])
 def _decode_kernel(
     x, weight, bias, state, out, read_slot, write_slot, rows, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    in_gate, out_gate, in_gate_row, out_gate_row,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -117,10 +129,17 @@ def _decode_kernel(
     row = row[:, None].to(tl.int64)
     has_token = channel < tl.where((read > 0) | (write > 0), channels, 0)
     newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
+    if out_gate is not None:  # asked for before the input is used
+        out_factors = tl.load(out_gate + row * out_gate_row + channel, mask=has_token, other=0)
+    if in_gate is not None:
+        in_factors = tl.load(in_gate + row * in_gate_row + channel, mask=has_token, other=0)
+        newest = gated(newest, in_factors)
     inputs = ()
     for column in tl.static_range(WIDTH - 1):
         inputs = inputs + (before[column].to(newest.dtype),)
     y = convolved(offset, inputs + (newest,), taps, WIDTH, SILU)
+    if out_gate is not None:
+        y = gated(y.to(out.dtype.element_ty), out_factors)
     y = tl.where(has_token, y, 0.0)
     tl.store(out + row * out_row + channel, y, mask=channel < tl.where(row < rows, channels, 0))
     is_written = channel < tl.where(write > 0, channels, 0)
@@ -133,7 +152,8 @@ def _single_kernel(
     x, weight, bias, state, ring, out,
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
     checkpoint_position, checkpoint_slot, tokens, channels,
-    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row, sequences,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    in_gate, out_gate, in_gate_row, out_gate_row, sequences,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +186,14 @@ def _single_kernel(
     has_token = channel < tl.where(count > 0, channels, 0)
     token = begin.to(tl.int64)
     newest = tl.load(x + token * x_row + channel, mask=has_token, other=0)
+    if out_gate is not None:  # asked for before the input is used
+        out_factors = tl.load(out_gate + token * out_gate_row + channel, mask=has_token, other=0)
+    if in_gate is not None:
+        in_factors = tl.load(in_gate + token * in_gate_row + channel, mask=has_token, other=0)
+        newest = gated(newest, in_factors)
     y = convolved(offset, before + (newest,), taps, WIDTH, SILU)
+    if out_gate is not None:
+        y = gated(y.to(out.dtype.element_ty), out_factors)
     tl.store(out + token * out_row + channel, y, mask=has_token)
     if tl.program_id(1) * BLOCK_S + BLOCK_S > used:
         token = row[:, None].to(tl.int64)
@@ -196,6 +223,7 @@ def _runs_kernel(
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
     checkpoint_position, checkpoint_slot, tokens, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -241,7 +269,14 @@ def _runs_kernel(
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
         newest = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
+        if out_gate is not None:  # asked for before the input is used
+            out_factors = tl.load(out_gate + row * out_gate_row + channel, mask=is_channel, other=0)
+        if in_gate is not None:
+            in_factors = tl.load(in_gate + row * in_gate_row + channel, mask=is_channel, other=0)
+            newest = gated(newest, in_factors)
         y = convolved(offset, before + (newest,), taps, WIDTH, SILU)
+        if out_gate is not None:
+            y = gated(y.to(out.dtype.element_ty), out_factors)
         tl.store(out + row * out_row + channel, y, mask=is_channel)
         before = before[1:] + (newest,)
         if token == begin:
@@ -333,6 +368,12 @@ def convolved(offset, inputs, taps, WIDTH: tl.constexpr, SILU: tl.constexpr):
     if SILU:
         y = y / (1 + tl.exp(-y))
     return y
+
+
+@triton.jit
+def gated(values, factors):
+    """The product, rounded to the values' type as by a kernel of its own."""
+    return (values.to(tl.float32) * factors.to(tl.float32)).to(values.dtype)
 
 
 @triton.jit
