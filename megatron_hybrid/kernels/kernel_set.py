@@ -21,7 +21,7 @@ from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.convolved import ConvolvedDeltaRule, ConvolvedMamba2
+from megatron_hybrid.kernels.convolved import ConvolvedDeltaRule, ConvolvedMamba2, ProjectedMamba1
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
@@ -67,6 +67,7 @@ class KernelSet:
     # What computes more of a layer at once, where there is something.
     convolved_mamba2: ConvolvedMamba2 | None = None
     convolved_delta_rule: ConvolvedDeltaRule | None = None
+    projected_mamba1: ProjectedMamba1 | None = None
 
 
 REFERENCE = KernelSet(
@@ -115,6 +116,7 @@ def _libraries() -> KernelSet:
         has_runs=False,
         convolved_mamba2=None,  # the libraries' convolutions and scans are wanted
         convolved_delta_rule=None,
+        projected_mamba1=None,
     )
     if not missing_libraries(["causal_conv1d"]):
         from megatron_hybrid.kernels.causal_conv1d import library as conv
@@ -143,7 +145,8 @@ def with_transformer_engine(
 ) -> KernelSet:
     """The same with Transformer Engine's products; see linear/transformer_engine.py."""
     linear = import_transformer_engine().TransformerEngineLinear(recipe, weights)
-    return replace(kernels, linear=linear)
+    # Mamba1's product of step sizes is to be its, too.
+    return replace(kernels, linear=linear, projected_mamba1=None)
 
 
 def _gpu() -> KernelSet:
@@ -155,6 +158,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.gated_delta_rule import triton_convolved as convolved_delta_rule
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
+    from megatron_hybrid.kernels.mamba1_scan import triton_projected as projected_mamba1
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
     from megatron_hybrid.kernels.mamba2_scan import triton_convolved as convolved_mamba2
     from megatron_hybrid.kernels.norm import triton as norm
@@ -181,6 +185,7 @@ def _gpu() -> KernelSet:
         captures=True,
         convolved_mamba2=convolved_mamba2,
         convolved_delta_rule=convolved_delta_rule,
+        projected_mamba1=projected_mamba1,
     )
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.convolved import LowRank
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
 from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
-from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
 from megatron_hybrid.layers.linear import RowParallelLinear
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import RMSNorm
@@ -111,13 +112,28 @@ class Mamba1(RecurrentMixer):
         kernels = plans.kernels
         x, z = self.in_proj.split(x, [self.inner, self.inner], kernels)
         x = self.convolve(x, plans)
-        projected = self.x_proj(x, kernels)
+        return self.out_proj(self._scanned(x, z, self.x_proj(x, kernels), plans), kernels)
+
+    def _scanned(self, x: Tensor, z: Tensor, projected: Tensor, plans: KernelPlans) -> Tensor:
+        """The norms and the step sizes of what x_proj gives, and the scan -> [tokens, channels]."""
+        kernels = plans.kernels
+        constants = Mamba1Constants(self.A, self.D, self.dt_bias, self.rounding_seed(plans))
+        fused, part = kernels.projected_mamba1, self.only_part(plans, PartKind.DECODE)
+        if fused is not None and part is not None and self.dt_proj.is_plain:
+            low_rank, state = self._low_rank(projected), self.state(plans).ssm
+            if fused.takes(part.scan, low_rank, state):
+                return fused.decode(x, z, low_rank, constants, state, part.scan)
         if self.dt_norm is not None:
             projected = kernels.norm.rms_norm_parts(
                 projected, self.low_sections, self.low_weights, self.config.norms_eps
             )
         low, b, c = projected.split(self.low_sections, dim=1)
         tokens = Mamba1Tokens(x, z, self.dt_proj(low, kernels), b, c)
-        constants = Mamba1Constants(self.A, self.D, self.dt_bias, self.rounding_seed(plans))
-        y = self.scan(kernels.mamba1_scan, tokens, constants, plans)
-        return self.out_proj(y, kernels)
+        return self.scan(kernels.mamba1_scan, tokens, constants, plans)
+
+    def _low_rank(self, projected: Tensor) -> LowRank:
+        """Of a plain dt_proj."""
+        weight = self.dt_proj.weight
+        assert isinstance(weight, Tensor)
+        norms = None if self.dt_norm is None else self.low_weights
+        return LowRank(projected, weight, norms, self.config.norms_eps)

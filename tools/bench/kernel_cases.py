@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.few_row_cases import few_row_cases
+from bench.projected_cases import projected_cases
 from bench.quantized_cases import expert_cases, linear_cases
 from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
 from bench.timing import Call
@@ -219,6 +220,7 @@ class Bench:
                 yield self.conv_prefill(kind, [short[-1] // requests] * requests, 0)
             for tokens in short:
                 yield self.layer_prefill(kind, tokens, 4)
+        yield from projected_cases(self, Case)
         if self.model.mamba is not None and self.model.mamba.norm == "gate_first":
             size, groups = self.model.mamba.inner_size, self.model.mamba.num_groups
             for rows in self.rows():

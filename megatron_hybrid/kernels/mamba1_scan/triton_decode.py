@@ -104,6 +104,19 @@ def silu(v):
     return v * (r * r)
 
 
+@triton.jit
+def after_token(h, a, dt, x, b):
+    """States h [channels, state] with a token's step sizes and inputs [channels], and its B, which
+    has one row or a row for each channel."""
+    return tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b)
+
+
+@triton.jit
+def outputs(h, c, skip, x, z):
+    """[channels], of states with this token."""
+    return (tl.sum(h * c, 1) + skip * x) * silu(z)
+
+
 @launched
 def _decode_kernel(
     x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, a_ptr, d_ptr, bias_ptr,
@@ -134,9 +147,9 @@ def _decode_kernel(
     c = tl.load(c_ptr + row * c_row + n).to(tl.float32)
     dt = softplus(tl.load(dt_ptr + row * dt_row + d).to(tl.float32) + tl.load(bias_ptr + d))
 
-    h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
+    h = after_token(h, a, dt, x, b[None, :])
     tl.store(state_ptr + write * state_slot + in_slot, h.to(state_ptr.dtype.element_ty), is_written)
-    y = (tl.sum(h * c[None, :], 1) + tl.load(d_ptr + d) * x) * silu(z)
+    y = outputs(h, c[None, :], tl.load(d_ptr + d), x, z)
     tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
 
 
@@ -180,7 +193,7 @@ def _runs_kernel(
         x = tl.load(ring_x_ptr + place * CHANNELS + d).to(tl.float32)
         b = tl.load(ring_b_ptr + place * SIZE + n).to(tl.float32)
         dt = softplus(tl.load(ring_dt_ptr + place * CHANNELS + d).to(tl.float32) + bias)
-        h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
+        h = after_token(h, a, dt, x, b[None, :])
         if earlier + 1 == checkpoint_position:
             store_state(
                 state_ptr, checkpoint, state_slot, in_slot, h, lane[:, None], seed, earlier + 1,
@@ -197,8 +210,8 @@ def _runs_kernel(
         z = tl.load(z_ptr + row * z_row + d).to(tl.float32)
         x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
         dt = softplus(raw_dt.to(tl.float32) + bias)
-        h = tl.fma(h, tl.exp2((dt * LOG2_E)[:, None] * a), (dt * x)[:, None] * b[None, :])
-        y = (tl.sum(h * c[None, :], 1) + skip * x) * silu(z)
+        h = after_token(h, a, dt, x, b[None, :])
+        y = outputs(h, c[None, :], skip, x, z)
         tl.store(y_ptr + row * y_row + d, y.to(y_ptr.dtype.element_ty))
         if token == begin:
             after = position + 1
