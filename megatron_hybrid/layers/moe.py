@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.experts.protocol import (
     ExpertWeights,
+    NormedRoutes,
     Router,
     Shared,
     SharedExpert,
@@ -28,6 +29,7 @@ from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
+from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, whole
 
 
@@ -71,8 +73,21 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
+        return plans.kernels.experts.route(x, self._router)
+
+    def after_norm(
+        self, norm: RMSNorm, x: Tensor, residual: Tensor, multiplier: float, plans: KernelPlans
+    ) -> NormedRoutes | None:
+        """`norm.after_adding`, on one rank, and the same of its result, in one kernel; None where
+        there is none."""
+        return plans.kernels.experts.add_norm_route(
+            x, residual, multiplier, norm.weight, norm.eps, norm.dtype, self._router
+        )
+
+    @property
+    def _router(self) -> Router:
         config = self.config
-        router = Router(
+        return Router(
             self.weight,
             config.experts_per_token,
             config.scoring,
@@ -83,7 +98,6 @@ class TopKRouter(nn.Module):
             config.weights_eps,
             config.scaling_factor,
         )
-        return plans.kernels.experts.route(x, router)
 
 
 class MoE(Mixer):
@@ -161,10 +175,13 @@ class MoE(Mixer):
         reader = None if self.shared is None else self.shared.reader
         return None if reader is None else reader._replace(plain=True)
 
-    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+    def forward(
+        self, x: Inputs, plans: KernelPlans, routes: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. `routes`: what the router makes of x, if that is
+        known."""
         given, x = x, plain_rows(x)
-        experts, weights = self.router(x, plans)
+        experts, weights = self.router(x, plans) if routes is None else routes
         inner = given if self.to_latent is None else self.to_latent(x)
         expert, num_local = self.config.expert, self.dispatch.num_local
         elsewhere = self.config.num_experts - num_local
@@ -180,10 +197,8 @@ class MoE(Mixer):
             routed = F.linear(routed, self.from_latent.weight, bias)
         if self.shared is None or beside is not None:
             return routed
-        shared = self.shared(given, plans)
-        if self.shared_gate is None:
-            return routed + shared
-        return plans.kernels.experts.add_shared(routed, shared, x, self.shared_gate)
+        shared = SharedResult(self.shared(given, plans), self.shared_gate)
+        return plans.kernels.experts.add_shared(routed, shared, x)
 
     def _beside(self, x: Inputs, layer: ExpertWeights, plans: KernelPlans) -> Shared | None:
         """The shared MLP for the experts' kernels, or what it gives for them to add."""

@@ -66,16 +66,40 @@ class Block(nn.Module):
         """Of this block alone: of a shared transformer only its own adapters."""
         return inner_parts(self)
 
-    def enter(
+    def forward(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
+    ) -> tuple[Tensor, Tensor]:
+        """What the mixer gives, and the residual stream with `mixed` in it, which the block before
+        has not added yet (None: there is none); the sum may take `residual`'s place."""
+        x, residual = self._enter(mixed, residual, multiplier, plans)
+        return self.mixer(x, plans), residual
+
+    def _enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
-        """What the mixer takes in, and the residual stream with `mixed`, which the last block has
-        not added yet, in it; the sum may take `residual`'s place."""
+        """What the mixer takes in, and the residual stream, as in `forward`."""
         if mixed is None:
             return self.norm(residual, plans.kernels), residual
         return self.norm.after_adding(
             mixed, residual, multiplier, plans.kernels, self.ranks, self.mixer.reader
         )
+
+
+class MoEBlock(Block):
+    """A Block of experts: where a kernel can do both, the norm is the router's first step."""
+
+    mixer: MoE
+
+    def forward(
+        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
+    ) -> tuple[Tensor, Tensor]:
+        """See Block.forward."""
+        if mixed is not None and self.ranks.size == 1 and self.mixer.reader is None:
+            router = self.mixer.router
+            entered = router.after_norm(self.norm, mixed, residual, multiplier, plans)
+            if entered is not None:
+                return self.mixer(entered.x, plans, entered.routes), entered.residual
+        return super().forward(mixed, residual, multiplier, plans)
 
 
 class SharedTransformerBlock(Block):
@@ -92,10 +116,10 @@ class SharedTransformerBlock(Block):
         """The shared transformer's."""
         return self.transformer.shared.self_attn
 
-    def enter(
+    def _enter(
         self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
-        """See Block.enter."""
+        """See Block._enter."""
         if mixed is not None:
             residual = residual + multiplier * self.ranks.all_reduce(mixed)
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
@@ -141,7 +165,9 @@ class BlockBuilder:
         config, context = self.config, self.context(index)
         letter = config.pattern[index] if letter is None else letter
         if letter != SHARED_TRANSFORMER:
-            block = Block(self.norm(), self._mixer(letter, context), self.parallel.tensor)
+            mixer = self._mixer(letter, context)
+            kind = MoEBlock if isinstance(mixer, MoE) else Block
+            block = kind(self.norm(), mixer, self.parallel.tensor)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer

@@ -282,8 +282,7 @@ class HybridModel(nn.Module):
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
         plans = replace(plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
         for index, block in self._blocks():
-            x, residual = block.enter(mixed, residual, config.residual_multiplier, plans)
-            mixed = block.mixer(x, plans)
+            mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(mixed), inputs.of_logits(residual)
                 plans = replace(plans, most_tokens=size.rows)

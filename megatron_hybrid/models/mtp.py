@@ -107,8 +107,7 @@ class MTPHead(nn.Module):
             residual = residual.float()
         for i in range(len(self.blocks)):
             block = self._block(i)
-            x, residual = block.enter(mixed, residual, config.residual_multiplier, plans)
-            mixed = block.mixer(x, plans)
+            mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
         assert mixed is not None
         normed, _ = self.final_norm.after_adding(
             mixed, residual, config.residual_multiplier, plans.kernels, self.ranks

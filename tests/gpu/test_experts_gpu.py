@@ -17,6 +17,7 @@ from megatron_hybrid.kernels.experts.protocol import (  # noqa: E402
     SharedResult,
 )
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
+from megatron_hybrid.kernels.norm.triton import add_rms_norm  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
     Mixture,
     by_hand,
@@ -159,6 +160,32 @@ def test_route(tokens: int, num_experts: int, kind: str) -> None:
     torch.testing.assert_close(chosen[1], expected[1])
     if to.scoring == "sigmoid":  # softmax routers' logits are in bfloat16: many are equal
         assert (chosen[0] == expected[0]).float().mean() > 0.999  # and so are some large sigmoids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "num_experts", "width"), [(1, 256, 2048), (4, 64, 1536)])
+def test_the_norm_and_the_router_in_one_kernel_have_the_bits_of_two(
+    tokens: int,
+    num_experts: int,
+    width: int,
+    norm_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    kind: str,
+) -> None:
+    to = router(num_experts, 6, width, device="cuda", dtype=torch.bfloat16, **KINDS[kind])
+    norm = torch.rand(width, device="cuda").to(norm_dtype) + 0.5
+    for _ in range(20):
+        x, residual = torch.randn(2, tokens, width, device="cuda")
+        x, residual = x.bfloat16(), residual.to(residual_dtype)
+        arguments = 0.22, norm, 1e-5, torch.bfloat16
+        normed, total = add_rms_norm(x, residual.clone(), *arguments)
+        experts, weights = triton.route(normed, to)
+        found = routing.add_norm_route(x, residual, *arguments, to)
+        assert found is not None
+        assert torch.equal(found.residual, total) and torch.equal(found.x, normed)
+        assert torch.equal(found.routes[0], experts) and torch.equal(found.routes[1], weights)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -409,7 +436,7 @@ def test_a_shared_mlp_is_added_by_its_gate(tokens: int, width: int, dtype: torch
     gate = (torch.randn(1, width, device="cuda") * width**-0.5).to(dtype)
     shares = (x.double() @ gate.double().T).sigmoid()
     expected = routed.double() + shared.double() * shares
-    result = triton.add_shared(routed, shared, x, gate)
+    result = triton.add_shared(routed, SharedResult(shared, gate), x)
     assert result.dtype == dtype
     limit = 4e-3 if dtype == torch.bfloat16 else 1e-6
     assert ((result - expected).abs() <= limit * (expected.abs() + shared.double().abs())).all()

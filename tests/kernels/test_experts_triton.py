@@ -234,10 +234,12 @@ def test_ranks_with_quantized_weights_add_up_to_all() -> None:
         torch.testing.assert_close(sum(mixed), triton.mix(*whole.arguments()))
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 24), (3, 2100)])
-def test_a_shared_mlp_is_added_by_its_gate(tokens: int, width: int) -> None:
+@pytest.mark.parametrize(("tokens", "width"), [(0, 24), (1, 24), (3, 2100)])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_routed_experts_and_a_shared_mlp_are_added(has_gate: bool, tokens: int, width: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     routed, shared, x = (torch.randn(tokens, width, generator=generator) for _ in range(3))
     gate = torch.randn(1, width, generator=generator) * width**-0.5
-    expected = reference.add_shared(routed, shared, x, gate)
-    torch.testing.assert_close(triton.add_shared(routed, shared, x, gate), expected)
+    given = SharedResult(shared, gate if has_gate else None)
+    expected = reference.add_shared(routed, given, x)
+    torch.testing.assert_close(triton.add_shared(routed, given, x), expected)

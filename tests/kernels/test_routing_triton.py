@@ -13,6 +13,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from megatron_hybrid.kernels.experts import routing  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import Router  # noqa: E402
+from megatron_hybrid.kernels.norm import triton as triton_norm  # noqa: E402
 from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -117,3 +119,65 @@ def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> N
     experts, weights = routing.choose(torch.zeros(2, 6), router(6, 3, normalize=normalize))
     assert experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights, torch.full((2, 3), share))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 64), (4, 8)])
+def test_the_norm_and_the_router_in_one_kernel(
+    tokens: int,
+    num_experts: int,
+    norm_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    kind: str,
+) -> None:
+    x, residual, weight, to = normed_inputs(tokens, num_experts, norm_dtype, residual_dtype, kind)
+    norm = 0.22, weight, 1e-5, torch.float16
+    normed, total = triton_norm.add_rms_norm(x, in_longer_rows(residual), *norm)
+    assert isinstance(normed, torch.Tensor)
+    experts, weights = routing.route(normed, to)
+    for _ in range(2):  # the counters are as they were
+        found = routing.add_norm_route(x, in_longer_rows(residual), *norm, to)
+        assert found is not None
+        assert torch.equal(found.residual, total)
+        assert torch.equal(found.x, normed)
+        assert torch.equal(found.routes[0], experts)
+        assert torch.equal(found.routes[1], weights)
+
+
+def normed_inputs(
+    tokens: int,
+    num_experts: int,
+    norm_dtype: torch.dtype = torch.float16,
+    residual_dtype: torch.dtype = torch.float16,
+    kind: str = "sigmoid",
+    width: int = 1100,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Router]:
+    """x and residual, whose rows are strided, weight of the norm, router."""
+    to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
+    generator = torch.Generator().manual_seed(tokens)
+    x, residual = torch.randn(2, tokens, width, generator=generator)
+    weight = torch.rand(width, generator=generator) + 0.5
+    x, residual = in_longer_rows(x.half()), in_longer_rows(residual.to(residual_dtype))
+    return x, residual, weight.to(norm_dtype), to
+
+
+def in_longer_rows(values: torch.Tensor) -> torch.Tensor:
+    """A copy."""
+    tokens, width = values.shape
+    return values.new_empty(tokens, width + 4)[:, :width].copy_(values)
+
+
+def test_the_norm_is_not_made_by_many_programs_nor_of_rows_of_other_lengths() -> None:
+    def is_one_kernel(tokens: int, num_experts: int, width: int = 1100) -> bool:
+        x, residual, weight, to = normed_inputs(tokens, num_experts, width=width)
+        before = residual.clone()
+        found = routing.add_norm_route(x, residual, 1.0, weight, 1e-5, torch.float16, to)
+        assert found is not None or torch.equal(residual, before)
+        return found is not None
+
+    assert is_one_kernel(1, 256) and is_one_kernel(4, 64) and is_one_kernel(8, 8)
+    assert not is_one_kernel(1, 258) and not is_one_kernel(5, 64)
+    assert not is_one_kernel(9, 8) and not is_one_kernel(0, 8)  # the router's are two, or none
+    assert not is_one_kernel(1, 8, width=1024) and not is_one_kernel(1, 8, width=2056)

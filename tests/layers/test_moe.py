@@ -16,33 +16,41 @@ if torch.cuda.is_available():
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from megatron_hybrid.kernels.experts import triton  # noqa: E402
+from megatron_hybrid.kernels.experts import reference, routing, triton  # noqa: E402
 from megatron_hybrid.kernels.experts.protocol import (  # noqa: E402
     Shared,
     SharedExpert,
     SharedResult,
 )
 from megatron_hybrid.kernels.kernel_set import REFERENCE  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
+from megatron_hybrid.kernels.norm import triton as triton_norm  # noqa: E402
+from megatron_hybrid.kernels.protocols import Reader  # noqa: E402
 from megatron_hybrid.layers.kernel_plans import KernelPlans  # noqa: E402
 from megatron_hybrid.layers.linear import allocate_linears  # noqa: E402
 from megatron_hybrid.layers.mixer import LayerContext  # noqa: E402
 from megatron_hybrid.layers.mlp import MLPConfig  # noqa: E402
 from megatron_hybrid.layers.moe import MoE, MoEConfig  # noqa: E402
-from megatron_hybrid.parallel import initialize  # noqa: E402
+from megatron_hybrid.layers.norm import RMSNorm  # noqa: E402
+from megatron_hybrid.models.blocks import MoEBlock  # noqa: E402
+from megatron_hybrid.parallel import RankGroup, initialize  # noqa: E402
 from tests.parallel.pretend import first_of  # noqa: E402
 
 WIDTH = 40
 GATED = MLPConfig(24, gated=True, activation="silu")
 PLAIN = MLPConfig(24, gated=False, activation="relu2")
 MANY = triton._MOST_SHARING + 1
+LONG = 1040
 
 
-def layer_of(config: MoEConfig, ranks: int = 1) -> MoE:
+def layer_of(
+    config: MoEConfig, ranks: int = 1, width: int = WIDTH, dtype: torch.dtype = torch.float32
+) -> MoE:
     """With random weights; as the first of several ranks that hold a part of each expert."""
     parallel = initialize()
     parallel = first_of(parallel, ranks) if ranks > 1 else parallel
     kinds = (torch.float32,) * 3
-    context = LayerContext(WIDTH, 1e-5, 0, torch.float32, parallel.tensor, parallel.experts, *kinds)
+    context = LayerContext(width, 1e-5, 0, dtype, parallel.tensor, parallel.experts, *kinds)
     layer = MoE(config, context)
     allocate_linears(layer.weight_parts(), lambda role: None)
     generator = torch.Generator().manual_seed(0)
@@ -124,3 +132,94 @@ def test_a_rank_has_its_part_of_the_experts_and_of_the_shared_mlp() -> None:
     ours, expected, given = run(layer_of(config, ranks=2), 20)
     assert isinstance(given[0], SharedExpert) and given[0].down.shape == (WIDTH, 24)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+class Blocks:
+    """A block of experts, whose norm and router are Triton's kernels, which say when they were
+    called."""
+
+    def __init__(self, zero_centered: bool = False, **options: Any) -> None:
+        config = config_of(GATED, options.pop("shared", None), shared_gate=False)
+        layer = layer_of(config, width=LONG, dtype=torch.float16)
+        norm = RMSNorm(LONG, 1e-5, torch.float16, zero_centered)
+        norm.weight.copy_(torch.rand(LONG, generator=torch.Generator().manual_seed(1)) + 0.5)
+        self.block = MoEBlock(norm, layer, initialize().tensor)
+        self.calls: list[str] = []
+        others = {"mix": reference.mix, "takes_shared": reference.takes_shared}
+        experts: Any = SimpleNamespace(**{**vars(triton), **others})
+        norms: Any = SimpleNamespace(**vars(triton_norm))
+        self.kernels = replace(REFERENCE, experts=experts, norm=norms)
+        self._note(experts, "route")
+        self._note(norms, "add_rms_norm")
+        self._note(norms, "rms_norm")
+
+    def _note(self, kernels: Any, name: str) -> None:
+        usual = getattr(kernels, name)
+
+        def noted(*arguments: Any, **more: Any) -> Any:
+            self.calls.append(name)
+            return usual(*arguments, **more)
+
+        setattr(kernels, name, noted)
+
+    def run(
+        self, tokens: int, is_first: bool = False, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """What the mixer gives, and the residual stream."""
+        mixed, residual = torch.randn(2, tokens, LONG, generator=torch.Generator().manual_seed(2))
+        caches: Any = None
+        self.calls = []
+        given = None if is_first else mixed.half() * factor
+        found = self.block(given, residual.half(), 0.5, KernelPlans(caches, self.kernels))
+        return found[0], found[1]
+
+
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_a_block_makes_its_norm_with_the_router(
+    zero_centered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = Blocks(zero_centered, shared=GATED)
+    together = blocks.run(2)
+    assert blocks.calls == []
+    monkeypatch.setattr(routing, "_MOST_NORMS", 0)
+    apart = blocks.run(2)
+    assert blocks.calls == ["add_rms_norm", "route"]
+    assert torch.equal(together[0], apart[0]) and torch.equal(together[1], apart[1])
+
+
+def test_a_block_makes_its_norm_apart_where_there_is_no_sum_or_more_than_one_kernel_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = Blocks()
+    blocks.run(2, is_first=True)
+    assert blocks.calls == ["rms_norm", "route"]
+    blocks.run(routing._FEW_TOKENS + 1)
+    assert blocks.calls == ["add_rms_norm", "route"]
+    # a shared MLP with quantised weights takes its inputs rounded
+    reader = Reader(WeightFormat("int8", activations="token"), None, plain=True)
+    monkeypatch.setattr(MoE, "reader", reader)
+    blocks.run(2)
+    assert blocks.calls == ["add_rms_norm", "route"]
+
+
+def test_a_block_makes_its_norm_apart_where_several_ranks_have_parts_of_the_sum() -> None:
+    blocks = Blocks()
+    blocks.block.ranks = Twice(initialize().tensor)
+    found = blocks.run(2)
+    assert blocks.calls == ["add_rms_norm", "route"]
+    blocks.block.ranks = initialize().tensor
+    expected = blocks.run(2, factor=2.0)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+class Twice(RankGroup):
+    """Of two ranks that have the same."""
+
+    def __init__(self, alone: RankGroup) -> None:
+        self.__dict__.update(vars(alone), size=2)
+
+    def shared_rows(self, *_: Any) -> None:
+        return None
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        return values + values

@@ -24,17 +24,19 @@ _MOST_PIECES = 128  # about as many as a GPU has multiprocessors: each reads all
 
 def sum_pairs(
     parts: Tensor,
-    experts: Tensor,
-    num_experts: int,
+    experts: Tensor | None = None,
+    num_experts: int = 0,
     dtype: torch.dtype | None = None,
     beside: Tensor | None = None,
     x: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
     """parts [tokens * chosen, width] -> the sum of each token's, of `dtype` or as the parts.
-    `num_experts`: 0, or how many are here: those of other ids are left out. beside [slices, tokens,
-    width]: what is added, times the sigmoid of x gate^T if there is a gate [1, width]."""
-    (tokens, chosen), width = experts.shape, parts.shape[1]
+    experts [tokens, chosen]; None: a token has one part. `num_experts`: 0, or how many are here:
+    those of other ids are left out. beside [slices, tokens, width]: what is added, times the
+    sigmoid of x gate^T if there is a gate [1, width]."""
+    tokens, chosen = (len(parts), 1) if experts is None else experts.shape
+    width = parts.shape[1]
     y = parts.new_empty(tokens, width, dtype=dtype)
     # Each program of a token computes the sigmoid: better there are few.
     block = min(next_power_of_2(width), 1024 if gate is None else 2048)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.linear.formats import Weight
@@ -63,12 +64,33 @@ class Router(NamedTuple):
     factor: float = 1.0
 
 
+class NormedRoutes(NamedTuple):
+    """A router's inputs, which are a norm's results, and what it makes of them."""
+
+    x: Tensor  # [tokens, width]
+    residual: Tensor  # [tokens, width]: what x is the norm of
+    routes: tuple[Tensor, Tensor]  # as of `route`
+
+
 class Experts(Protocol):
     """Mixtures of experts."""
 
     def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         """x [tokens, width] -> experts (integers) and weights float32, [tokens, chosen] each, the
         best first; of equal ones the lower expert on a GPU."""
+
+    def add_norm_route(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        multiplier: float,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        router: Router,
+    ) -> NormedRoutes | None:
+        """`route` of Norm.add_rms_norm's result, in one kernel: the same as of two, arguments as
+        there; None where there is none for such inputs, which are as they were then."""
 
     def takes_shared(self, tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
         """Whether `mix` of so many tokens may be given this MLP, or else what it gave."""
@@ -89,5 +111,6 @@ class Experts(Protocol):
         [tokens, width] in x's dtype.
         """
 
-    def add_shared(self, routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        """routed + sigmoid(x gate^T) * shared: all [tokens, width] but gate [1, width]."""
+    def add_shared(self, routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
+        """routed + sigmoid(x gate^T) * values, all [tokens, width], x contiguous; without a gate
+        the sum."""

@@ -57,6 +57,10 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return experts, weights * router.factor
 
 
+def add_norm_route(*_: object) -> None:
+    """One after the other."""
+
+
 def takes_shared(tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
     """Never."""
     return False
@@ -85,14 +89,14 @@ def mix(
     if shared is None:
         return routed
     assert isinstance(shared, SharedResult)
+    return add_shared(routed, shared, x)
+
+
+def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
+    """As in Experts."""
     if shared.gate is None:
         return routed + shared.values
-    return add_shared(routed, shared.values, x, shared.gate)
-
-
-def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """As in Experts."""
-    return torch.addcmul(routed, shared, F.linear(x, gate).sigmoid())
+    return torch.addcmul(routed, shared.values, F.linear(x, shared.gate).sigmoid())
 
 
 def _product(x: Tensor, weights: Weight, expert: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Routers in Triton: the scores of all experts, and the best of them. Of few tokens in one kernel,
-whose last program for a token chooses; of some hundreds in two, the first of which makes the scores
-in small tiles; otherwise cuBLAS makes them."""
+whose last program for a token chooses, and which can make the norm before the router, too; of some
+hundreds in two, the first of which makes the scores in small tiles; otherwise cuBLAS makes them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
-from megatron_hybrid.kernels.experts.protocol import Router
+from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.linear.products import counters
+from megatron_hybrid.kernels.norm.triton import add_and_norm, warps_for
 
 _FEW_TOKENS = 8
 _ROWS = 2  # of the router's weight, in a program for few tokens
 _DEPTH = 1024
+_WARPS = 4
+# Every program of a token makes its norm. Up to so many do, about one a multiprocessor, so that
+# what they read besides is little for the L2 cache; 0: never.
+_MOST_NORMS = 128
 # Of more tokens cuBLAS makes the scores faster.
 _MOST_TILED = 512
 
@@ -42,8 +47,7 @@ def choose_tile(tokens: int, num_experts: int, width: int) -> Tile:
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """As in Experts."""
     tokens = x.shape[0]
-    is_few = 0 < tokens <= _FEW_TOKENS and x.dtype.itemsize == 2
-    if not is_few or not _can_choose(router):
+    if not _are_few(tokens, x.dtype, router):
         return choose(scores(x, router), router)
     x = x.contiguous()
     num_experts, width = router.weight.shape
@@ -51,9 +55,43 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     logits = _logits(x, router)
     _route_kernel[(cdiv(num_experts, _ROWS), tokens)](
         x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
-        width, ROWS=_ROWS, DEPTH=min(_DEPTH, next_power_of_2(width)), num_warps=4, **OPTIONS,
+        width, ROWS=_ROWS, DEPTH=min(_DEPTH, next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return experts, weights
+
+
+def add_norm_route(
+    x: Tensor,
+    residual: Tensor,
+    multiplier: float,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    router: Router,
+) -> NormedRoutes | None:
+    """As in Experts; the sum is in `residual`'s place, and all has the bits of the two kernels
+    apart."""
+    (tokens, width), num_experts = x.shape, len(router.weight)
+    programs, block = cdiv(num_experts, _ROWS), next_power_of_2(width)
+    if not _are_few(tokens, dtype, router) or tokens * programs > _MOST_NORMS:
+        return None
+    # With another number of warps the norm's kernel sums up in another order.
+    if block != 2 * _DEPTH or warps_for(block) != _WARPS:
+        return None
+    normed = torch.empty(x.shape, dtype=dtype, device=x.device)
+    experts, weights = _results(normed, router)
+    logits = _logits(normed, router)
+    _norm_route_kernel[(programs, tokens)](
+        x, residual, weight, normed, router.weight, logits, counters(x.device),
+        *_choice(router, experts, weights), width, x.stride(0), residual.stride(0), multiplier, eps,
+        ROWS=_ROWS, DEPTH=_DEPTH, num_warps=_WARPS, **OPTIONS,
+    )  # fmt: skip
+    return NormedRoutes(normed, residual, (experts, weights))
+
+
+def _are_few(tokens: int, dtype: torch.dtype, router: Router) -> bool:
+    """Whether such tokens' scores and choice are one kernel."""
+    return 0 < tokens <= _FEW_TOKENS and dtype.itemsize == 2 and _can_choose(router)
 
 
 def scores(x: Tensor, router: Router) -> Tensor:
@@ -133,29 +171,74 @@ def _route_kernel(
     rows = weight + tl.minimum(n, EXPERTS - 1)[:, None] * width
     sums = tl.zeros((ROWS, DEPTH), tl.float32)
     loaded = load_columns(rows, 0, width, DEPTH)
-    column = tl.arange(0, BLOCK_E)
     biases = None
     if bias is not None:
-        biases = tl.load(bias + column, mask=column < EXPERTS, other=0.0)
+        biases = _load_biases(bias, EXPERTS, BLOCK_E)
     wait_for_inputs()
     let_next_start()
     sums = add_products(sums, loaded, rows, x + token * width, width, DEPTH)
+    if _store_scores(sums, logits, counter, n, token, EXPERTS):
+        _store_choice(
+            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+        )  # fmt: skip
+
+
+@launched
+def _norm_route_kernel(
+    x, residual, norm, normed, weight, logits, counter, bias, experts, weights, eps, factor,
+    SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr, width, x_row, residual_row, multiplier, norm_eps,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A row is two steps of the product: 2 * DEPTH columns at most, and more than DEPTH."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1)
+    rows = weight + tl.minimum(n, EXPERTS - 1)[:, None] * width
+    first_weights = load_columns(rows, 0, width, DEPTH)
+    second_weights = load_columns(rows, DEPTH, width, DEPTH)
+    biases = None
+    if bias is not None:
+        biases = _load_biases(bias, EXPERTS, BLOCK_E)
+    column = tl.arange(0, 2 * DEPTH)[None, :]
+    mask = column < width
+    factors = tl.load(norm + column, mask=mask, other=0)
+    wait_for_inputs()
+    let_next_start()
+    inputs = tl.load(x + token * x_row + column, mask=mask, other=0).to(tl.float32)
+    residual += token * residual_row
+    carried = tl.load(residual + column, mask=mask, other=0)
+    total, scaled = add_and_norm(inputs, carried, factors, multiplier, width, norm_eps)
+    scaled = scaled.to(normed.dtype.element_ty)
+    halves = tl.reshape(scaled.to(tl.float32), (2, DEPTH))
+    half = tl.arange(0, 2)[:, None]
+    first = tl.sum(tl.where(half == 0, halves, 0.0), axis=0)
+    second = tl.sum(tl.where(half == 1, halves, 0.0), axis=0)
+    sums = tl.zeros((ROWS, DEPTH), tl.float32)
+    sums += first_weights.to(tl.float32) * first[None, :]
+    sums += second_weights.to(tl.float32) * second[None, :]
+    if _store_scores(sums, logits, counter, n, token, EXPERTS):
+        # All of the token's programs have read the residual.
+        tl.store(residual + column, total, mask=mask)
+        tl.store(normed + token * width + column, scaled, mask=mask)
+        _store_choice(
+            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_scores(sums, logits, counter, n, token, EXPERTS: tl.constexpr):
+    """Logits of experts n, whose products `sums` [ROWS, DEPTH] has; whether this program is the
+    last of its token, so that all are there."""
     values = tl.sum(sums, axis=1).to(logits.dtype.element_ty)
     tl.store(logits + token * EXPERTS + n, values, mask=n < EXPERTS)
     tl.debug_barrier()
-    if tl.atomic_add(counter + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    last = tl.atomic_add(counter + token, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if last:
         tl.store(counter + token, 0)
-        own = tl.load(
-            logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        expert, share = _chosen(
-            own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
-            BLOCK_C,
-        )  # fmt: skip
-        place = tl.arange(0, BLOCK_C)
-        tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
-        tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
+    return last
 
 
 # Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
@@ -194,14 +277,35 @@ def _choose_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK_E)
     biases = None
     if bias is not None:
-        biases = tl.load(bias + column, mask=column < EXPERTS, other=0.0)
+        biases = _load_biases(bias, EXPERTS, BLOCK_E)
     wait_for_inputs()
     let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    own = tl.load(logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0)
+    _store_choice(
+        logits, biases, experts, weights, tl.program_id(0).to(tl.int64), eps, factor, SCORING,
+        NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_biases(bias, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    column = tl.arange(0, BLOCK_E)
+    return tl.load(bias + column, mask=column < EXPERTS, other=0.0)
+
+
+@triton.jit
+def _store_choice(
+    logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
+    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """What a token's logits choose."""
+    column = tl.arange(0, BLOCK_E)
+    # Others may have written them while this kernel ran.
+    own = tl.load(
+        logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg"
+    )
     expert, share = _chosen(
         own, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS,
         BLOCK_C,

@@ -34,7 +34,6 @@ from megatron_hybrid.kernels.experts import (
 from megatron_hybrid.kernels.experts.pairs import (
     FEW_TOKENS,
     activated,
-    gate_of,
     group,
     sum_pairs,
 )
@@ -44,8 +43,9 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedExpert,
     SharedResult,
 )
+from megatron_hybrid.kernels.experts.routing import add_norm_route as add_norm_route
 from megatron_hybrid.kernels.experts.routing import route as route
-from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
+from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
 from megatron_hybrid.kernels.linear.reference import plain_rows
@@ -111,7 +111,7 @@ def mix(
     experts, weights = experts.contiguous(), weights.contiguous()
     routed = _mix_quantized(x, experts, weights, layer)
     if routed is not None:
-        return _plus(routed, plain, shared)
+        return _with_shared(routed, shared, plain)
     layer = layer._replace(
         up=_plain_weight(layer.up, plain.dtype), down=_plain_weight(layer.down, plain.dtype)
     )
@@ -125,7 +125,7 @@ def mix(
         tiles = choose_tiles(tokens * chosen, every, layer.gated, plain.dtype)
         return mix_grouped(plain, experts, weights, layer, tiles, shared)
     if isinstance(shared, SharedResult):
-        return _plus(few.mix(plain, experts, weights, layer), plain, shared)
+        return add_shared(few.mix(plain, experts, weights, layer), shared, plain)
     return few.mix(plain, experts, weights, layer, shared)
 
 
@@ -145,27 +145,23 @@ def _mix_quantized(
     return None
 
 
-def _plus(routed: Tensor, x: Tensor, shared: Shared | None) -> Tensor:
-    """What experts gave, and what a shared MLP gave."""
+def _with_shared(routed: Tensor, shared: Shared | None, x: Tensor) -> Tensor:
     if shared is None:
         return routed
     assert isinstance(shared, SharedResult)
+    return add_shared(routed, shared, x)
+
+
+def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
+    """As in Experts, in float32 up to the end."""
     if shared.gate is None:
         return routed + shared.values
-    return add_shared(routed, shared.values, x, shared.gate)
-
-
-def add_shared(routed: Tensor, shared: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """As in Experts, in float32 up to the end."""
-    tokens, width = x.shape
-    x, routed, shared = x.contiguous(), routed.contiguous(), shared.contiguous()
-    y = torch.empty_like(routed)
-    block = min(next_power_of_2(width), 2048)
-    if tokens:
-        _add_shared_kernel[(tokens,)](
-            routed, shared, x, gate, y, width, block, num_warps=max(block // 256, 1)
-        )
-    return y
+    if not len(x):
+        return routed
+    assert x.is_contiguous()  # a copy might not be there yet when the kernel reads it
+    # A sum of one pair a token.
+    beside = shared.values.contiguous()[None]
+    return sum_pairs(routed.contiguous(), beside=beside, x=x, gate=shared.gate)
 
 
 def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -387,15 +383,3 @@ def _down_kernel(
     total *= share[:, None]
     target = parts + pair[:, None] * WIDTH + n[None, :]
     tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
-
-
-@launched
-def _add_shared_kernel(routed, shared, x, gate, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * WIDTH
-    column = tl.arange(0, BLOCK)
-    share = gate_of(x + row, gate, WIDTH, BLOCK)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        k = start + column
-        value = tl.load(routed + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-        value += share * tl.load(shared + row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-        tl.store(y + row + k, value.to(y.dtype.element_ty), mask=k < WIDTH)

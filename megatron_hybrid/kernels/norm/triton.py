@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     if tokens:
         _rms_norm_kernel[(cdiv(tokens * heads, block_rows),)](
             x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
-            ROWS=block_rows, BLOCK=block, num_warps=_warps(block_rows * block), **OPTIONS,
+            ROWS=block_rows, BLOCK=block, num_warps=warps_for(block_rows * block), **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -48,7 +48,7 @@ def rms_norm_parts(x: Tensor, sections: tuple[int, int, int], weight: Tensor, ep
     block = next_power_of_2(max(sections))
     if tokens:
         _rms_norm_parts_kernel[(tokens, 3)](
-            x, weight, out, *sections, x.stride(0), eps, BLOCK=block, num_warps=_warps(block),
+            x, weight, out, *sections, x.stride(0), eps, BLOCK=block, num_warps=warps_for(block),
             **OPTIONS,
         )  # fmt: skip
     return out
@@ -70,7 +70,7 @@ def add_rms_norm(
     if tokens:
         _add_rms_norm_kernel[(tokens,)](
             x, residual, weight, *results.arguments, size, x.stride(0), residual.stride(0),
-            multiplier, eps, results.kind, BLOCK=block, num_warps=_warps(block), **OPTIONS,
+            multiplier, eps, results.kind, BLOCK=block, num_warps=warps_for(block), **OPTIONS,
         )  # fmt: skip
     return results.inputs, residual
 
@@ -96,7 +96,8 @@ def add_rms_norm_over_ranks(
         _add_rms_norm_over_ranks_kernel[(tokens,)](
             x, residual, weight, out, shared.data, shared.flags, shared.turns,
             size, x.stride(0), residual.stride(0), multiplier, eps, shared.rows,
-            RANK=shared.rank, RANKS=shared.size, BLOCK=block, num_warps=_warps(block, per_thread=8),
+            RANK=shared.rank, RANKS=shared.size, BLOCK=block,
+            num_warps=warps_for(block, per_thread=8),
         )  # fmt: skip
     return out, residual
 
@@ -129,12 +130,13 @@ def gated_rms_norm(
             x, gate, weight, *results.arguments, channels, group_size,
             x.stride(0), gate.stride(0), eps, kind,
             NORM_FIRST=norm_first, GROUPS=each, BLOCK=block,
-            num_warps=_warps(each * block, per_thread=8), **OPTIONS,
+            num_warps=warps_for(each * block, per_thread=8), **OPTIONS,
         )  # fmt: skip
     return results.inputs
 
 
-def _warps(elements: int, per_thread: int = 16) -> int:
+def warps_for(elements: int, per_thread: int = 16) -> int:
+    """Of a program that has so many elements."""
     return min(max(elements // (32 * per_thread), 1), 16)
 
 
@@ -185,10 +187,8 @@ def _add_rms_norm_kernel(
     let_next_start()
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
-    # Rounded before the norm is taken: the norm is that of the residual as it is kept.
-    total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
+    total, normed = add_and_norm(inputs, carried, weights, multiplier, size, eps)
     tl.store(residual + row * residual_row + column, total, mask=mask)
-    normed = scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
     if out is not None:
         tl.store(out + row * size + column, normed, mask=mask)
     if KIND is not None:
@@ -223,9 +223,8 @@ def _add_rms_norm_over_ranks_kernel(
         else:
             part = load_theirs(address(data + peer, x) + place + column, mask)
             summed += part.to(tl.float32)
-    total = (carried.to(tl.float32) + multiplier * summed).to(carried.dtype)
+    total, normed = add_and_norm(summed, carried, weights, multiplier, size, eps)
     tl.store(residual + row * residual_row + column, total, mask=mask)
-    normed = scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
     tl.store(out + row * size + column, normed, mask=mask)
 
 
@@ -259,6 +258,15 @@ def _gated_rms_norm_kernel(
             tl.reshape(normed, (GROUPS * BLOCK,)), codes + row * channels, scale + row * scale_row,
             scale_group, first, channels, KIND, GROUPS * BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def add_and_norm(inputs, carried, weights, multiplier, size, eps):
+    """[rows, columns], zeros past `size` -> carried + multiplier * inputs, in carried's dtype, and
+    the norm of that in float32, to be rounded to the dtype that is wanted."""
+    # Rounded before the norm is taken: the norm is that of the residual as it is kept.
+    total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
+    return total, scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
 
 
 @triton.jit
