@@ -30,13 +30,15 @@ def measure_activations(
     max_seq_length: int,
     when_compiled: Callable[[], None] = lambda: None,
 ) -> int:
-    """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough. Every
-    rank calls it: on a pipeline's stages the step takes its course. `when_compiled`: called when
-    the step's kernels are.
+    """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough, besides
+    what kernels keep from now on, such as workspaces: the device has that less already. Every rank
+    calls it: on a pipeline's stages the step takes its course. `when_compiled`: called when the
+    step's kernels are.
 
     Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
     """
     torch.cuda.empty_cache()
+    allocated = torch.cuda.memory_allocated(device)
     rows, plan = largest_step(
         block_size=block_size,
         max_requests=max_requests,
@@ -51,7 +53,7 @@ def measure_activations(
         num_slots=len(plan.prefills) + 1,
         device=device,
     )
-    before = torch.cuda.memory_allocated(device)
+    with_caches = torch.cuda.memory_allocated(device)
     runner = ModelRunner(  # with what it keeps between steps: the one that stays has it too
         model, caches, rows, block_size, device, parallel, max_tokens=max_tokens, asynchronous=False
     )
@@ -59,10 +61,11 @@ def measure_activations(
     when_compiled()
     torch.cuda.reset_peak_memory_stats(device)
     runner.execute(plan)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_allocated(device) - with_caches
     del runner, caches
     torch.cuda.empty_cache()
-    return peak
+    kept = torch.cuda.memory_allocated(device) - allocated
+    return peak - kept
 
 
 def _compile_kernels(

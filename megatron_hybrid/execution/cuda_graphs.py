@@ -61,26 +61,21 @@ class _Captured(NamedTuple):
 
 
 class CudaGraphs:
-    """`prepare(size)` puts a step of nothing but padding where the graph will read its inputs, and
-    returns the function that computes it.
+    """All graphs share their memory, since one is replayed after the other. A graph can be captured
+    while a step is computed: nothing that it consists of runs."""
 
-    All graphs share their memory, since one is replayed after the other. A graph can be captured
-    while a step is computed: nothing that it consists of runs.
-    """
-
-    def __init__(self, prepare: Callable[[GraphSize], Callable[[], Tensor]]) -> None:
-        self._prepare = prepare
+    def __init__(self) -> None:
         self._graphs: dict[GraphSize, _Captured] = {}
         self._last_choice: tuple[StepDemand, GraphSize | None] | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def capture(self, size: GraphSize) -> None:
-        """Where the largest one comes first, the others fit into its memory. Raises what computing
-        the step does, and for want of memory."""
+    def capture(self, size: GraphSize, compute: Callable[[], Tensor]) -> None:
+        """`compute`: a step of this size of nothing but padding, whose inputs are where the graph
+        will read them. Where the largest one comes first, the others fit into its memory. Raises
+        what `compute` does, and for want of memory."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        compute = self._prepare(size)
         # Kernels can't be compiled while capturing, and what a kernel keeps for later ones must not
         # lie in the graphs' memory. Which kernels a size takes, nobody knows before.
         compute()

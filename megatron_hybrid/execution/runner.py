@@ -94,7 +94,7 @@ class ModelRunner(Runner):
         )
         self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
         self._planned = torch.cuda.Event() if on_gpu else None
-        self._graphs = CudaGraphs(self._prepare_dummy)
+        self._graphs = CudaGraphs()
         self._uncaptured = CaptureSchedule()
         self._is_alone = parallel.lockstep.size == 1
         parallel.clear_first(self._graphs)
@@ -120,7 +120,7 @@ class ModelRunner(Runner):
         count = len(sizes) if first is None else min(first, len(sizes))
         for _ in tqdm(range(count), desc="capturing CUDA graphs", disable=not progress):
             if (size := self._uncaptured.next()) is not None:
-                self._graphs.capture(size)
+                self._graphs.capture(size, self._prepare_dummy(size))
 
     @device_errors
     @torch.inference_mode()
@@ -178,7 +178,7 @@ class ModelRunner(Runner):
         if size is None:
             return False
         try:
-            self._graphs.capture(size)
+            self._graphs.capture(size, self._prepare_dummy(size))
         except torch.AcceleratorError:
             raise
         except Exception:

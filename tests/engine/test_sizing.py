@@ -3,6 +3,8 @@ needs a GPU."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.cache.geometry import GIB, STAGED_SLOTS
-from megatron_hybrid.engine import host_memory
+from megatron_hybrid.engine import host_memory, profiling
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.profiling import largest_step
 from megatron_hybrid.engine.sizing import (
@@ -235,6 +237,72 @@ CONFIG = EngineConfig(
 @pytest.fixture(scope="module")
 def model():
     return load_weights(CONFIG)
+
+
+class Memory:
+    """A GPU's, in units, of which tensors on a CPU take none: what is allocated, and the peak."""
+
+    def __init__(self, monkeypatch):
+        self.allocated = self.peak = 1000  # weights
+        for name, answer in {
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+            "empty_cache": lambda: None,
+            "synchronize": lambda device: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def take(self, units):
+        self.allocated += units
+        self.peak = max(self.peak, self.allocated)
+
+    def take_for(self, owner, units):
+        """Until the owner is gone."""
+        self.take(units)
+        weakref.finalize(owner, self.take, -units)
+
+
+def test_what_kernels_keep_from_the_largest_step_on_is_not_set_aside_again(model, monkeypatch):
+    """It is no longer free when the caches' memory is divided."""
+    memory = Memory(monkeypatch)
+    workspaces = []
+    step = ModelRunner.execute
+
+    class Runner(ModelRunner):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            memory.take_for(self, 5)
+
+        def execute(self, plan):
+            if not workspaces:
+                workspaces.append("kept by the kernels")
+                memory.take(400)
+            memory.take(30)
+            result = step(self, plan)
+            memory.take(-30)
+            return result
+
+    def allocate(*arguments, **options):
+        caches = allocate_caches(*arguments, **options)
+        memory.take_for(caches.end_logits, 200)
+        return caches
+
+    monkeypatch.setattr(profiling, "ModelRunner", Runner)
+    monkeypatch.setattr(profiling, "allocate_caches", allocate)
+    monkeypatch.setattr(profiling, "_compile_kernels", lambda *arguments: None)
+    sizes = {"block_size": 16, "max_requests": 4, "max_tokens": 64, "max_seq_length": 50}
+    gc.collect()
+    gc.disable()
+    try:
+        found = [
+            profiling.measure_activations(model, initialize(), torch.device("cpu"), **sizes)
+            for _ in range(2)
+        ]
+    finally:
+        gc.enable()
+    assert memory.allocated == 1400  # runners and their caches went at once
+    assert found == [35, 35]
 
 
 def test_the_largest_step_can_be_computed(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 from torch import Tensor
@@ -111,7 +112,7 @@ class Graphs:
         self.captured: list[GraphSize] = []
         self._fails_from = fails_from
 
-    def capture(self, size: GraphSize) -> None:
+    def capture(self, size: GraphSize, compute: Callable[[], Tensor]) -> None:
         if len(self.captured) == self._fails_from:
             raise RuntimeError("out of memory")
         self.captured.append(size)
