@@ -36,6 +36,7 @@ from megatron_hybrid.execution.figures import (
     StepFigures,
     Uploads,
     filled,
+    paged_sequences,
 )
 from megatron_hybrid.execution.graph_decodes import GraphDecodes
 from megatron_hybrid.execution.head_drafts import HeadDrafter
@@ -45,7 +46,6 @@ from megatron_hybrid.execution.runs import LastSteps
 from megatron_hybrid.kernels.contract import (
     Ints,
     PagedHost,
-    PagedSequences,
     PrefillSegments,
     chunk_bounds,
 )
@@ -163,15 +163,10 @@ class BatchBuilder:
             token_ids=step.token_ids,
             positions=step.positions,
             num_decodes=room.decodes,
-            paged=PagedSequences(
-                cu_seqlens=step.cu_seqlens,
-                kv_length=step.kv_length,
-                kv_indptr=step.kv_indptr,
-                kv_indices=step.kv_indices,
-                last_block_length=step.last_block_length,
-                kv_slot=step.kv_slot,
-                num_decodes=room.decodes,
-                host=decode.host,
+            paged=paged_sequences(
+                step,
+                decode.host,
+                room.decodes,
                 static=size is not None,
                 longest_run=decode.longest_run,
             ),

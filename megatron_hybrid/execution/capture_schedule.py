@@ -44,27 +44,23 @@ class CaptureSchedule:
 
     def due(self) -> GraphSize | None:
         """What to capture now although there is work; None: nothing."""
-        if not self._wanted or self._steps < STEPS_BETWEEN:
-            return None
-        return self._take(max(self._left, key=self._wanted.__getitem__))
+        return self.next() if self._wanted and self._steps >= STEPS_BETWEEN else None
 
     def next(self) -> GraphSize | None:
         """What to capture when there is no work: what most steps have done without, or the next
         one in their order. None: all are captured."""
         if not self._left:
             return None
-        return self._take(max(self._left, key=self._wanted.__getitem__))
+        size = max(self._left, key=self._wanted.__getitem__)
+        del self._left[size]
+        del self._wanted[size]
+        self._steps = 0
+        return size
 
     def give_up(self) -> None:
         """Capture no more."""
         self._left.clear()
         self._wanted.clear()
-
-    def _take(self, size: GraphSize) -> GraphSize:
-        del self._left[size]
-        del self._wanted[size]
-        self._steps = 0
-        return size
 
 
 def capture_order(sizes: Iterable[GraphSize]) -> list[GraphSize]:

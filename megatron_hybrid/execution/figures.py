@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import Ints
+from megatron_hybrid.kernels.contract import Ints, PagedHost, PagedSequences
 
 T = TypeVar("T")
 _ALIGNMENT = 4  # int32 in 16 bytes: Triton compiles a kernel once more for pointers that are not
@@ -85,6 +85,29 @@ class StepFigures(NamedTuple, Generic[T]):
         return (figures + len(DraftFigures._fields)) * (max_tokens + 2 * requests + 2 * _ALIGNMENT)
 
 
+def paged_sequences(
+    step: StepFigures[Tensor],
+    host: PagedHost,
+    num_decodes: int,
+    *,
+    static: bool,
+    longest_run: int = 0,
+) -> PagedSequences:
+    """Of a step's figures, which lie on the host, too; the others as in PagedSequences."""
+    return PagedSequences(
+        cu_seqlens=step.cu_seqlens,
+        kv_length=step.kv_length,
+        kv_indptr=step.kv_indptr,
+        kv_indices=step.kv_indices,
+        last_block_length=step.last_block_length,
+        kv_slot=step.kv_slot,
+        num_decodes=num_decodes,
+        host=host,
+        static=static,
+        longest_run=longest_run,
+    )
+
+
 class Kept(NamedTuple):
     """Figures of steps of one size but for kv_indices, kept from one step to the next."""
 
@@ -108,18 +131,14 @@ class Uploads:
         """Both as tensors on the device: `loose` before the origin, the figures from there on, so
         that their places depend on nothing but their lengths."""
         every = [*loose, *_arrays(figures)]
-        sizes = [size for part in every for size in (part.size, -part.size % _ALIGNMENT)]
-        total, before = sum(sizes), sum(sizes[: 2 * len(loose)])
-        first = self._origin - before
-        assert first >= 0 and first + total <= len(self._buffer), "the step is too large"
-        # pinned memory comes from torch's cache, which waits until the copy from it is done
-        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        sizes = _with_gaps(every)
+        first = self._origin - sum(sizes[: 2 * len(loose)])
+        host = self._on_host(first, sum(sizes))
         numbers, start = host.numpy(), 0
         for part in every:
             numbers[start : start + part.size] = part if part.ndim == 1 else part.reshape(-1)
             start += part.size + -part.size % _ALIGNMENT
-        target = self._buffer[first : first + total]
-        target.copy_(host, non_blocking=True)
+        target = self._send(first, host)
         tensors = iter(target.split(sizes)[::2])  # the others are gaps
         return [next(tensors) for _ in loose], _shaped(figures, tensors)
 
@@ -128,10 +147,9 @@ class Uploads:
         device."""
         assert not figures.kv_indices.size
         parts = list(_arrays(figures))
-        sizes = [size for part in parts for size in (part.size, -part.size % _ALIGNMENT)]
+        sizes = _with_gaps(parts)
         target = self._buffer[self._origin : self._origin + sum(sizes)]
-        host = torch.zeros(sum(sizes), dtype=self._buffer.dtype)
-        numbers = host.numpy()
+        numbers = torch.zeros(sum(sizes), dtype=self._buffer.dtype).numpy()
         views = np.split(numbers, np.cumsum(sizes)[:-1])[::2]
         for view, part in zip(views, parts, strict=True):
             view[:] = part.reshape(-1)
@@ -142,16 +160,25 @@ class Uploads:
         """Kept figures as they are now, and behind them these kv_indices and zeros, `length` in
         all, which are returned as they went to the device."""
         fixed, given = len(kept.numbers), len(kv_indices)
-        total = fixed + length
-        assert self._origin + total <= len(self._buffer), "the step is too large"
-        # as above
-        host = torch.empty(total, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        host = self._on_host(self._origin, fixed + length)
         numbers: Ints = host.numpy()
         numbers[:fixed] = kept.numbers
         numbers[fixed : fixed + given] = kv_indices
         numbers[fixed + given :] = 0
-        self._buffer[self._origin : self._origin + total].copy_(host, non_blocking=True)
+        self._send(self._origin, host)
         return numbers[fixed:]
+
+    def _on_host(self, first: int, length: int) -> Tensor:
+        """Memory for what goes there in the buffer."""
+        room = len(self._buffer) - first
+        assert first >= 0 and length <= room, "the step is too large"
+        # pinned memory comes from torch's cache, which waits until the copy from it is done
+        return torch.empty(length, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+
+    def _send(self, first: int, host: Tensor) -> Tensor:
+        """Where it lies on the device."""
+        target = self._buffer[first : first + len(host)]
+        return target.copy_(host, non_blocking=True)
 
     def to_the_end(self, tensor: Tensor) -> Tensor:
         """From where the tensor begins to where there is no more room: for what the graph reads of
@@ -164,6 +191,11 @@ def filled(values: Ints | list[int], length: int, filler: int = 0) -> Ints:
     whole = np.full(length, filler, dtype=np.int64)
     whole[: len(values)] = values
     return whole
+
+
+def _with_gaps(parts: list[Ints]) -> list[int]:
+    """The size of each part, and behind it that of the gap before the next one."""
+    return [size for part in parts for size in (part.size, -part.size % _ALIGNMENT)]
 
 
 def _arrays(figures: tuple[Any, ...]) -> Iterator[Ints]:

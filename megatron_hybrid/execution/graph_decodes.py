@@ -12,10 +12,15 @@ import numpy as np
 
 from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.execution.decode_inputs import SingleDecodes
-from megatron_hybrid.execution.figures import SingleFigures, StepFigures, Uploads
+from megatron_hybrid.execution.figures import (
+    SingleFigures,
+    StepFigures,
+    Uploads,
+    paged_sequences,
+)
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.kernels.contract import Ints, PagedHost, PagedSequences
+from megatron_hybrid.kernels.contract import Ints, PagedHost
 from megatron_hybrid.layers.inputs import StepInputs
 
 
@@ -43,11 +48,10 @@ class GraphDecodes:
         self._decode = singles.on_device(self._device)
 
     @staticmethod
-    def can_build(plan: StepPlan, size: GraphSize | None) -> bool:
+    def can_build(plan: StepPlan, size: GraphSize) -> bool:
         """Whether a step is one of these: nothing is moved in the caches, either."""
         return not (
-            size is None
-            or size.prompts
+            size.prompts
             or size.drafts
             or plan.prefills
             or plan.resumed
@@ -114,17 +118,7 @@ class GraphDecodes:
             token_ids=device.token_ids,
             positions=device.positions,
             num_decodes=size.decodes,
-            paged=PagedSequences(
-                cu_seqlens=device.cu_seqlens,
-                kv_length=device.kv_length,
-                kv_indptr=device.kv_indptr,
-                kv_indices=device.kv_indices,
-                last_block_length=device.last_block_length,
-                kv_slot=device.kv_slot,
-                num_decodes=size.decodes,
-                host=host,
-                static=True,
-            ),
+            paged=paged_sequences(device, host, size.decodes, static=True),
             decode=self._decode,
             prefill=None,
             logits_index=device.logits_index,
@@ -135,9 +129,8 @@ class GraphDecodes:
     def _clear(self, count: int) -> None:
         """From the decode `count` on there is padding."""
         host = self._kept.host
-        for part in (host.token_ids, host.positions, host.kv_slot, host.decode_rows):
-            part[count:] = 0
-        for part in (host.read_slot, host.write_slot):
+        of_tokens = host.token_ids, host.positions, host.kv_slot
+        for part in (*of_tokens, host.decode_rows, host.read_slot, host.write_slot):
             part[count:] = 0
         for part in (host.kv_length, host.last_block_length):
             part[count:] = 1

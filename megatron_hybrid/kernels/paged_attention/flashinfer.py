@@ -200,6 +200,12 @@ class _Wrappers:
     def __init__(self, shape: AttentionShape, workspace: Tensor, choose: Choice | None) -> None:
         """`choose`: None: there is only FlashAttention 2."""
         self._shape = shape
+        self._heads = (shape.heads, shape.kv_heads, shape.head_dim)
+        self._options = {
+            "sm_scale": shape.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.kv_dtype,
+        }
         self._workspace = workspace
         self._choose = choose
         kernels = PromptKernel if choose else (PromptKernel.FA2,)
@@ -213,7 +219,7 @@ class _Wrappers:
 
     def plan_decodes(self, paged: PagedSequences) -> Any:
         """The decode wrapper, planned for the first num_decodes sequences."""
-        shape, count = self._shape, paged.num_decodes
+        count = paged.num_decodes
         graph = _graph_of(paged)
         indptr = torch.from_numpy(paged.host.kv_indptr[: count + 1])
         kv_length = torch.from_numpy(paged.host.kv_length[:count])
@@ -222,15 +228,10 @@ class _Wrappers:
             return call.wrapper
         wrapper = self._decode.get(graph)
         last_length = torch.from_numpy(paged.host.last_block_length[:count])
-        heads = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
-        types = {
-            "q_data_type": shape.dtype,
-            "kv_data_type": shape.kv_dtype,
-            "sm_scale": shape.scale,
-        }
+        sizes = *self._heads, self._shape.block_size
         if wrapper is None:
             wrapper = self._decode[graph] = self._new_decode_wrapper(paged)
-            wrapper.plan(indptr, paged.kv_indices, last_length, *heads, **types)
+            wrapper.plan(indptr, paged.kv_indices, last_length, *sizes, **self._options)
             return wrapper
         # plan() again would take microseconds a sequence and copy tables that are there already
         plan = partial(
@@ -239,8 +240,8 @@ class _Wrappers:
             paged.kv_indptr[: count + 1],
             paged.kv_indices,
             last_length,
-            *heads,
-            **types,
+            *sizes,
+            **self._options,
             global_override_indptr_cpu=indptr,
         )
         if paged.static and graph not in self._calls:
@@ -275,7 +276,7 @@ class _Wrappers:
         return self._choose(queries, keys, self._shape, count, workspace.numel())
 
     def _plan_in_blocks(self, wrapper: Any, paged: PagedSequences) -> _PromptsInBlocks:
-        shape, host, first = self._shape, paged.host, paged.num_decodes
+        host, first = paged.host, paged.num_decodes
         # The blocks keep their places in kv_indices, the queries are counted from the first one.
         query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
         tokens = len(paged.kv_slot) - int(host.cu_seqlens[first])
@@ -286,14 +287,10 @@ class _Wrappers:
             # a graph's wrapper has them already, and would copy them onto themselves
             paged.kv_indices[:0] if paged.static else paged.kv_indices,
             _pinned(host.last_block_length[first:]),
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.block_size,
+            *self._heads,
+            self._shape.block_size,
             causal=True,
-            sm_scale=shape.scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
+            **self._options,
             seq_lens=_pinned(host.kv_length[first:]),
             max_token_per_sequence=longest,
         )
@@ -304,17 +301,7 @@ class _Wrappers:
         layout = GatheredLayout.of(paged.host, paged.num_decodes)
         figures = _pinned(np.concatenate(layout))
         query_indptr, kv_indptr, *tiles = figures.split([len(part) for part in layout])
-        wrapper.plan(
-            query_indptr,
-            kv_indptr,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            causal=True,
-            sm_scale=shape.scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
-        )
+        wrapper.plan(query_indptr, kv_indptr, *self._heads, causal=True, **self._options)
         kv = self._workspace[: layout.rows * prompts.bytes_of_a_row(shape)].view(shape.kv_dtype)
         key, value = kv.view(2, layout.rows, shape.kv_heads, shape.head_dim)
         device = self._workspace.device
