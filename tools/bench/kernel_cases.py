@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.few_row_cases import few_row_cases
+from bench.normed_router_cases import normed_router_cases
 from bench.projected_cases import projected_cases
 from bench.quantized_cases import expert_cases, linear_cases
 from bench.recurrent_kinds import RecurrentKind, library, recurrent_kinds
@@ -261,6 +262,7 @@ class Bench:
                 if _shared_of_experts_kind(self.model.moe):
                     yield self.experts(tokens, self.model.moe, self.model.moe.shared)
             yield from expert_cases(self, Case)
+        yield from normed_router_cases(self, Case)
         yield from linear_cases(self, Case)
         yield from few_row_cases(self, Case)
         for rows in self.batches():
