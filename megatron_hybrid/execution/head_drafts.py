@@ -58,7 +58,7 @@ class HeadDrafter:
             at = position + drafts_of.clamp(max=ahead)
             plans = KernelPlans(caches, kernels, attention=self._plan(step, host, at))
             logits, hidden = self._model.predict(token, at, hidden, plans)
-            guess = logits.argmax(dim=1)
+            guess = kernels.sampling.argmax(logits)
             ends = (guess[:, None] == stop_ids).any(dim=1)
             token = torch.where(ends, first, guess)
             drafts.append(token)
