@@ -16,6 +16,7 @@ BASE = [
     # megatron-core 0.17 and later, which pip takes on 3.12, import it even where there is no GPU
     'triton>=3.6; python_version >= "3.12" and sys_platform == "linux"',
     "transformers>=5.0,<6",
+    "huggingface-hub>=1.0",  # models by their names; transformers says how new
     "safetensors>=0.5",
     "tokenizers>=0.22",
     "numpy>=2.0",

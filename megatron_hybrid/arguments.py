@@ -34,7 +34,7 @@ class ArgumentParser(argparse.ArgumentParser):
             self.exit(2, "".join(f"{self.prog}: {self._about(flag)}\n" for flag in unknown))
         found, rest = super().parse_known_args(given, namespace)
         if rest:
-            hint = "a model's folder is named by --load." if self._has("--load") else _HELP
+            hint = "a model is named by --load, and once." if self._has("--load") else _HELP
             self.error(f"{rest[0]!r} belongs to no flag; {hint}")
         return found, rest
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = (arguments or [""])[0]
     if not command or (command.startswith("-") and command not in ("-h", "--help", "--version")):
-        parser.error("name a command first: `megatron-hybrid serve --load DIR` serves a model.")
+        parser.error("name a command first: `megatron-hybrid serve MODEL` serves a model.")
     command = parser.parse_args([command]).command
     if command not in COMMANDS:
         (near,) = get_close_matches(command, COMMANDS, n=1, cutoff=0.0)

@@ -50,9 +50,8 @@ _REASONS = {
         "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
     ),
     "no code of a checkpoint is ever run": "--trust-remote-code",
-    "a model is read from a folder, which `hf download NAME --local-dir DIR` fills": (
-        "--revision --download-dir --hf-token"
-    ),
+    "a model's files go to the Hugging Face cache, whose place HF_HOME says": "--download-dir",
+    "the variable HF_TOKEN has it": "--hf-token",
     "adapters with weights of their own are not supported": (
         "--enable-lora --lora-modules --lora-paths"
     ),

@@ -22,6 +22,7 @@ from megatron_hybrid.arguments import (
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
+from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server import keys, tls
@@ -68,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_format = server.get("log_format", LOG_FORMATS[0])
         set_up_logging(log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
         logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
-        config, launch = EngineConfig(**engine), launch_options(launched)
+        if args.model is not None:
+            engine["load"] = named_model(args)
+        config, launch = with_model_files(EngineConfig(**engine), launch_options(launched))
         check_model_files(config)
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
         layout = RankLayout.from_environment(config.parallel_sizes)
@@ -188,9 +191,44 @@ def _broadcast(parallel: ParallelContext) -> Broadcast | None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server's flags, besides the engine's."""
+    """The server's flags, besides the engine's, and which model it serves."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="what --load names, too: a folder, or a model's name on the Hugging Face hub "
+        "(OWNER/NAME), whose files are downloaded unless the cache has them",
+    )
     add_arguments(parser, ServerOptions, "text server")
     add_arguments(parser, LaunchOptions, "text server")
+
+
+def named_model(args: argparse.Namespace) -> str:
+    """MODEL; ConfigurationError where --load names another."""
+    model = str(args.model)
+    if getattr(args, "load", model) != model:
+        raise ConfigurationError(
+            f"Two models are named: {model}, and {args.load} (--load); leave one of them out."
+        )
+    return model
+
+
+def with_model_files(
+    config: EngineConfig, launch: LaunchOptions
+) -> tuple[EngineConfig, LaunchOptions]:
+    """A model that is named as on the Hugging Face hub: its files' folder, and what it is served
+    as. ConfigurationError where it can't be had."""
+    name, revision = config.load, launch.revision
+    if name is None or not hub.is_name(name):
+        if revision is not None:
+            raise ConfigurationError(
+                f"--revision is {revision}, which is of a model on the Hugging Face hub; "
+                f"{name or 'the model that ships with us'} is a folder here."
+            )
+        return config, launch
+    folder = hub.fetch(name, revision, weights=config.load_format == "auto")
+    names = launch.served_model_name or (name,)
+    return config.replace(load=str(folder)), launch.replace(served_model_name=names)
 
 
 def server_options(
@@ -203,10 +241,12 @@ def server_options(
     """
     folder = ModelFolder.of(config)
     name = REFERENCE_MODEL_NAME if config.load is None else folder.path.resolve().name
+    names = list(dict.fromkeys(launch.served_model_name or (name,)))
     end = launch.data_parallel_rank + layout.num_replicas
     options = ServerOptions(
         tokenizer_folder=str(folder.tokenizer),
-        model_name=launch.served_model_name or name,
+        model_name=names[0],
+        other_names=tuple(names[1:]),
         **{"data_parallel_size": end, **values},
     )
     size = options.data_parallel_size

@@ -62,6 +62,7 @@ class ServerOptions(ParseOptions):
     # What other settings come to, and no options themselves.
     tokenizer_folder: str
     model_name: str
+    other_names: tuple[str, ...] = ()  # that the model is served under as well
     api_keys: tuple[ApiKey, ...] = ()
 
     host: str = option("127.0.0.1", "address to listen on")
@@ -207,6 +208,11 @@ class ServerOptions(ParseOptions):
                 ) from None
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that requests may ask for."""
+        return (self.model_name, *self.other_names)
+
+    @property
     def serves_control(self) -> bool:
         """Whether /pause, /resume and /update_weights are there: on request, or when nobody else
         can reach the server."""
@@ -232,8 +238,16 @@ _KEY_FILE_HELP = "one such key a line, with its name for the log before it and a
 class LaunchOptions(Settings):
     """What only engine processes need to know."""
 
-    served_model_name: str | None = option(
-        None, "name on the wire; the folder's name if left out", metavar="NAME"
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names on the wire; answers carry the first one. Left out: the folder's name, or the "
+        "model's on the Hugging Face hub",
+        metavar="NAME",
+    )
+    revision: str | None = option(
+        None,
+        "branch, tag or commit of a model on the Hugging Face hub; left out: main",
+        metavar="REVISION",
     )
     inference_rank_timeout: float = option(
         300.0,

@@ -35,7 +35,7 @@ FILE: dict[str, Any] = {
     "request_timeout": 2.5,
     "enable_control_routes": True,
     "allowed_origins": "https://chat.example",
-    "served_model_name": "mine",
+    "served_model_name": ["mine", "yours", "mine"],
     "api_key": ["first", "second"],
     "admin_api_key": "third",
     "inference_rank_timeout": 5,
@@ -43,8 +43,9 @@ FILE: dict[str, Any] = {
 }
 FLAGS = """--seed 7 --port 0 --max-queue 9 --http-workers 2 --trusted-proxies 10.1.2.3/8 fd00::1
     --log-format json --no-access-log --ignore-unknown-fields --request-timeout 2.5
-    --enable-control-routes --allowed-origins https://chat.example --served-model-name mine
-    --api-key first --api-key second --admin-api-key third --inference-rank-timeout 5""".split()
+    --enable-control-routes --allowed-origins https://chat.example
+    --api-key first --api-key second --admin-api-key third --inference-rank-timeout 5
+    --served-model-name mine yours mine""".split()
 
 
 def parsed(*flags: str) -> tuple[EngineConfig, ServerOptions, LaunchOptions]:
@@ -72,7 +73,7 @@ def test_a_file_says_what_flags_say(tmp_path: Path) -> None:
     assert (options.port, options.http_workers, options.access_log) == (0, 2, False)
     assert [key.key for key in options.api_keys] == ["first", "second", "third"]
     assert options.trusted_proxies == ("10.1.2.3/8", "fd00::1")
-    assert (options.model_name, launch.inference_rank_timeout) == ("mine", 5)
+    assert (options.model_names, launch.inference_rank_timeout) == (("mine", "yours"), 5)
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         (["--gpu-memory-utilization", ".9"], "no flag here, and there is none: what is free is"),
         (["--mem-fraction-static", ".9"], f"there is none: .*{BATCHING}buffer-size-gb"),
         (["--trust-remote-code"], "there is none: no code of a checkpoint is ever run."),
-        (["Org/Name"], "'Org/Name' belongs to no flag; a model's folder is named by --load."),
+        (["Org/One", "Org/Two"], "'Org/Two' belongs to no flag; a model is named by --load, and"),
         (["--port", "x"], "--port: 'x' is not a whole number."),
         (["--port"], "--port: expected one argument."),
         (["--seed", "x"], "--seed: 'x' is not a whole number."),

@@ -157,7 +157,7 @@ class Preparation:
     def _check_model(self, request: GenerationRequest) -> None:
         """Raise UnknownModel unless it asks for the one that is served."""
         name = request.model
-        if name not in (None, self.options.model_name, self.options.tokenizer_folder):
+        if name not in (None, *self.options.model_names, self.options.tokenizer_folder):
             raise UnknownModel(
                 f"The model {name!r} is not served here; this server has "
                 f"{self.options.model_name!r}."

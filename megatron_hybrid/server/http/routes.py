@@ -73,18 +73,20 @@ def _install_answers(app: Flask, serving: Serving) -> None:
 
     @app.get("/v1/models")
     def models() -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        return json_response(
+            {"object": "list", "data": [card(name) for name in serving.options.model_names]}
+        )
 
     @app.get("/v1/models/<path:name>")
     def model(name: str) -> Response:
-        if name != serving.options.model_name:
+        if name not in serving.options.model_names:
             raise UnknownModel(f"The model {name!r} is not served here.")
-        return json_response(card())
+        return json_response(card(name))
 
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         ready = serving.client.ready
         return {
-            "id": serving.options.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "megatron_hybrid",

@@ -46,6 +46,19 @@ def test_models_lists_the_one_that_is_served(http: FlaskClient) -> None:
     assert http.get("/v1/models/other").status_code == 404
 
 
+def test_a_model_answers_to_each_of_its_names(
+    running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions
+) -> None:
+    named = options.replace(other_names=("also/fake",))
+    http = create_app(Serving(running.engines, tokenizer, named)).test_client()
+    cards = http.get("/v1/models").get_json()["data"]
+    assert [card["id"] for card in cards] == ["fake", "also/fake"]
+    assert http.get("/v1/models/also/fake").get_json() == cards[1]
+    for name in ("fake", "also/fake"):
+        answer = http.post(COMPLETION, json={**HELLO, "model": name})
+        assert answer.status_code == 200 and answer.get_json()["model"] == "fake"
+
+
 def test_another_model_is_not_found(http: FlaskClient) -> None:
     answer = http.post(COMPLETION, json={**HELLO, "model": "other"})
     assert answer.status_code == 404
