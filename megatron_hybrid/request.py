@@ -43,10 +43,12 @@ class Grammar:
 
     kind: "json_schema" (text: the schema as JSON), "regex", or "lark" (llguidance's dialect, in
     which a rule can be `%json {schema}`).
+    field: what the client calls it, for what is said of it.
     """
 
     kind: str
     text: str
+    field: str = "response_format"
 
     def validate(self) -> None:
         """Raise InvalidRequestError unless its kind is known and its text has a size that can be
@@ -54,8 +56,8 @@ class Grammar:
         if self.kind not in GRAMMAR_KINDS:
             known = ", ".join(GRAMMAR_KINDS)
             words = f"has a grammar of kind {show(self.kind)}; known are {known}"
-            raise _wrong("response_format", words)
-        validate_text("response_format", self.text, MAX_GRAMMAR_LENGTH)
+            raise _wrong(self.field, words)
+        validate_text(self.field, self.text, MAX_GRAMMAR_LENGTH)
 
 
 class Unasked(int):

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-FIELD = "response_format"  # of requests that bring a grammar
+FIELD = "response_format"  # of requests that bring a grammar, mostly
 KEPT_GRAMMARS = 64  # compiled ones, the last used
 COMPILING_THREADS = 2
 NICENESS = 10
@@ -82,17 +83,15 @@ _JSON_OPTIONS: Any = {
 }
 
 
-def check(grammar: Grammar, field: str = FIELD) -> None:
-    """Raise InvalidRequestError, which names `field`, for a grammar that no engine can serve."""
+def check(grammar: Grammar, field: str | None = None) -> None:
+    """Raise InvalidRequestError, which names `field` or else the grammar's own, for a grammar that
+    no engine can serve."""
     from llguidance import LLMatcher
 
-    try:
-        grammar.validate()
-        _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
-    except InvalidRequestError as error:
-        if field == FIELD:
-            raise
-        raise InvalidRequestError(field, str(error).replace(FIELD, field, 1)) from error
+    if field is not None:
+        grammar = replace(grammar, field=field)
+    grammar.validate()
+    _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
 
 
 class AnswerMatcher:
@@ -318,7 +317,9 @@ def _refuse_if(grammar: Grammar, error: str | None) -> None:
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     names = {"json_schema": "JSON schema", "regex": "regular expression"}
     kind = names.get(grammar.kind, "grammar")
-    return InvalidRequestError(FIELD, f"{FIELD} holds a {kind} that can't be served: {reason}.")
+    return InvalidRequestError(
+        grammar.field, f"{grammar.field} holds a {kind} that can't be served: {reason}."
+    )
 
 
 def _reason(error: str) -> str:

@@ -20,7 +20,8 @@ _WRONG_SHAPE = {
 _DEEPER = (
     *("prompt", "messages", "tokens", "logit_bias", "response_format", "cache_checkpoints"),
     *("max_tokens", "max_completion_tokens", "min_tokens", "stream_options", "top_logprobs"),
-    *("chat_template_kwargs", "tools", "tool_choice", "path"),
+    *("chat_template_kwargs", "tools", "tool_choice", "path", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
 

@@ -6,13 +6,12 @@ the operator says so.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams, Unasked
-from megatron_hybrid.server.http.json_schemas import served_schema
+from megatron_hybrid.server.http.protocol.constraints import grammar_of
 from megatron_hybrid.server.http.protocol.messages import for_template
 from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, read
 from megatron_hybrid.server.http.protocol.requests import (
@@ -20,18 +19,13 @@ from megatron_hybrid.server.http.protocol.requests import (
     AnswerRequest,
     ChatRequest,
     CompletionRequest,
-    JsonObject,
-    JsonSchemaFormat,
-    PlainText,
     Sampling,
     TokenizeChatRequest,
 )
 from megatron_hybrid.server.http.protocol.tools import Tools, make_tools
 from megatron_hybrid.server.options import ParseOptions
-from megatron_hybrid.text.grammar import check
 
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
-_ANY_OBJECT = '{"type":"object"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,21 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         max_tokens=old if new is None else new,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    _check_beside_tools(generation.params.grammar, prompt.tools)
     return Chat(prompt.messages, prompt.template_arguments, prompt.tools, generation)
+
+
+def _check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
+    """An answer that may or has to call a function can follow a JSON schema besides, and nothing
+    else."""
+    if grammar is None or grammar.field == "response_format":  # which is looked at with the calls
+        return
+    if tools.forced or (tools.read and grammar.kind != "json_schema"):
+        raise InvalidRequestError(
+            grammar.field,
+            f"{grammar.field} does not go with tools that the answer may call; "
+            'set tool_choice to "none".',
+        )
 
 
 def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) -> ChatPrompt:
@@ -166,7 +174,7 @@ def _generation(
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
-        grammar=_grammar(body.response_format, options),
+        grammar=grammar_of(body, options),
         **{name: value for name, value in sampling.items() if value is not None},
     )
     params.validate()
@@ -189,22 +197,3 @@ def _generation(
         prompt_only=prompt_only,
         return_token_ids=bool(body.return_token_ids),
     )
-
-
-def _grammar(
-    wanted: PlainText | JsonObject | JsonSchemaFormat | None, options: ParseOptions
-) -> Grammar | None:
-    """What an answer of this form has to follow; None: it is plain text.
-
-    Raises InvalidRequestError; a JSON schema that cannot be followed is named with the reason.
-    """
-    if wanted is None or isinstance(wanted, PlainText):
-        return None
-    # `strict` changes nothing: the answer follows the schema in any case.
-    schema = wanted.json_schema.schema if isinstance(wanted, JsonSchemaFormat) else None
-    if schema is None:
-        return Grammar("json_schema", _ANY_OBJECT)
-    path = "response_format.json_schema.schema"
-    grammar = Grammar("json_schema", json.dumps(served_schema(schema, path, options)))
-    check(grammar)
-    return grammar

@@ -22,6 +22,7 @@ from megatron_hybrid.server.http.protocol.tools import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_CHOICE_TEXTS = 1024
 MAX_WORD_LENGTH = 64  # of what OpenAI has a few fixed words for
 MAX_METADATA = 64
 MAX_TIMEOUT = 86_400.0
@@ -42,6 +43,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Logprobs = Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
 Filled = Annotated[str, Meta(min_length=1)]
 FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
+GrammarText = Annotated[str, Meta(min_length=1, max_length=limits.MAX_GRAMMAR_LENGTH)]
+Choices = Annotated[list[GrammarText], Meta(min_length=1, max_length=MAX_CHOICE_TEXTS)]
 
 
 _OnlyTrue, _OnlyFalse, _OnlyOne = only(True), only(False), only(1)
@@ -127,6 +130,41 @@ class JsonSchemaFormat(Body, tag_field="type", tag="json_schema"):
     json_schema: NamedSchema
 
 
+class GrammarFormat(Body, tag_field="type", tag="grammar"):
+    """Text that follows a grammar, in GBNF or Lark."""
+
+    grammar: GrammarText
+
+
+class RegexFormat(Body, tag_field="type", tag="regex"):
+    """Text that a regular expression matches as a whole."""
+
+    value: GrammarText
+
+
+class StructuredOutputs(Body):
+    """vLLM's forms of an answer; only one of them.
+
+    json: A JSON Schema, as an object or as text.
+    regex: A regular expression that matches the whole answer.
+    choice: The answer is one of these texts.
+    grammar: In GBNF (with a rule named root) or in llguidance's Lark (with one named start).
+    json_object: Any JSON object.
+    disable_any_whitespace: Changes nothing: JSON comes without free white space.
+    """
+
+    json: AnyObject | GrammarText | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+    structural_tag: Unsupported | None = None
+    disable_additional_properties: Unsupported | None = None
+    whitespace_pattern: Unsupported | None = None
+
+
 class StreamOptions(Body):
     """What a stream holds besides the answer.
 
@@ -146,6 +184,11 @@ class AnswerRequest(Sampling):
     stream: Send the answer as server-sent events while it is generated.
     stream_options: Needs `stream` to be true.
     response_format: The answer's form, unless max_tokens cuts it short.
+    structured_outputs: The same in vLLM's words; not beside response_format.
+    guided_json: The older name of structured_outputs.json.
+    guided_regex: The older name of structured_outputs.regex.
+    guided_choice: The older name of structured_outputs.choice.
+    guided_grammar: The older name of structured_outputs.grammar.
     return_token_ids: Give the token ids of the prompt and, as token_ids of every choice, of the
         answer.
     cache_salt: Requests share cached prefixes only if their salts are equal.
@@ -166,7 +209,14 @@ class AnswerRequest(Sampling):
     model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    response_format: PlainText | JsonObject | JsonSchemaFormat | None = None
+    response_format: (
+        PlainText | JsonObject | JsonSchemaFormat | GrammarFormat | RegexFormat | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: AnyObject | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
     return_token_ids: bool | None = False
     cache_salt: Name | None = None
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = 0
@@ -195,11 +245,6 @@ class AnswerRequest(Sampling):
     best_of: _OnlyOne | None = None
     truncate_prompt_tokens: Unsupported | None = None
     prompt_logprobs: Unsupported | None = None
-    guided_json: Unsupported | None = None
-    guided_regex: Unsupported | None = None
-    guided_choice: Unsupported | None = None
-    guided_grammar: Unsupported | None = None
-    structured_outputs: Unsupported | None = None
     no_stop_trim: _OnlyFalse | None = None
     return_hidden_states: _OnlyFalse | None = None
 

@@ -226,7 +226,7 @@ def test_what_is_known_and_wrong_or_not_supported_is_refused_all_the_same() -> N
     for body, field in (
         ({"messages": [HELLO], "temperature": "hot"}, "temperature"),
         ({"messages": [HELLO], "modalities": ["audio"]}, "modalities"),
-        ({"messages": [HELLO], "guided_json": {}}, "guided_json"),
+        ({"messages": [HELLO], "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [{**HELLO, "audio": {}}]}, "messages[0].audio"),
     ):
         with pytest.raises(InvalidRequestError) as caught:

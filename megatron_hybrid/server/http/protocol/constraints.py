@@ -1,0 +1,167 @@
+"""Which grammar the body of a request holds its answer to, whatever the client calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import MAX_GRAMMAR_LENGTH, Grammar, validate_text
+from megatron_hybrid.server.http.json_schemas import served_schema
+from megatron_hybrid.server.http.protocol.requests import (
+    AnswerRequest,
+    GrammarFormat,
+    JsonObject,
+    JsonSchemaFormat,
+    RegexFormat,
+)
+from megatron_hybrid.server.options import ParseOptions
+from megatron_hybrid.text import gbnf
+from megatron_hybrid.text.grammar import check
+
+# Of rules and groups in a client's grammar: so deep may they stand inside each other, and five
+# times as many crash llguidance.
+MAX_RULES = 1000
+_ANY_OBJECT = '{"type":"object"}'
+# Lark as llguidance divides it, as far as it matters here.
+_LARK = re.compile(
+    r"""(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<string>"(?:\\.|[^"\\\x00-\x1f\x7f])*")
+    |(?P<regex>/(?:\\.|[^/\\])+/)
+    |(?P<special><[^<>\s]+>)
+    |(?P<json>%(?:json|regex|llguidance)\s*)
+    |(?P<deeper>[:(\[])""",
+    re.VERBOSE,
+)
+_DECODER = json.JSONDecoder()
+
+Made = Callable[[str, Any, ParseOptions], Grammar]
+
+
+def grammar_of(body: AnswerRequest, options: ParseOptions) -> Grammar | None:
+    """What an answer to this body has to follow; None: it is plain text. Its `field` is where it
+    stands in the body.
+
+    Raises InvalidRequestError for two of them, and for one that can't be followed, with the reason.
+    """
+    asked = list(_asked(body))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        one, other = asked[0][0], asked[1][0]
+        raise InvalidRequestError(
+            other, f"{one} and {other} both say what the answer looks like; give only one of them."
+        )
+    path, value, make = asked[0]
+    grammar = make(path, value, options)
+    check(grammar)
+    return grammar
+
+
+def _asked(body: AnswerRequest) -> Iterator[tuple[str, Any, Made]]:
+    """What the body asks for: where, the value, and what makes a grammar of it."""
+    match body.response_format:
+        case JsonObject():
+            yield "response_format", None, _any_object
+        case JsonSchemaFormat(json_schema=named):
+            if named.schema is None:
+                yield "response_format", None, _any_object
+            else:
+                yield "response_format.json_schema.schema", named.schema, _json_schema
+        case GrammarFormat(grammar=text):
+            yield "response_format.grammar", text, _grammar
+        case RegexFormat(value=text):
+            yield "response_format.value", text, _regex
+    for kind, made in _KINDS.items():
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            yield f"guided_{kind}", value, made
+    if (outputs := body.structured_outputs) is not None:
+        if outputs.json_object:
+            yield "structured_outputs.json_object", None, _any_object
+        for kind, made in _KINDS.items():
+            if (value := getattr(outputs, kind)) is not None:
+                yield f"structured_outputs.{kind}", value, made
+
+
+def _any_object(path: str, value: None, options: ParseOptions) -> Grammar:
+    return Grammar("json_schema", _ANY_OBJECT, path)
+
+
+def _json_schema(path: str, value: dict[str, Any] | str, options: ParseOptions) -> Grammar:
+    schema = _schema_in(path, value) if isinstance(value, str) else value
+    # What is said of OpenAI's own field names it as a whole.
+    field = "response_format" if path.startswith("response_format.") else path
+    return Grammar("json_schema", json.dumps(served_schema(schema, path, options)), field)
+
+
+def _schema_in(path: str, text: str) -> dict[str, Any]:
+    """vLLM takes a schema as text, too."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(path, f"{path} is text that holds no JSON object.")
+    return schema
+
+
+def _regex(path: str, value: str, options: ParseOptions) -> Grammar:
+    return Grammar("regex", value, path)
+
+
+def _choice(path: str, value: Sequence[str], options: ParseOptions) -> Grammar:
+    return Grammar("lark", f"start: {' | '.join(map(gbnf.lark_string, value))}\n", path)
+
+
+def _grammar(path: str, value: str, options: ParseOptions) -> Grammar:
+    """In Lark, or in GBNF."""
+    validate_text(path, value, MAX_GRAMMAR_LENGTH)
+    try:
+        text = gbnf.lark_of(value) if gbnf.is_gbnf(value) else value
+    except ValueError as error:
+        reason = f"{path} holds a grammar that can't be served: {error}."
+        raise InvalidRequestError(path, reason) from error
+    return Grammar("lark", _bounded(text, path, options), path)
+
+
+def _bounded(text: str, path: str, options: ParseOptions) -> str:
+    """The grammar with its JSON schemas as they are served. Raises InvalidRequestError where rules
+    and groups could lead too deep."""
+    written: list[str] = []
+    at = deeper = 0
+    while (found := _LARK.search(text, at)) is not None:
+        written.append(text[at : found.end()])
+        at = found.end()
+        if found.lastgroup == "deeper":
+            deeper += 1
+        elif found.lastgroup == "json":
+            value, at = _json_at(text, at, path)
+            if found[0].startswith("%json") and isinstance(value, dict):
+                value = served_schema(value, path, options)
+            written.append(json.dumps(value))
+    if deeper > MAX_RULES:
+        raise InvalidRequestError(
+            path, f"{path} has {deeper} rules and groups; the limit is {MAX_RULES}."
+        )
+    return "".join([*written, text[at:]])
+
+
+def _json_at(text: str, at: int, path: str) -> tuple[Any, int]:
+    """The JSON that begins there, and where it ends."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        line = text.count("\n", 0, at) + 1
+        raise InvalidRequestError(
+            path, f"{path} holds a grammar that can't be served: no JSON follows in line {line}."
+        ) from error
+
+
+_KINDS: dict[str, Made] = {
+    "json": _json_schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}

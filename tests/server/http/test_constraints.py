@@ -1,0 +1,213 @@
+"""What an answer has to look like, in vLLM's words: structured_outputs and the older guided_*."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from megatron_hybrid.request import Grammar
+from megatron_hybrid.server.http.protocol.constraints import MAX_RULES
+from tests.server.fake_engine import FakeEngine
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+    COMPLETION: {"prompt": "Hello", "max_tokens": 4},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+CLOSED = {**SCHEMA, "additionalProperties": False}
+GBNF = 'root ::= "yes" | "no"'
+LARK = 'start: "yes" | "no"'
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("named", ["structured_outputs.{}", "guided_{}"])
+@pytest.mark.parametrize(
+    ("kind", "value", "wanted"),
+    [
+        ("json", SCHEMA, ("json_schema", CLOSED)),
+        ("json", json.dumps(SCHEMA), ("json_schema", CLOSED)),
+        ("regex", "[ab]+", ("regex", "[ab]+")),
+        ("choice", ["yes", 'a "b"\n'], ("lark", 'start: "yes" | "a \\"b\\"\\n"\n')),
+        ("grammar", LARK, ("lark", LARK)),
+        ("grammar", GBNF, ("lark", 'start: R_ROOT_0\nR_ROOT_0: "yes" | "no"\n')),
+    ],
+)
+def test_each_becomes_a_grammar_under_its_name(
+    http: FlaskClient,
+    engine: FakeEngine,
+    path: str,
+    named: str,
+    kind: str,
+    value: Any,
+    wanted: tuple[str, Any],
+) -> None:
+    outer, _, inner = named.format(kind).partition(".")
+    found = grammar(http, engine, path, {outer: {inner: value} if inner else value})
+    assert (found.kind, found.field) == (wanted[0], named.format(kind))
+    assert (json.loads(found.text) if kind == "json" else found.text) == wanted[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"structured_outputs": {"json_object": True}}, ("json_schema", '{"type":"object"}')),
+        ({"response_format": {"type": "regex", "value": "a|b"}}, ("regex", "a|b")),
+        ({"response_format": {"type": "grammar", "grammar": LARK}}, ("lark", LARK)),
+        ({"structured_outputs": {}}, None),
+        ({"structured_outputs": {"json_object": False, "regex": None}}, None),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            ("regex", "a"),
+        ),
+    ],
+)
+def test_other_forms(
+    http: FlaskClient, engine: FakeEngine, fields: dict[str, Any], wanted: Any
+) -> None:
+    found = grammar(http, engine, CHAT, fields)
+    assert (None if found is None else (found.kind, found.text)) == wanted
+
+
+def test_schemas_inside_a_grammar_are_closed_as_others(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    text = f'start: "%json {{" A %json {json.dumps(SCHEMA)} // ":(\nA: /[(:"]/ '
+    found = grammar(http, engine, CHAT, {"guided_grammar": text})
+    assert found is not None
+    assert found.text == text.replace(json.dumps(SCHEMA), json.dumps(CLOSED))
+
+
+def chain(count: int, group: int = 0) -> str:
+    """So many rules, each of which leads to the next one, in so many groups."""
+    inner = "(" * group + 'r{} "b"' + ' | "a")' * group
+    rules = [f"r{number}: {inner.format(number + 1)}" for number in range(count - 1)]
+    return "\n".join(["start: r0", *rules, f'r{count - 1}: "x"'])
+
+
+def references(count: int) -> str:
+    chained = {
+        f"a{n}": {"type": "array", "items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(count)
+    }
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**chained, f"a{count}": {"type": "string"}}})
+
+
+REFUSED = [
+    ("structured_outputs", {"structured_outputs": "json"}, "an object"),
+    ("structured_outputs.surprise", {"structured_outputs": {"surprise": 1}}, "Unknown"),
+    ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{}"}}, "supp"),
+    ("structured_outputs.json", {"structured_outputs": {"json": []}}, "object"),
+    ("structured_outputs.json", {"structured_outputs": {"json": "[1]"}}, "no JSON object"),
+    ("structured_outputs.json", {"structured_outputs": {"json": "{"}}, "no JSON object"),
+    ("structured_outputs.json", {"structured_outputs": {"json": "[" * 100_000}}, "no JSON object"),
+    ("structured_outputs.json", {"structured_outputs": {"json": {"type": "cat"}}}, "cat"),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": "(a"}}, "unclosed"),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": ""}}, "1 to"),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": []}}, "1 to 1024"),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a"] * 1025}}, "1 to 1024"),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a", 1]}}, "string"),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": "a"}}, "list"),
+    ("structured_outputs.json_object", {"structured_outputs": {"json_object": 1}}, "true"),
+    ("guided_regex", {"guided_regex": "(?=a)b"}, "look-a"),
+    ("guided_regex", {"guided_regex": "a" * (2**20 + 1)}, str(2**20)),
+    ("guided_choice", {"guided_choice": {}}, "list"),
+    ("guided_grammar", {"guided_grammar": "root ::= other"}, "names other"),
+    ("guided_grammar", {"guided_grammar": "start: other"}, "other"),
+    ("guided_grammar", {"guided_grammar": "start: %json {"}, "no JSON follows in line 1"),
+    ("guided_grammar", {"guided_grammar": 'start: %json {"not": {}}'}, "not"),
+    ("guided_grammar", {"guided_grammar": f"start: %json {references(5000)}"}, "too deep"),
+    ("guided_grammar", {"guided_grammar": chain(5000)}, "5001 rules"),
+    ("guided_grammar", {"guided_grammar": chain(500, 10)}, "5491 rules and groups"),
+    ("guided_grammar", {"guided_grammar": 'root ::= "a"\n' * 2}, "twice"),
+    ("response_format.value", {"response_format": {"type": "regex"}}, "required"),
+    ("response_format.value", {"response_format": {"type": "regex", "value": "["}}, "regular"),
+    ("response_format.grammar", {"response_format": {"type": "grammar", "grammar": "a"}}, "gramm"),
+    (
+        "guided_regex",
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "response_format and guided_regex both",
+    ),
+    (
+        "structured_outputs.choice",
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.regex and structured_outputs.choice both",
+    ),
+    (
+        "structured_outputs.json",
+        {"structured_outputs": {"json": {}}, "guided_json": {}},
+        "guided_json and structured_outputs.json both",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "fields", "reason"), REFUSED)
+def test_what_can_not_be_followed_is_refused_by_name(
+    http: FlaskClient, field: str, fields: dict[str, Any], reason: str
+) -> None:
+    for path, body in BODIES.items():
+        answer = http.post(path, json={**body, **fields})
+        error = answer.get_json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field), error
+        assert reason in error["message"] and len(error["message"]) < 1000
+
+
+def test_rules_and_groups_up_to_the_limit_are_served(http: FlaskClient, engine: FakeEngine) -> None:
+    for text in (chain(MAX_RULES - 1), chain(MAX_RULES // 20 - 1, 18)):
+        assert grammar(http, engine, COMPLETION, {"guided_grammar": text}) is not None
+
+
+def test_beside_tools_only_a_schema_goes(reference_http: FlaskClient) -> None:
+    body = {**BODIES[CHAT], "tools": [TIME]}
+    for fields, choice, refused in (
+        ({"guided_regex": "a"}, "auto", "guided_regex"),
+        ({"structured_outputs": {"json": SCHEMA}}, "required", "structured_outputs.json"),
+        ({"guided_regex": "a"}, "none", None),
+        ({"structured_outputs": {"json": SCHEMA}}, "auto", None),
+    ):
+        answer = reference_http.post(CHAT, json={**body, **fields, "tool_choice": choice})
+        found = answer.get_json()
+        assert (answer.status_code == 400) == (refused is not None), found
+        assert refused is None or found["error"]["param"] == refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "matches"),
+    [
+        ({"guided_choice": ["north", "north gate", "south"]}, "north( gate)?|south"),
+        ({"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}}, "[0-9]{3}-[0-9]{2}"),
+        ({"structured_outputs": {"grammar": 'root ::= "<" [a-f]{4} ">"'}}, "<[a-f]{4}>"),
+        ({"guided_json": SCHEMA}, r'\{"a": ?(true|false)\}'),
+        ({"response_format": {"type": "grammar", "grammar": LARK}}, "yes|no"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_models_answers_match(
+    reference_http: FlaskClient, path: str, fields: dict[str, Any], matches: str
+) -> None:
+    body = {**BODIES[path], "max_tokens": 40, "temperature": 2.0, "n": 3, "seed": 1, **fields}
+    answer = reference_http.post(path, json=body).get_json()
+    for choice in answer["choices"]:
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert re.fullmatch(matches, text) and choice["finish_reason"] == "stop"
+
+
+def test_what_shows_only_in_the_engine_has_the_fields_name(reference_http: FlaskClient) -> None:
+    answer = reference_http.post(COMPLETION, json={**BODIES[COMPLETION], "guided_regex": "a{0}"})
+    error = answer.get_json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "guided_regex")
+    assert error["message"].startswith("guided_regex holds") and "no token" in error["message"]
+
+
+def grammar(
+    http: FlaskClient, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> Grammar | None:
+    """What the engine is asked to hold the answer to."""
+    answer = http.post(path, json={**BODIES[path], **fields})
+    assert answer.status_code == 200, answer.data
+    return engine.added[-1].params.grammar
