@@ -6,14 +6,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn
 
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.flag_names import elsewhere
+from megatron_hybrid.flag_names import VALUES, aliases_of, elsewhere
 from megatron_hybrid.settings import Settings, flag_of, options_of, plain_type, read_yaml
 
 
@@ -27,12 +28,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse, but exits with a sentence for each unknown flag, or for a stray value."""
+        """As argparse, but exits with a sentence for each unknown flag, for a stray value, or for a
+        flag that another name of it contradicts. `aliases`: what other names set, a line each."""
         given = list(sys.argv[1:] if args is None else args)
         # Before anything else: a required flag that is missing may be there under a wrong name.
         if unknown := self._unknown_flags(given):
             self.exit(2, "".join(f"{self.prog}: {self._about(flag)}\n" for flag in unknown))
         found, rest = super().parse_known_args(given, namespace)
+        self._resolve_aliases(found)
         if rest:
             hint = "a model is named by --load, and once." if self._has("--load") else _HELP
             self.error(f"{rest[0]!r} belongs to no flag; {hint}")
@@ -41,6 +44,18 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and this sentence."""
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ').rstrip('.')}.\n")
+
+    def _resolve_aliases(self, found: argparse.Namespace) -> None:
+        """Their values become those of the flags that they stand for."""
+        for alias in [name for name in vars(found) if name.startswith(_ALIAS)]:
+            _, flag, name = alias.split("|")
+            value = vars(found).pop(alias)
+            if getattr(found, name, value) != value:
+                both = f"{flag} is {value}, and {flag_of(name)}, which it stands for, is"
+                self.error(f"{both} {getattr(found, name)}; leave one of them out")
+            setattr(found, name, value)
+            said = f"{flag} sets {flag_of(name)}: {'left out' if value is None else value}"
+            found.aliases = [*getattr(found, "aliases", ()), said]
 
     def _has(self, flag: str) -> bool:
         return flag in self._option_string_actions
@@ -75,6 +90,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 _HELP = "--help lists all."
+OTHER_NAMES = "vLLM's names of flags"
+_ALIAS = "alias|"  # dest of a flag's other name: alias|--other-name|field_of_the_flag
+_UNITS = {
+    unit: base**power
+    for units, base in (("kmg", 1000), ("KMG", 1024))
+    for power, unit in enumerate(units, start=1)
+}
 
 
 def _read(kind: type[int] | type[float], what: str, text: str) -> int | float:
@@ -82,6 +104,30 @@ def _read(kind: type[int] | type[float], what: str, text: str) -> int | float:
         return kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+
+def _read_count(text: str) -> int:
+    """A whole number, as vLLM takes it: also 8k (8000), 8K (8192), 25.6k."""
+    parts = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    number = Decimal(parts[1]) * _UNITS.get(parts[2], 1) if parts else None
+    if number is None or number % 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(number)
+
+
+def _reader(flag: str, read: Callable[[str], Any], choices: tuple[str, ...]) -> Callable[..., Any]:
+    """Of a value that may go by another name."""
+    names = VALUES.get(flag, {})
+
+    def value(text: str) -> Any:
+        text = names.get(text, text)  # type: ignore[assignment]
+        if text is not None and choices and text not in choices:
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {text!r} (choose from {', '.join((*choices, *names))})"
+            )
+        return None if text is None else read(text)
+
+    return value
 
 
 _TYPES = {"int": partial(_read, int, "a whole number"), "float": partial(_read, float, "a number")}
@@ -112,8 +158,9 @@ def add_arguments(
         }
         if name == "bool":
             settings["action"] = argparse.BooleanOptionalAction
-        elif option.metadata["choices"]:
-            settings["choices"] = option.metadata["choices"]
+        elif choices := option.metadata["choices"]:
+            settings["type"] = _reader(flag_of(option.name), str, choices)
+            settings["metavar"] = "{" + ",".join(choices) + "}"
         else:
             settings["type"] = _TYPES.get(name, str)
             settings["metavar"] = option.metadata["metavar"] or name.upper()
@@ -121,6 +168,28 @@ def add_arguments(
             secret = option.metadata["is_secret"]
             settings |= {"action": "append"} if secret else {"action": "extend", "nargs": "+"}
         groups[title].add_argument(flag_of(option.name), **settings)
+        _add_aliases(parser, option, name, settings)
+
+
+def _add_aliases(
+    parser: argparse.ArgumentParser, option: Field[Any], kind: str, settings: dict[str, Any]
+) -> None:
+    """Other names of an option's flag, each with a place of its own until all are read."""
+    flag = flag_of(option.name)
+    for name, value in aliases_of(flag):
+        known = {one.title: one for one in parser._action_groups}
+        group = known.get(OTHER_NAMES) or parser.add_argument_group(OTHER_NAMES)
+        read = _read_count if kind == "int" else _TYPES.get(kind, str)
+        own: dict[str, Any] = {
+            key: settings[key] for key in ("action", "default", "metavar") if key in settings
+        }
+        if value:
+            own |= {"action": "store_const", "const": read(value)}
+            del own["metavar"]
+        elif kind != "bool":
+            own["type"] = _reader(name, read, option.metadata["choices"])
+        own["help"] = f"sets {flag}" + (f" {value}" if value else "")
+        group.add_argument(name, dest=f"{_ALIAS}{name}|{option.name}", **own)
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:

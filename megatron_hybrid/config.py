@@ -112,6 +112,13 @@ class EngineConfig(Settings):
         ("auto", "allgather", "alltoall"),
     )
 
+    gpu_memory_utilization: float | None = option(
+        None,
+        "the most of a GPU's memory that this process takes, weights, steps and caches, as a share "
+        "of all; left out: what is free",
+        most=1,
+        metavar="SHARE",
+    )
     inference_dynamic_batching_buffer_size_gb: float | None = option(
         None,
         "memory for KV blocks and live states; left out: what is free (on a CPU 1 GB at most)",
@@ -243,11 +250,10 @@ class EngineConfig(Settings):
     )
 
     def __post_init__(self) -> None:
-        size = self.inference_dynamic_batching_buffer_size_gb
-        if isinstance(size, int | float) and size <= 0:
-            raise ConfigurationError(
-                f"{flag_of(PREFIX + 'buffer_size_gb')} is {size!r}; it must be more than 0."
-            )
+        for name in (PREFIX + "buffer_size_gb", "gpu_memory_utilization"):
+            size = getattr(self, name)
+            if isinstance(size, int | float) and size <= 0:
+                raise ConfigurationError(f"{flag_of(name)} is {size!r}; it must be more than 0.")
         super().__post_init__()
         _ = self.parallel_sizes  # refuses what does not go together
         requests = self.inference_dynamic_batching_max_requests

@@ -1,5 +1,6 @@
 """What vLLM, SGLang, llama.cpp and Text Generation Inference call our flags, for who comes from
-there. Names that are the same do not stand here."""
+there. Names that are the same do not stand here. Those of vLLM that mean the very same are taken,
+too."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ _NAMES = {
     "--inference-rank-timeout": "--watchdog-timeout",
 }
 _REASONS = {
-    f"what is free is divided; {_BUFFER} and {_STATES} set its parts in GB": (
-        "--gpu-memory-utilization --mem-fraction-static --cuda-memory-fraction"
+    f"--gpu-memory-utilization bounds all that is taken, {_BUFFER} and {_STATES} its parts in GB": (
+        "--mem-fraction-static --cuda-memory-fraction"
     ),
     "no code of a checkpoint is ever run": "--trust-remote-code",
     "a model's files go to the Hugging Face cache, whose place HF_HOME says": "--download-dir",
@@ -73,6 +74,23 @@ _REASONS = {
 # By another engine's flag: ours, or why there is none.
 SAME = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 NONE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+# vLLM's names that are taken, and what its values are called here; None: the flag left out.
+ALIASES = tuple(
+    """--model --tokenizer --max-model-len --tensor-parallel-size -tp --pipeline-parallel-size -pp
+    -dp --max-num-seqs --max-num-batched-tokens --block-size --enable-prefix-caching --enforce-eager
+    --disable-log-stats""".split()
+)
+VALUES: dict[str, dict[str, str | None]] = {
+    "--dtype": {"auto": None, "half": "float16", "float": "float32"},
+    "--kv-cache-dtype": {"fp8": "fp8_e4m3"},
+    "--max-model-len": {"auto": None, "-1": None},
+}
+
+
+def aliases_of(flag: str) -> list[tuple[str, str]]:
+    """Names that are taken for one of our flags, each with the value that it stands for, or ""."""
+    found = [(name, *SAME[name].partition(" ")) for name in ALIASES]
+    return [(name, value) for name, ours, _, value in found if ours == flag]
 
 
 def elsewhere(flag: str) -> tuple[str | None, str]:

@@ -210,7 +210,8 @@ def load_weights(config: EngineConfig) -> HybridModel:
     plan = _Plan.of(config)
     weights = _bytes_to_load(plan)
     if plan.device.type == "cuda":
-        gpu_cache_bytes(plan.device, weights=weights)  # refuses what does not fit
+        # refuses what does not fit
+        gpu_cache_bytes(plan.device, share=config.gpu_memory_utilization, weights=weights)
     else:
         _cpu_cache_bytes(weights)
     return _load(plan)
@@ -385,6 +386,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
             start.end_part("largest step")
         limit = gpu_cache_bytes(
             plan.device,
+            share=config.gpu_memory_utilization,
             weights=weights,
             activations=activations,
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],

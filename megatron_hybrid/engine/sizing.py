@@ -42,6 +42,7 @@ class StageLayers(NamedTuple):
 def gpu_cache_bytes(
     device: torch.device,
     *,
+    share: float | None = None,
     weights: int = 0,
     activations: int = 0,
     graph_sizes: Sequence[int] = (),
@@ -49,15 +50,22 @@ def gpu_cache_bytes(
 ) -> int:
     """Bytes that the caches can take of what is free on a GPU.
 
-    weights: bytes still to be loaded. activations: bytes that a step takes besides weights and
-    caches. graph_sizes: rows of logits of each CUDA graph that is to be captured, now or later.
+    share: of the GPU's memory that this process may take in all, with what torch holds of it
+    already; None: what is free. weights: bytes still to be loaded. activations: bytes that a step
+    takes besides weights and caches. graph_sizes: rows of logits of each CUDA graph that is to be
+    captured, now or later.
     Raises ConfigurationError when the weights alone do not fit.
     """
     free, total = torch.cuda.mem_get_info(device)
+    are_free = "are free"
+    if share is not None:
+        ours = int(share * total) - torch.cuda.memory_reserved(device)
+        if ours < free:
+            free, are_free = max(0, ours), f"may be taken (--gpu-memory-utilization {share:g})"
     if weights > free:
         raise ConfigurationError(
             f"The model's weights take {weights / GIB:.2f} GB; of the {total / GIB:.2f} GB of "
-            f"{device}, {free / GIB:.2f} GB are free. Use a larger GPU, or split the model over "
+            f"{device}, {free / GIB:.2f} GB {are_free}. Use a larger GPU, or split the model over "
             "several with --tensor-model-parallel-size or --pipeline-model-parallel-size."
         )
     # of all graphs in the same memory

@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
         layout = RankLayout.from_environment(config.parallel_sizes)
         options = server_options(config, server, launch, layout)
+        if layout.is_first_of_replica and layout.replica == 0:
+            for said in getattr(args, "aliases", ()):
+                logger.info("%s", said)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         with Watchdog(layout, launch.inference_rank_timeout) as watchdog:

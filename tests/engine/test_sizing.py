@@ -161,6 +161,24 @@ def test_weights_activations_graphs_and_workspaces_are_taken_off(monkeypatch):
         gpu_cache_bytes(GPU, weights=101 * GIB)
 
 
+def test_a_share_of_the_gpu_bounds_all_that_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    left = gpu_cache_bytes(GPU, share=0.5, activations=4 * GIB)
+    assert left == int(45 * GIB * GPU_SHARE)  # of 70 GB, 20 are held already, 1 is for workspaces
+    assert gpu_cache_bytes(GPU, share=1.0) == gpu_cache_bytes(GPU)  # others hold the rest
+    assert gpu_cache_bytes(GPU, share=0.1) == 0
+    words = r"50.00 GB may be taken \(--gpu-memory-utilization 0.5\)"
+    with pytest.raises(ConfigurationError, match=words):
+        gpu_cache_bytes(GPU, share=0.5, weights=51 * GIB)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])
+def test_no_share_is_refused(share):
+    with pytest.raises(ConfigurationError, match="--gpu-memory-utilization is"):
+        EngineConfig(gpu_memory_utilization=share)
+
+
 def on_a_cpu(gigabytes: float, **options):
     return derive_geometry(
         EngineConfig(**options), [KV], [STATE], 1000, int(gigabytes * GIB), on_gpu=False
