@@ -37,6 +37,7 @@ from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_wh
 from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions, is_loopback
 from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
+from megatron_hybrid.server.sampling_defaults import describe, read_sampling_defaults
 from megatron_hybrid.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if layout.is_first_of_replica and layout.replica == 0:
             for said in getattr(args, "aliases", ()):
                 logger.info("%s", said)
+            if options.sampling_defaults:
+                logger.info("%s", describe(options.sampling_defaults))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         with Watchdog(layout, launch.inference_rank_timeout) as watchdog:
@@ -268,7 +271,11 @@ def server_options(
             f"--port is 0, but {size} replicas share one address: choose a port."
         )
     # Other ranks serve nobody, and may be on machines without these files.
-    return _with_access(options, launch) if layout.is_first_of_replica else options
+    if not layout.is_first_of_replica:
+        return options
+    if launch.generation_config == "auto":
+        options = options.replace(sampling_defaults=read_sampling_defaults(folder))
+    return _with_access(options, launch)
 
 
 def launch_options(values: dict[str, Any]) -> LaunchOptions:

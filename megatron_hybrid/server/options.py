@@ -24,6 +24,9 @@ MOST_OPEN = 1_000_000  # requests and connections
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
 ACCESS, REPLICAS, QUESTION = "who may come in", "replicas", "a first question"  # groups in --help
 
+# By the names of requests' fields, what those that leave one open get.
+SamplingDefaults = tuple[tuple[str, int | float], ...]
+
 
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine reaches a server on this address, by its looks."""
@@ -41,6 +44,9 @@ def default_workers() -> int:
 @dataclass(frozen=True, kw_only=True)
 class ParseOptions(Settings):
     """What the operator decides about bodies."""
+
+    # What --generation-config comes to, and no option itself.
+    sampling_defaults: SamplingDefaults = ()
 
     close_json_objects: bool = option(
         True,
@@ -248,6 +254,12 @@ class LaunchOptions(Settings):
         None,
         "branch, tag or commit of a model on the Hugging Face hub; left out: main",
         metavar="REVISION",
+    )
+    generation_config: str = option(
+        "auto",
+        "sampling of requests that leave it open. auto: as the model's generation_config.json "
+        "says; none, or vllm: as OpenAI has it. The file's end tokens hold in any case",
+        ("auto", "vllm", "none"),
     )
     inference_rank_timeout: float = option(
         300.0,

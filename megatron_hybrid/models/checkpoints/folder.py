@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.models.config import HybridModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
@@ -178,7 +179,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     tokenizer says. Raises ConfigurationError for a folder that is not there."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder.")
-    for name in ("generation_config.json", CONFIG):
+    for name in (GENERATION, CONFIG):
         value = _read_json(folder / name).get("eos_token_id")
         if value is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)

@@ -23,6 +23,7 @@ from megatron_hybrid.server.http.protocol.parsing import (
     shown_pattern,
 )
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.options import SamplingDefaults
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
 OPEN_ROUTES = ("/health", "/metrics", "/openapi.json", "/")
@@ -116,7 +117,10 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
         },
         "paths": {},
         "components": {
-            "schemas": _components(MAX_TOKENS if ready is None else ready.vocab_size - 1),
+            "schemas": _components(
+                MAX_TOKENS if ready is None else ready.vocab_size - 1,
+                serving.options.sampling_defaults,
+            ),
             "headers": {
                 "RequestId": {
                     "description": "The request's name in the server's log: the client's own "
@@ -160,8 +164,9 @@ def _schemas(kinds: Iterable[Any]) -> tuple[tuple[JsonSchema, ...], dict[str, Js
 
 
 @cache
-def _components(largest_id: int) -> dict[str, JsonSchema]:
-    """What is under components/schemas, for a model with these token ids."""
+def _components(largest_id: int, defaults: SamplingDefaults) -> dict[str, JsonSchema]:
+    """What is under components/schemas, for a model with these token ids, and a server with these
+    defaults of its own."""
     kinds = [kind for one in ROUTES for kind in (one.answer, *one.bodies, one.events) if kind]
     _, found = _schemas([*kinds, answers.Error])
     for kind in _all_kinds(Body):
@@ -176,7 +181,11 @@ def _components(largest_id: int) -> dict[str, JsonSchema]:
     prompt = found["CompletionRequest"]["properties"]["prompt"]
     text, lists = prompt["anyOf"]
     prompt["anyOf"] = [text, *({**lists, "items": one} for one in lists["items"]["anyOf"])]
-    return {name: _tidied(one, largest_id) for name, one in found.items()}
+    tidied = {name: _tidied(one, largest_id) for name, one in found.items()}
+    for field, value in defaults:
+        for name in ("ChatRequest", *(["CompletionRequest"] if field != "max_tokens" else ())):
+            tidied[name]["properties"][field]["default"] = value
+    return tidied
 
 
 def _all_kinds(kind: type) -> Iterator[type]:

@@ -74,7 +74,7 @@ class Completion:
 
 def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Chat:
     """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
-    body = read(ChatRequest, values, options)
+    body = read(ChatRequest, _with_defaults(values, options), options)
     prompt = chat_prompt(body, options)
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -88,11 +88,31 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         body,
         options,
         max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
-        max_tokens=old if new is None else new,
+        max_tokens=_asked_or_default(old if new is None else new, body, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     _check_beside_tools(generation.params.grammar, prompt.tools)
     return Chat(prompt.messages, prompt.template_arguments, prompt.tools, generation)
+
+
+def _with_defaults(values: dict[str, Any], options: ParseOptions) -> dict[str, Any]:
+    """With the operator's sampling for what is left open, or null."""
+    missing = {
+        name: value
+        for name, value in options.sampling_defaults
+        if values.get(name) is None and name != "max_tokens"
+    }
+    return {**values, **missing} if missing else values
+
+
+def _asked_or_default(
+    max_tokens: int | None, body: ChatRequest, options: ParseOptions
+) -> int | None:
+    """The longest answer, or as much of the operator's default as fits; None: all that fits."""
+    default = dict(options.sampling_defaults).get("max_tokens")
+    if max_tokens is not None or default is None:
+        return max_tokens
+    return Unasked(max(default, body.min_tokens or 0))
 
 
 def _check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
@@ -120,7 +140,7 @@ def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) 
 
 def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Completion:
     """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
-    body = read(CompletionRequest, values, options)
+    body = read(CompletionRequest, _with_defaults(values, options), options)
     prompts = _prompts(body.prompt)
     max_tokens = body.max_tokens
     if values.get("max_tokens") is None:
