@@ -22,6 +22,7 @@ MOST_SECONDS = 86400
 MOST_OPEN = 1_000_000  # requests and connections
 # The names in tool_calls/formats.py, which takes long to import.
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
+REASONING_FORMATS = ("granite", "qwen3", "deepseek_r1")  # those in text/reasoning.py
 ACCESS, REPLICAS, QUESTION = "who may come in", "replicas", "a first question"  # groups in --help
 
 # By the names of requests' fields, what those that leave one open get.
@@ -113,6 +114,12 @@ class ServerOptions(ParseOptions):
         "auto",
         "how the model writes tool calls; auto: as its chat template shows",
         ("auto", *TOOL_CALL_FORMATS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks what it thinks before it answers; auto: as its chat template shows; "
+        "none: thoughts stay in the answer's text",
+        ("auto", "none", *REASONING_FORMATS),
     )
     request_timeout: float = option(
         0.0,

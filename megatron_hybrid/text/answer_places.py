@@ -4,14 +4,20 @@ as the very tokens that were generated instead of as tokens of its text."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 
 class GeneratedAnswer(NamedTuple):
-    """The ids of an answer, without one that ended it, and the text that they stand for."""
+    """The ids of an answer, without one that ended it, and the text that they stand for.
+
+    thoughts: how many characters of the text come before what was said: thoughts, their marks, and
+    white space.
+    """
 
     token_ids: Sequence[int]
     text: str
+    thoughts: int = 0
 
 
 class Place(NamedTuple):
@@ -47,19 +53,22 @@ def find_places(text: str, literals: Sequence[str], slots: Sequence[Slot]) -> li
     """The places of those slots whose answer the text holds unchanged.
 
     literals: what the template puts around the slots, one more than there are slots. White space
-    at an answer's ends may be missing. What was changed or dropped has no place.
+    at the ends of an answer and of its thoughts may be missing. What was changed or dropped has no
+    place; so has an answer whose thoughts were.
     """
     if not literals or not text.startswith(literals[0]):
         return []
     places: list[Place] = []
     cursor = len(literals[0])
+    free = 0  # where the last place ended
     for slot, after in zip(slots, literals[1:], strict=True):
         end = _end_of_body(text, cursor, slot, after)
         if end is None:
             return places  # the template renders the rest otherwise
-        length = _length_of_answer(text[cursor:end], slot)
-        if length is not None:
-            places.append(Place(cursor, cursor + length, slot.answer))
+        place = _place(text, free, cursor, end, slot)
+        if place is not None:
+            places.append(place)
+            free = place.end
         cursor = end + len(after)
     return places
 
@@ -73,6 +82,34 @@ def _end_of_body(text: str, start: int, slot: Slot, after: str) -> int | None:
         return len(text)
     end = text.find(after, start)
     return None if end < 0 else end
+
+
+def _place(text: str, free: int, start: int, end: int, slot: Slot) -> Place | None:
+    """Of an answer whose content is text[start:end]; its thoughts stand in there, or before it but
+    not before `free`."""
+    answer, body = slot.answer, text[start:end]
+    thoughts = answer.text[: answer.thoughts].strip()
+    if thoughts and not body.lstrip().startswith(thoughts):
+        said = answer._replace(text=answer.text[answer.thoughts :])
+        length = _length_of_answer(body, slot._replace(answer=said))
+        begin = _start_of_thoughts(text, free, start, thoughts)
+        if begin is None:
+            return None
+    else:
+        length, begin = _length_of_answer(body, slot), start
+    return None if length is None else Place(begin, start + length, answer)
+
+
+def _start_of_thoughts(text: str, free: int, end: int, thoughts: str) -> int | None:
+    """Where the answer begins whose thoughts the text has last before `end`."""
+    before = text[free:end].rstrip()
+    if not before.endswith(thoughts):
+        return None
+    before = before.removesuffix(thoughts)
+    opened = before.rstrip()
+    # Of the white space there, the prompt had what this one ends with, and the answer the rest.
+    given = commonprefix([before[len(opened) :], text[len(text.rstrip()) :]])
+    return free + len(opened) + len(given)
 
 
 def _length_of_answer(body: str, slot: Slot) -> int | None:

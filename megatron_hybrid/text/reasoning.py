@@ -10,9 +10,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron_hybrid.text.detokenizer import overlap
+from megatron_hybrid.text.tokenizer import Tokenizer
 
-# Of a rendered prompt's end, in which its last mark is looked for.
-PROMPT_END_CHARACTERS = 64
+# Of a prompt's end: enough for a mark with white space, even in tokens of one character.
+PROMPT_END_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,12 @@ class Opening(Enum):
     CONTENT = "content"  # the prompt has closed them: the answer has none
 
 
+def special_marks(form: ReasoningFormat, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of marks that are special tokens, which an answer's text would not show."""
+    ids = map(tokenizer.token_id, form.marks)
+    return frozenset(one for one in ids if one is not None and tokenizer.is_special(one))
+
+
 def opening(form: ReasoningFormat, prompt_end: str) -> Opening:
     """Of an answer to a prompt that ends so."""
     end = prompt_end.rstrip()
@@ -99,13 +106,15 @@ class ReasoningSplitter:
     """
 
     def __init__(self, form: ReasoningFormat, begins: Opening = Opening.UNKNOWN) -> None:
-        self._form = form
+        self.form = form
         self._opened = begins is Opening.THOUGHTS
         self._stage = _Stage.CONTENT if begins is Opening.CONTENT else _Stage.START
         self._held = ""  # what is not certain yet: white space, and the beginning of a mark
         self._thought = False  # some thought was given
         self._length = 0  # characters taken
-        self._content_from: int | None = None
+        self._content_from = 0
+        # Where in the answer's text the mark that ends the thoughts has ended, in characters.
+        self.thoughts_end: int | None = None
 
     @property
     def is_thinking(self) -> bool:
@@ -113,10 +122,10 @@ class ReasoningSplitter:
         return self._stage is _Stage.THOUGHTS or self._stage is _Stage.START and self._opened
 
     @property
-    def content_from(self) -> int | None:
-        """Where in the answer's text the content begins, in characters, after thoughts; None
-        without thoughts, or while they go on."""
-        return self._content_from
+    def content_from(self) -> int:
+        """How many characters of the answer's text come before its content."""
+        nothing_said = self.is_thinking or self._stage is _Stage.AFTER
+        return self._length if nothing_said else self._content_from
 
     def push(self, text: str) -> Split:
         """Take new text; what is certain of each part now."""
@@ -145,24 +154,25 @@ class ReasoningSplitter:
     def _begin(self, final: bool) -> None:
         """Go on from the start if it is certain what comes."""
         text = self._held.lstrip()
-        for mark in self._form.begin:
+        for mark in self.form.begin:
             if text.startswith(mark):
                 self._held, self._stage = text[len(mark) :], _Stage.THOUGHTS
                 return
-        if final or not any(mark.startswith(text) for mark in self._form.begin):
+        if final or not any(mark.startswith(text) for mark in self.form.begin):
             self._stage = _Stage.THOUGHTS if self._opened else _Stage.CONTENT
 
     def _thoughts(self, final: bool) -> str:
         """The thoughts that are certain; goes on behind the mark that ends them."""
         held = self._held if self._thought else self._held.lstrip()
-        found = [(at, mark) for mark in self._form.end if (at := held.find(mark)) >= 0]
+        found = [(at, mark) for mark in self.form.end if (at := held.find(mark)) >= 0]
         if found:
             at, mark = min(found)
             thoughts, self._held = held[:at].rstrip(), held[at + len(mark) :]
+            self.thoughts_end = self._length - len(self._held)
             self._stage = _Stage.AFTER
         else:
             # The mark may go on, and white space before it is not part of the thoughts.
-            keep = 0 if final else max(overlap(held, mark) for mark in self._form.end)
+            keep = 0 if final else max(overlap(held, mark) for mark in self.form.end)
             thoughts = held[: len(held) - keep].rstrip()
             self._held = held[len(thoughts) :]
         self._thought = self._thought or bool(thoughts)

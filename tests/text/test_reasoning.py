@@ -93,12 +93,15 @@ def test_where_the_content_begins_is_known(
 ) -> None:
     splitter = ReasoningSplitter(FORM[name], begins)
     in_pieces(splitter, list(text))
-    thoughts_ended = splitter.content_from is not None
-    assert not (thoughts_ended and splitter.is_thinking)
-    if thoughts_ended:
-        assert text[splitter.content_from :] == expected[1]
-    elif expected[1]:
-        assert text == expected[1]
+    assert text[splitter.content_from :] == expected[1]
+    end = splitter.thoughts_end
+    if end is None:
+        assert "" in expected  # one part is all there is
+    else:
+        assert text[:end].endswith(FORM[name].end)
+        assert text[end : splitter.content_from].strip() == ""
+        assert expected[0] in text[:end]
+    assert splitter.is_thinking == (end is None and bool(expected[0]))
 
 
 def test_thoughts_are_given_as_they_come() -> None:

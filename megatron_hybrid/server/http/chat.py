@@ -15,6 +15,7 @@ from megatron_hybrid.server.http.streaming import Answers, Chunk
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import as_openai
 from megatron_hybrid.text.answer_places import GeneratedAnswer
+from megatron_hybrid.text.reasoning import ReasoningSplitter
 
 
 class ChatAnswers(Answers):
@@ -28,6 +29,7 @@ class ChatAnswers(Answers):
         super().__init__(serving, generation, wanted, number=wanted.params.n, name=name)
         self._chat = chat
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
+        self._thoughts: dict[int, Callable[[str], bytes]] = {}  # of those that have thought
         self._calls: dict[int, int] = {}  # how many each choice has made
         # With the answer, or with the very first event.
         self._prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
@@ -37,6 +39,8 @@ class ChatAnswers(Answers):
 
     def choice(self, answer: Delta) -> Chunk:
         message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message |= _thoughts(answer.reasoning)
         if answer.calls:
             message["content"] = answer.text or None
             message["tool_calls"] = [as_openai(call) for call in answer.calls]
@@ -61,13 +65,17 @@ class ChatAnswers(Answers):
             role = _chunk(index, {"role": "assistant", "content": ""})
             events = self.event(role, ids, begun=False)
         if delta.logprobs or delta.token_ids:
-            chunk = _chunk(index, {"content": delta.text})
+            said: Chunk = {"content": delta.text} if delta.text or not delta.reasoning else {}
+            chunk = _chunk(index, _thoughts(delta.reasoning) | said if delta.reasoning else said)
             chunk["logprobs"] = self._logprobs(delta.logprobs)
             if delta.token_ids:
                 chunk["token_ids"] = delta.token_ids
             events += self.event(chunk)
-        elif delta.text:
-            events += encode_text(delta.text)
+        else:
+            if delta.reasoning:
+                events += self._encode_thoughts(index)(delta.reasoning)
+            if delta.text:
+                events += encode_text(delta.text)
         for call in delta.calls:
             number = self._calls.get(index, 0)
             self._calls[index] = number + 1
@@ -77,6 +85,11 @@ class ChatAnswers(Answers):
             events += self.event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
         return events
 
+    def _encode_thoughts(self, index: int) -> Callable[[str], bytes]:
+        if index not in self._thoughts:
+            self._thoughts[index] = self.text_events(lambda text: _chunk(index, _thoughts(text)))
+        return self._thoughts[index]
+
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._wanted.params.logprobs is None:
             return None
@@ -84,10 +97,13 @@ class ChatAnswers(Answers):
 
     def _make_choice(self, index: int) -> Choice:
         serving = self._serving
+        form, visible = serving.reasoning, serving.reasoning_marks
+        splitter = None if form is None else ReasoningSplitter(form, self._chat.begins)
         reader = serving.tool_calling.reader(self._chat.tools)
-        visible = serving.tool_calling.visible_ids if reader is not None else frozenset()
+        if reader is not None:
+            visible |= serving.tool_calling.visible_ids
         on_end = None if serving.answers is None else self._remember
-        return Choice(index, serving.tokenizer, self._wanted, reader, visible, on_end)
+        return Choice(index, serving.tokenizer, self._wanted, reader, visible, on_end, splitter)
 
     def _remember(self, text: str, calls: list[Call], generated: GeneratedAnswer) -> None:
         if self._serving.answers is None or not generated.token_ids:
@@ -95,6 +111,11 @@ class ChatAnswers(Answers):
         called = [{"function": call._asdict()} for call in calls]
         key = self._chat.keys.key_of({"content": text, "tool_calls": called})
         self._serving.answers.remember(key, *generated)
+
+
+def _thoughts(text: str) -> Chunk:
+    """In a message or a delta, under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> Chunk:

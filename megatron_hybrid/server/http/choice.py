@@ -1,7 +1,8 @@
-"""One choice of an HTTP answer while it grows: text, tool calls, and the tokens they were."""
+"""One choice of an HTTP answer while it grows: thoughts, text, tool calls, and their tokens."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.answer_text import AnswerText, NewText
+from megatron_hybrid.text.reasoning import ReasoningSplitter
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 TOOL_CALLS = "tool_calls"  # OpenAI's reason for an answer that ended with calls
@@ -22,6 +24,7 @@ MAX_CUT_TOKENS = 64
 class Delta:
     """What is new in one choice. `finish_reason` is set on its last delta, exactly once.
 
+    reasoning: what was thought, all of it before the text.
     token_ids: every token that counts as generated, if the request asks for them.
     """
 
@@ -31,11 +34,13 @@ class Delta:
     finish_reason: str | None = None
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    reasoning: str = ""
 
 
 class Choice(AnswerText):
     """index: in the HTTP answer, where several prompts may have several choices each.
-    reader: finds tool calls; visible_ids: special tokens that the text shows, since it needs them.
+    splitter: finds thoughts; reader: finds tool calls in what comes after them.
+    visible_ids: special tokens that the text shows, since it needs them.
     on_end: called with an answer that ended by itself, at its length or at a stop string: what the
     client sees besides the calls, the calls, and the tokens with the model's own text.
     """
@@ -48,11 +53,13 @@ class Choice(AnswerText):
         reader: ToolCallReader | None = None,
         visible_ids: frozenset[int] = frozenset(),
         on_end: Callable[[str, list[Call], GeneratedAnswer], None] | None = None,
+        splitter: ReasoningSplitter | None = None,
     ) -> None:
         super().__init__(tokenizer, request.params.stop, visible_ids)
         self.index = index
         self._tokenizer = tokenizer
         self._request = request
+        self._splitter = splitter
         self._reader = reader
         self._visible_ids = visible_ids
         self._on_end = on_end
@@ -61,6 +68,32 @@ class Choice(AnswerText):
         self._generated: list[str] = []
         self._shown: list[str] = []
         self._calls: list[Call] = []
+        self._reasoning_tokens: int | None = None  # once they are all there
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many of the tokens so far were thoughts and their marks; None for a model without."""
+        if self._splitter is None:
+            return None
+        if self._splitter.is_thinking:
+            return self.completion_tokens
+        end = self._splitter.thoughts_end
+        if self._reasoning_tokens is None and end is not None:
+            self._reasoning_tokens = self._count_thoughts(self._splitter, end)
+        return self._reasoning_tokens or 0
+
+    def _count_thoughts(self, splitter: ReasoningSplitter, end: int) -> int:
+        """Of an answer whose thoughts end there in its text."""
+        for mark in splitter.form.end:
+            token_id = self._tokenizer.token_id(mark)
+            if token_id in self._token_ids:
+                return self._token_ids.index(token_id) + 1
+
+        def reach(length: int) -> int:
+            return len(self._text_of(self._token_ids[:length]))
+
+        # The mark is several tokens: the first ones whose text reaches its end.
+        return bisect_left(range(len(self._token_ids)), end, key=reach)
 
     def advance(self, event: RequestEvent) -> Delta:
         """Go on with the event. Not after the choice has ended."""
@@ -71,7 +104,7 @@ class Choice(AnswerText):
         # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
         logprobs = new.logprobs if with_ids else new.logprobs[: new.num_shown]
         delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids)
-        if self._reader is not None or self._on_end is not None:
+        if self._splitter is not None or self._reader is not None or self._on_end is not None:
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta
 
@@ -86,6 +119,11 @@ class Choice(AnswerText):
     def _follow(self, token_ids: Sequence[int], delta: Delta) -> None:
         self._token_ids += token_ids
         self._generated.append(delta.text)
+        if self._splitter is not None:
+            delta.reasoning, delta.text = self._splitter.push(delta.text)
+            if self.finish_reason is not None:
+                reasoning, text = self._splitter.flush()
+                delta.reasoning, delta.text = delta.reasoning + reasoning, delta.text + text
         if self._reader is not None:
             pieces = self._reader.push(delta.text) if delta.text else []
             if self.finish_reason is not None:
@@ -103,13 +141,15 @@ class Choice(AnswerText):
         """All tokens; where a stop string cut the text, maybe inside a token, those that lie wholly
         inside it, and their part of it."""
         text = "".join(self._generated)
+        thoughts = 0 if self._splitter is None else self._splitter.content_from
         if self.stop_hit is None:
-            return GeneratedAnswer(self._token_ids, text)
+            return GeneratedAnswer(self._token_ids, text, thoughts)
         most = len(self._token_ids)
         for length in range(most, max(0, most - MAX_CUT_TOKENS), -1):
             known = self._text_of(self._token_ids[:length])
             if text.startswith(known):
-                return GeneratedAnswer(self._token_ids[:length], known)
+                thoughts = min(thoughts, len(known))
+                return GeneratedAnswer(self._token_ids[:length], known, thoughts)
         return GeneratedAnswer([], "")
 
     def _text_of(self, token_ids: Sequence[int]) -> str:

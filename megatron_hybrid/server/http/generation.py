@@ -23,6 +23,7 @@ from megatron_hybrid.server.link.subscription import (
 )
 
 DISCONNECT_POLL_SECONDS = 0.5
+REASONING_USAGE = "completion_tokens_details"  # in `usage`, of models that think
 
 
 class GenerationFailed(RequestError):
@@ -223,7 +224,7 @@ class Generation:
         figures: dict[str, object] = {}
         if self._prompt_tokens:
             figures["prompt_tokens"] = self._prompt_tokens  # though no event may have come
-            _, figures["cached_tokens"], figures["answer_tokens"] = self._tokens()
+            _, figures["cached_tokens"], figures["answer_tokens"], _ = self._tokens()
         if self._queued is not None:
             figures["queue_seconds"] = round(self._queued, 4)
         if self._subscription is not None and self._subscription.first_event is not None:
@@ -236,25 +237,34 @@ class Generation:
         """Tokens read and written."""
         return self._usage(*self._tokens())
 
-    def _tokens(self) -> tuple[int, int, int]:
-        """Of prompts, of what was cached of them, and of answers. A prompt with several choices was
-        given once, so counts once, and what was cached of it is what was found for the first of
-        them to be computed."""
+    def _tokens(self) -> tuple[int, int, int, int | None]:
+        """Of prompts, of what was cached of them, of answers, and of thoughts in these. A prompt
+        with several choices was given once, so counts once, and what was cached of it is what was
+        found for the first of them to be computed."""
         answers = list(self._choices.values())
         n = self._request.params.n
         groups = [answers[start : start + n] for start in range(0, len(answers), n)]
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
         completion = sum(answer.completion_tokens for answer in answers)
         cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
-        return prompt, cached, completion
+        thoughts = [one.reasoning_tokens for one in answers]
+        known = [tokens for tokens in thoughts if tokens is not None]
+        return prompt, cached, completion, sum(known) if known else None
 
     def usage_so_far(self, index: int) -> dict[str, object]:
         """Of the choice with this index: tokens of its prompt, and those it has written."""
         number, own = divmod(index, self._request.params.n)
         answer = self._choices[f"{self.request_id}-{number}", own]
-        return self._usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+        return self._usage(
+            answer.prompt_tokens,
+            answer.cached_tokens,
+            answer.completion_tokens,
+            answer.reasoning_tokens,
+        )
 
-    def _usage(self, prompt: int, cached: int, completion: int) -> dict[str, object]:
+    def _usage(
+        self, prompt: int, cached: int, completion: int, reasoning: int | None
+    ) -> dict[str, object]:
         usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -262,4 +272,6 @@ class Generation:
         }
         if self._options.report_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if reasoning is not None:
+            usage[REASONING_USAGE] = {"reasoning_tokens": reasoning}
         return usage

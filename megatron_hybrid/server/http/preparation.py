@@ -19,6 +19,7 @@ from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
 from megatron_hybrid.server.http.protocol.generation_request import (
+    Chat,
     ChatPrompt,
     GenerationRequest,
     chat_prompt,
@@ -38,6 +39,13 @@ from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKe
 from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer
+from megatron_hybrid.text.reasoning import (
+    PROMPT_END_TOKENS,
+    Opening,
+    choose,
+    opening,
+    with_thoughts_inside,
+)
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
 
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
@@ -53,13 +61,15 @@ class UnknownModel(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat whose prompt is in tokens, and what its answers are read and remembered by."""
+    """A chat whose prompt is in tokens, and what its answers are read and remembered by.
+    `begins`: how they begin, where the model thinks."""
 
     generation: GenerationRequest
     prompt: array[int]
     message_ends: tuple[int, ...]
     tools: Tools
     keys: ChatKeys
+    begins: Opening = Opening.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,7 @@ class Preparation:
         self.tokenizer = tokenizer
         self.options = options
         self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
+        self.reasoning = choose(tokenizer.chat_template, options.reasoning_parser)
         self._connect = connect
 
     @cached_property
@@ -109,7 +120,8 @@ class Preparation:
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
-        return PreparedChat(wanted, token_ids, message_ends, tools, keys)
+        begins = self._opening(token_ids, request)
+        return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
     def completion(
         self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
@@ -167,14 +179,27 @@ class Preparation:
         """The prompt of a chat, in which answers that are remembered are the tokens that they
         were."""
         self.tool_calling.check(chat.tools)
+        messages = chat.messages
+        if self.reasoning is not None:
+            template = self.tokenizer.chat_template
+            messages = with_thoughts_inside(self.reasoning, template, messages)
         return self.tokenizer.encode_chat_with_ends(
-            chat.messages,
+            messages,
             chat.template_arguments,
             chat.tools.descriptions,
             answers=self._remembered(keys),
             same_calls=partial(self.tool_calling.says_the_same, chat.tools.schemas),
             check=lambda text: self._check_length("messages", text, engine),
         )
+
+    def _opening(self, prompt: Sequence[int], request: Chat) -> Opening:
+        """How the answers begin."""
+        # A grammar holds from the first token on; that of strict calls alone lets any text in.
+        held = request.generation.params.grammar is not None or request.tools.forced
+        if self.reasoning is None or held:
+            return Opening.CONTENT
+        end = self.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        return opening(self.reasoning, end)
 
     def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:
         if not keys.asked or self.answers is None:

@@ -13,6 +13,7 @@ from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
+from megatron_hybrid.text.reasoning import special_marks
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 MOST_BYTES_HERE = 2**14  # of a body; they take 20 ms at most, in odd chats and schemas
@@ -38,6 +39,9 @@ class Serving:
         self._preparation = Preparation(tokenizer, options, connect)
         self._preparers = preparers
         self.tool_calling = self._preparation.tool_calling
+        self.reasoning = form = self._preparation.reasoning
+        # Ids that an answer's text shows though they are special, since thoughts are read by them.
+        self.reasoning_marks = frozenset() if form is None else special_marks(form, tokenizer)
         self.metrics = ServerMetrics(client)
         self._places = threading.BoundedSemaphore(options.connections_a_worker)
 

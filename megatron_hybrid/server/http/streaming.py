@@ -11,7 +11,7 @@ from flask import Response
 from msgspec import json
 
 from megatron_hybrid.server.http.choice import Delta
-from megatron_hybrid.server.http.generation import ClientGone, Generation
+from megatron_hybrid.server.http.generation import REASONING_USAGE, ClientGone, Generation
 from megatron_hybrid.server.http.http_errors import describe, json_response
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.serving import Serving
@@ -90,9 +90,10 @@ class Answers(ABC):
         """Encodes `event(make_choice(text))`: what is the same for every text is encoded here."""
         if self._wanted.continuous_usage:
             return lambda text: self.event(make_choice(text))
-        whole = self.event(make_choice(_TEXT_GOES_HERE))
-        before, _, after = whole.rpartition(json.encode(_TEXT_GOES_HERE))
-        return lambda text: before + json.encode(text) + after
+        whole = self.event(make_choice(_TEXT_GOES_HERE)).removeprefix(self._before)
+        first, *others = whole.split(json.encode(_TEXT_GOES_HERE))
+        around = [self._before + first, *others]
+        return lambda text: json.encode(text).join(around)
 
     def _usage_of(self, choice: Chunk, begun: bool) -> bytes:
         """The end of an event: what its choice has used so far, where every event says it."""
@@ -101,6 +102,8 @@ class Answers(ABC):
         usage = self._generation.usage_so_far(choice["index"])
         if not begun:  # the first token is there already, but its text is still to come
             usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            if REASONING_USAGE in usage:
+                usage[REASONING_USAGE] = {"reasoning_tokens": 0}
         return b',"usage":' + json.encode(usage) + b"}\n\n"
 
     def _stream(self, batches: Iterable[list[Delta]]) -> Iterator[bytes]:
@@ -145,9 +148,12 @@ def _joined(pieces: list[Delta]) -> Delta:
         pieces[-1].finish_reason,
         [call for piece in pieces for call in piece.calls],
         [token_id for piece in pieces for token_id in piece.token_ids],
+        "".join(piece.reasoning for piece in pieces),
     )
 
 
 def _is_shown(delta: Delta) -> bool:
     """Whether it makes an event now. Log-probabilities alone wait for their text."""
-    return bool(delta.text or delta.calls or delta.token_ids or delta.finish_reason)
+    return bool(
+        delta.text or delta.reasoning or delta.calls or delta.token_ids or delta.finish_reason
+    )

@@ -36,14 +36,17 @@ PAUSE_SECONDS = 1.0  # without lookups, after one that nobody answered
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
-    """An answer on the wire: its ids as 32-bit numbers, and their text."""
+    """An answer on the wire: its ids as 32-bit numbers, their text, and how much of that was only
+    thought."""
 
     ids: bytes
     text: str
+    thoughts: int = 0
 
     def unpacked(self) -> GeneratedAnswer:
         """As whoever made it had it."""
-        return GeneratedAnswer(memoryview(self.ids).cast("I").tolist(), self.text)
+        ids = memoryview(self.ids).cast("I").tolist()
+        return GeneratedAnswer(ids, self.text, self.thoughts)
 
 
 class Remember(msgspec.Struct, frozen=True, tag=True):
@@ -157,10 +160,10 @@ class AnswerMemoryClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
 
-    def remember(self, key: bytes, token_ids: Sequence[int], text: str) -> None:
-        """Send an answer; it is dropped if the memory does not read."""
+    def remember(self, key: bytes, token_ids: Sequence[int], text: str, thoughts: int = 0) -> None:
+        """Send an answer, as GeneratedAnswer has it; it is dropped if the memory does not read."""
         with self._lock:
-            self._send(Remember(key, Stored(array("I", token_ids).tobytes(), text)))
+            self._send(Remember(key, Stored(array("I", token_ids).tobytes(), text, thoughts)))
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedAnswer | None]:
         """What the memory holds; nothing if it does not answer soon."""
@@ -222,7 +225,7 @@ class ChatKeys:
 
 def canonical(message: Mapping[str, Any]) -> str:
     """A message as one text, whichever way a client spells it: parts or a string, arguments with
-    other spaces, ids of calls that it made up anew."""
+    other spaces, ids of calls that it made up anew; with its thoughts or without."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         # What is wrong with a part is said where the prompt is made.

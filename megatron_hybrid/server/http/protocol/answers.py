@@ -54,6 +54,9 @@ Usage = shape(
     prompt_tokens_details=optional(
         shape("PromptDetails", cached_tokens=says(Count, "Prompt tokens that were not computed."))
     ),
+    completion_tokens_details=optional(  # only where the model thinks
+        shape("AnswerDetails", reasoning_tokens=says(Count, "Tokens of thoughts and their marks."))
+    ),
 )
 Model = shape(
     "Model", id=str, object=Literal["model"], created=Count, owned_by=str, max_model_len=int | None
@@ -81,6 +84,10 @@ CompletionLogprobs = shape(
     top_logprobs=list[dict[str, float] | None],
     text_offset=list[Count],
 )
+_THOUGHTS: dict[str, Any] = {
+    "reasoning_content": optional(says(str, "What was thought before the content.")),
+    "reasoning": optional(says(str, "The same as reasoning_content.")),
+}
 _CHAT_CHOICE: dict[str, Any] = {
     "index": Count,
     "logprobs": ChatLogprobs | None,
@@ -94,6 +101,7 @@ ChatChoice = shape(
         role=Literal["assistant"],
         content=str | None,
         refusal=None,
+        **_THOUGHTS,
         tool_calls=optional(list[ToolCall]),
     ),
     finish_reason=_REASON,
@@ -105,6 +113,7 @@ ChatChunkChoice = shape(
         "ChatDelta",
         role=optional(Literal["assistant"]),
         content=optional(str | None),
+        **_THOUGHTS,
         tool_calls=optional(list[ToolCall]),
     ),
     finish_reason=_REASON | None,

@@ -130,9 +130,14 @@ def _check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
 
 def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) -> ChatPrompt:
     """The chat in a body. Raises InvalidRequestError for what its fields only say together."""
-    arguments: dict[str, Any] = body.chat_template_kwargs or {}
+    arguments: dict[str, Any] = {}
     if body.reasoning_effort:
-        arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
+        arguments["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":  # what templates have that know no effort
+        arguments["enable_thinking"] = False
+    if body.enable_thinking is not None:
+        arguments["enable_thinking"] = body.enable_thinking
+    arguments |= body.chat_template_kwargs or {}
     several = body.parallel_tool_calls is not False
     tools = make_tools(body.tools or (), body.tool_choice, several=several, options=options)
     return ChatPrompt(for_template(body.messages), arguments, tools)

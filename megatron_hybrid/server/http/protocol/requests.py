@@ -253,7 +253,9 @@ class ChatRequest(AnswerRequest, kw_only=True):
     """Of /v1/chat/completions.
 
     chat_template_kwargs: Variables of the model's chat template.
-    reasoning_effort: The template's variable of this name, unless chat_template_kwargs has it.
+    reasoning_effort: The template's variable of this name, unless chat_template_kwargs has it;
+        none also turns thoughts off.
+    enable_thinking: The template's variable of this name, unless chat_template_kwargs has it.
     tools: Functions that the answer may call; their names differ.
     tool_choice: Whether, or which of the tools, the answer calls.
     parallel_tool_calls: Whether an answer may hold more than one call.
@@ -267,6 +269,7 @@ class ChatRequest(AnswerRequest, kw_only=True):
     messages: Messages
     chat_template_kwargs: AnyObject | None = None
     reasoning_effort: Word | None = None
+    enable_thinking: bool | None = None
     tools: ToolList | None = None
     tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
@@ -324,6 +327,7 @@ class TokenizeChatRequest(Body):
     messages: Messages
     chat_template_kwargs: AnyObject | None = None
     reasoning_effort: Word | None = None
+    enable_thinking: bool | None = None
     tools: ToolList | None = None
     tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True

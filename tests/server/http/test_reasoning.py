@@ -1,0 +1,339 @@
+"""Models that think: thoughts apart from content over HTTP, and their tokens in the next turn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from flask.testing import FlaskClient
+
+from megatron_hybrid.request import RequestEvent
+from megatron_hybrid.server.http.app import create_app
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.options import REASONING_FORMATS, ServerOptions
+from megatron_hybrid.text.reasoning import NAMES
+from megatron_hybrid.text.tokenizer import Tokenizer
+from tests.server.conftest import RunningLoop
+from tests.server.fake_engine import FakeEngine
+from tests.text import thinking_templates as templates
+from tests.text.chat_templates import SPECIAL_TOKENS, with_template
+from tests.text.make_tokenizers import byte_level
+
+CHAT = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "Hello"}
+AGAIN = {"role": "user", "content": "Again"}
+DETAILS = "completion_tokens_details"
+THOUGHT, FOX = "Hm, é😀.\n\nSo a < b?", "A quick\n fox."
+WRITTEN = f"<think>\n{THOUGHT}\n</think>\n\n{FOX}"
+TO_OPENED = f"{THOUGHT}\n</think>\n\n{FOX}"
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_the_flag_knows_every_format() -> None:
+    assert REASONING_FORMATS == NAMES
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers with the same text every time, in tokens of single characters where it can."""
+
+    max_seq_length = 4096
+
+    def __init__(self, tokenizer: Tokenizer, text: str, marks: tuple[str, ...] = ()) -> None:
+        super().__init__(tokenizer.vocab_size, tokenizer.eos_token_ids)
+        pieces = [text]
+        for mark in marks:
+            pieces = [part for piece in pieces for part in _around(piece, mark)]
+        parts = [[piece] if piece in marks else list(piece) for piece in pieces]
+        texts = [one for part in parts for one in part]
+        self.ids = [token_id for one in texts for token_id in tokenizer.encode(one)]
+        self._script = [*self.ids, *tokenizer.eos_token_ids]
+
+    def _advance(self, request_id: str, index: int, one: Any) -> RequestEvent:
+        playing = replace(one, prompt=self._script[-index:] + self._script[:-index])
+        event = super()._advance(request_id, index, playing)
+        one.last_token = playing.last_token
+        event.prompt_tokens = len(one.prompt)
+        return event
+
+
+def _around(text: str, mark: str) -> list[str]:
+    before, found, after = text.partition(mark)
+    return [before, found, *_around(after, mark)] if found else [text]
+
+
+class Server(NamedTuple):
+    http: FlaskClient
+    engine: ScriptedEngine
+    tokenizer: Tokenizer
+
+    def ask(self, *messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """The only choice, its message and the usage, streamed the same as whole."""
+        body = {"messages": [*messages], "temperature": 0, **more}
+        given = self.http.post(CHAT, json=body)
+        assert given.status_code == 200, given.data
+        answer = given.get_json()
+        (choice,) = answer["choices"]
+        usage = {"stream_options": {"include_usage": True}}
+        streamed = self.http.post(CHAT, json={**body, "stream": True, **usage})
+        chunks = [
+            json.loads(line[6:])
+            for line in streamed.get_data(as_text=True).split("\n\n")
+            if line.startswith("data: {")
+        ]
+        deltas = [one["choices"][0] for one in chunks if one["choices"]]
+        for name in ("content", "reasoning_content", "reasoning"):
+            text = "".join(one["delta"].get(name) or "" for one in deltas)
+            assert text == (choice["message"].get(name) or ""), name
+        assert deltas[-1]["finish_reason"] == choice["finish_reason"]
+        assert chunks[-1]["usage"].get(DETAILS) == answer["usage"].get(DETAILS)
+        return {**choice, "usage": answer["usage"], "deltas": deltas}
+
+    @property
+    def prompt(self) -> list[int]:
+        """That the engine was given last."""
+        return self.engine.added[-1].prompt
+
+
+@pytest.fixture
+def serve(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Any:
+    running: list[RunningLoop] = []
+
+    def start(template: str | Tokenizer, text: str, parser: str = "auto") -> Server:
+        tokenizer = with_template(template) if isinstance(template, str) else template
+        marks = [one for one in ("<think>", "</think>") if tokenizer.token_id(one) is not None]
+        engine = ScriptedEngine(tokenizer, text, tuple(marks))
+        running.append(RunningLoop(engine, tmp_path_factory.mktemp("s")))
+        options = ServerOptions(
+            tokenizer_folder=str(tokenizer_folder), model_name="fake", reasoning_parser=parser
+        )
+        serving = Serving(running[-1].engines, tokenizer, options, running[-1].answers)
+        return Server(create_app(serving).test_client(), engine, tokenizer)
+
+    yield start
+    for one in running:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (templates.QWEN3, WRITTEN),
+        (templates.QWEN3_5, TO_OPENED),
+        (templates.NEMOTRON_3, TO_OPENED),
+        (templates.LFM2_5, WRITTEN),
+        (templates.OLD_QWEN3, WRITTEN),
+        (
+            templates.GRANITE,
+            f"Here is my thought process:\n{THOUGHT}\nHere is my response:\n\n{FOX}",
+        ),
+    ],
+)
+def test_thoughts_and_content_are_apart(serve: Any, template: str, text: str) -> None:
+    server = serve(template, text)
+    choice = server.ask(HELLO)
+    message = choice["message"]
+    assert message["reasoning_content"] == message["reasoning"] == THOUGHT
+    assert (message["content"], choice["finish_reason"]) == (FOX, "stop")
+    ids = server.engine.ids
+    thoughts = choice["usage"][DETAILS]["reasoning_tokens"]
+    marks = ("</think>", "response:")
+    assert server.tokenizer.decode(ids[:thoughts]).endswith(marks)
+    assert not server.tokenizer.decode(ids[: thoughts - 1]).endswith(marks)
+    assert choice["usage"]["completion_tokens"] == len(ids) + 1
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_may_be_tokens_of_their_own(serve: Any, special: bool) -> None:
+    hf = byte_level()
+    hf.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
+    hf.add_tokens(["</think>"], special_tokens=special)
+    hf.chat_template = templates.QWEN3_5
+    server = serve(Tokenizer(hf), TO_OPENED)
+    choice = server.ask(HELLO)
+    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == FOX
+    mark = server.engine.ids.index(server.tokenizer.token_id("</think>"))
+    assert choice["usage"][DETAILS] == {"reasoning_tokens": mark + 1}
+
+
+def test_an_answer_may_end_in_its_thoughts(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, TO_OPENED)
+    choice = server.ask(HELLO, max_tokens=5)
+    assert choice["message"]["reasoning_content"] == THOUGHT[:5]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert choice["usage"][DETAILS] == {"reasoning_tokens": 5}
+
+
+def test_an_answer_without_thoughts_is_its_text(serve: Any) -> None:
+    server = serve(templates.QWEN3, f" \n{FOX} <think>\n")
+    choice = server.ask(HELLO)
+    assert choice["message"]["content"] == f" \n{FOX} <think>\n"
+    assert "reasoning" not in choice["message"]
+    assert choice["usage"][DETAILS] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("template", [templates.QWEN3, templates.QWEN3_5, templates.NEMOTRON_3])
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_thoughts_can_be_turned_off(serve: Any, template: str, off: dict[str, Any]) -> None:
+    server = serve(template, FOX)
+    choice = server.ask(HELLO, **off)
+    assert choice["message"] == {"role": "assistant", "content": FOX, "refusal": None}
+    assert server.tokenizer.decode(server.prompt).rstrip().endswith("</think>")
+    assert choice["usage"][DETAILS] == {"reasoning_tokens": 0}
+    with_thoughts = {"chat_template_kwargs": {"enable_thinking": True}}
+    server.ask(HELLO, **off | with_thoughts)
+    assert not server.tokenizer.decode(server.prompt).rstrip().endswith("</think>")
+
+
+def test_thoughts_stay_text_without_a_parser(serve: Any) -> None:
+    choice = serve(templates.QWEN3, WRITTEN, "none").ask(HELLO)
+    assert choice["message"]["content"] == WRITTEN
+    assert DETAILS not in choice["usage"]
+
+
+def test_a_parser_may_say_that_answers_begin_with_thoughts(serve: Any) -> None:
+    choice = serve(templates.LFM2_5, TO_OPENED, "deepseek_r1").ask(HELLO)
+    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == FOX
+
+
+def test_a_model_that_does_not_think_is_as_it_was(http: FlaskClient) -> None:
+    body = {"messages": [HELLO], "temperature": 0, "max_tokens": 4}
+    answer = http.post(CHAT, json=body).get_json()
+    assert set(answer["choices"][0]["message"]) == {"role", "content", "refusal"}
+    assert DETAILS not in answer["usage"]
+
+
+def test_what_a_grammar_holds_has_no_thoughts(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, '{"a": 1}')
+    choice = server.ask(HELLO, response_format={"type": "json_object"})
+    assert choice["message"]["content"] == '{"a": 1}'
+    assert "reasoning" not in choice["message"]
+
+
+def test_what_a_forced_call_holds_has_no_thoughts_but_strict_calls_do(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, CALL)
+    choice = server.ask(HELLO, tools=TOOLS, tool_choice="required")
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert "reasoning" not in choice["message"]
+    server = serve(templates.QWEN3_5, TO_OPENED)
+    function = {**TOOLS[0]["function"], "strict": True}
+    choice = server.ask(HELLO, tools=[{"type": "function", "function": function}])
+    assert server.engine.added[-1].params.grammar is not None
+    assert choice["message"]["reasoning"] == THOUGHT
+
+
+def test_calls_are_read_after_the_thoughts_only(serve: Any) -> None:
+    thought = f"Maybe {CALL}?"
+    server = serve(templates.QWEN3_5, f"{thought}\n</think>\n\nLook.\n{CALL}")
+    choice = server.ask(HELLO, tools=TOOLS)
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == (thought, "Look.")
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_log_probabilities_are_those_of_all_tokens(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, TO_OPENED)
+    choice = server.ask(HELLO, logprobs=True)
+    whole = choice["logprobs"]["content"]
+    assert bytes(byte for one in whole for byte in one["bytes"]).decode() == TO_OPENED
+    streamed = [
+        one for delta in choice["deltas"] for one in (delta["logprobs"] or {}).get("content", ())
+    ]
+    assert streamed == whole
+
+
+def turn_two(server: Server, *after: dict[str, Any], **more: Any) -> tuple[list[int], list[int]]:
+    """The first turn's prompt and answer; the prompt of the next one."""
+    answer = server.ask(HELLO, **more)["message"]
+    first = server.prompt + server.engine.ids
+    server.ask(HELLO, answer, *after, **more)
+    return first, server.prompt
+
+
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
+KEPT = {"chat_template_kwargs": {"truncate_history_thinking": False}}
+INSIDE = {"chat_template_kwargs": {"keep_past_thinking": True}}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "more"),
+    [
+        (templates.NEMOTRON_3, f"{THOUGHT}\n</think>\n{FOX}", KEPT),
+        # Less or more white space than the template has, where the prompt ended and at the end.
+        (templates.NEMOTRON_3, f"\n{THOUGHT}\n</think>\n{FOX}\n", KEPT),
+        (templates.LFM2_5, WRITTEN, INSIDE),
+    ],
+)
+def test_kept_thoughts_are_the_tokens_that_they_were(
+    serve: Any, template: str, text: str, more: dict[str, Any]
+) -> None:
+    server = serve(template, text)
+    first, second = turn_two(server, AGAIN, **more)
+    assert second[: len(first)] == first
+
+
+@pytest.mark.parametrize("template", [templates.QWEN3, templates.QWEN3_5])
+def test_thoughts_before_a_call_are_the_tokens_that_they_were(serve: Any, template: str) -> None:
+    opened = "" if template is templates.QWEN3_5 else "<think>\n"
+    # Other white space than the template writes it with.
+    call = '<tool_call>{"name":"add", "arguments":{"a":1}}</tool_call>'
+    server = serve(template, f"{opened}{THOUGHT}\n</think>\n\nLook.\n{call}")
+    first, second = turn_two(server, RESULT, tools=TOOLS)
+    assert second[: len(first)] == first
+    # After the next question the template leaves them out: then nothing of them may be there.
+    _, third = turn_two(server, RESULT, AGAIN, tools=TOOLS)
+    text = server.tokenizer.decode(third)
+    assert THOUGHT not in text and text.count("<think>") == (not opened)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (templates.QWEN3, WRITTEN),
+        (templates.QWEN3_5, TO_OPENED),
+        (templates.NEMOTRON_3, TO_OPENED),
+        (templates.LFM2_5, WRITTEN),
+    ],
+)
+def test_thoughts_that_a_template_drops_are_not_there(serve: Any, template: str, text: str) -> None:
+    server = serve(template, text)
+    first, second = turn_two(server, AGAIN)
+    said = {"role": "assistant", "content": FOX}
+    assert second == server.tokenizer.encode_chat([HELLO, said, AGAIN])
+    # The prefix cache holds up to the question, where a message has ended.
+    (*_, end) = server.engine.added[0].message_ends
+    assert second[:end] == first[:end]
+    assert "Hello" in server.tokenizer.decode(first[:end])
+
+
+def test_a_client_that_drops_or_changes_thoughts_gets_what_it_said(serve: Any) -> None:
+    server = serve(templates.NEMOTRON_3, f"{THOUGHT}\n</think>\n{FOX}")
+    said = {"role": "assistant", "content": FOX}
+    server.ask(HELLO, **KEPT)
+    for thoughts in ({}, {"reasoning_content": "Other."}, {"reasoning": THOUGHT[1:]}):
+        server.ask(HELLO, {**said, **thoughts}, AGAIN, **KEPT)
+        given = {"reasoning_content": next(iter(thoughts.values()), "")}
+        expected = server.tokenizer.encode_chat(
+            [HELLO, {**said, **given}, AGAIN], KEPT["chat_template_kwargs"]
+        )
+        assert server.prompt == expected
+    server.ask(HELLO, {**said, "reasoning": THOUGHT}, AGAIN, **KEPT)
+    assert server.prompt != server.tokenizer.encode_chat(
+        [HELLO, {**said, "reasoning_content": THOUGHT}, AGAIN], KEPT["chat_template_kwargs"]
+    )
