@@ -59,7 +59,6 @@ _REASONS = {
     "drafts come from the model's own head or from the text: see --drafter": (
         "--speculative-model --speculative-draft-model-path"
     ),
-    "it is read from the tokenizer's folder (chat_template.jinja there)": "--chat-template",
     "tool calls are always read, as --tool-call-parser says": "--enable-auto-tool-choice",
     "what leaves the cache is computed again": "--swap-space",
     "all weights stay on the device": "--cpu-offload-gb",

@@ -110,6 +110,12 @@ class ServerOptions(ParseOptions):
         LOG_FORMATS[0], "of what the server logs: text, or one JSON object a line", LOG_FORMATS
     )
     access_log: bool = option(True, "log a line for every request that has ended")
+    chat_template: str | None = option(
+        None,
+        "file with the chat template (Jinja); left out: the one in the tokenizer's folder",
+        metavar="FILE",
+        is_file=True,
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto: as its chat template shows",

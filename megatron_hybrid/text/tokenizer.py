@@ -71,12 +71,20 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Read the tokenizer of a Hugging Face folder; ConfigurationError if there is none."""
+    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face folder; ConfigurationError if there is none.
+
+        chat_template: a file with one that takes the place of the folder's own; None: that one.
+        ConfigurationError for a file that can't be read, or that is no template.
+        """
         path = Path(folder)
         check_tokenizer(path)
+        template = None if chat_template is None else _read_chat_template(Path(chat_template))
         try:
-            return cls(_load_hf_tokenizer(path))
+            hf_tokenizer = _load_hf_tokenizer(path)
+            if template is not None:
+                hf_tokenizer.chat_template = template
+            return cls(hf_tokenizer)
         except Exception as error:  # transformers raises many kinds for a broken folder
             reason = " ".join(str(error).split())  # and of many lines
             raise ConfigurationError(
@@ -338,6 +346,27 @@ def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any
             )
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
+
+
+def _read_chat_template(path: Path) -> str:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--chat-template {path} can't be read: {error}.") from error
+    if not template.strip():
+        raise ConfigurationError(f"--chat-template {path} is empty.")
+    try:
+        render_jinja_template([[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(
+            f"--chat-template {path} is no chat template: line {error.lineno}: {error.message}"
+        ) from error
+    except Exception:  # many refuse a chat without messages
+        return template
+    return template
 
 
 def _load_hf_tokenizer(path: Path) -> Any:

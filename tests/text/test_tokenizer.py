@@ -57,6 +57,34 @@ def test_without_a_template_messages_are_refused(tmp_path: Path) -> None:
     assert caught.value.field == "messages"
 
 
+def test_a_file_takes_the_place_of_the_folders_template(tmp_path: Path) -> None:
+    folder, file = save(byte_level(), tmp_path / "model"), tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}|{{ tools }}]{% endfor %}")
+    tokenizer = Tokenizer.load(folder, file)
+    assert tokenizer.decode(tokenizer.encode_chat([HELLO])) == "[Hello|None]"
+    assert tokenizer.takes_tools and not Tokenizer.load(folder).takes_tools
+    file.write_text("{{ raise_exception('no messages') }}")  # also of none, which is no mistake
+    assert Tokenizer.load(folder, file).has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a\n{% for m in messages %}", "other.jinja is no chat template: line 2: Unexpected end of"),
+        (" \n", "other.jinja is empty"),
+        (None, "other.jinja can't be read: .*No such file"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
+    folder, file = save(byte_level(), tmp_path / "model"), tmp_path / "other.jinja"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        Tokenizer.load(folder, file)
+
+
 def test_what_the_template_refuses_is_said_in_its_words(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="this word is forbidden"):
         tokenizer.encode_chat([{"role": "user", "content": "forbidden"}])

@@ -70,7 +70,7 @@ def run(settings: FrontEndSettings) -> None:
     listener = listen(options.host, options.port)
     _raise_file_limit()
     # Once, for all workers: it is shared memory after the fork, and says now what is wrong with it.
-    tokenizer = Tokenizer.load(options.tokenizer_folder)
+    tokenizer = Tokenizer.load(options.tokenizer_folder, options.chat_template)
     folder.front_end_lock.write(LockOwner(process, settings.digest))
     threading.Thread(
         target=_end_without_engine,

@@ -256,7 +256,8 @@ def _digest(options: ServerOptions) -> str:
     files = [*package.rglob("*.py"), *package.glob("server/**/*"), *tokenizer.glob("*.jinja")]
     files += [path for path in tokenizer.glob("*.json") if "index" not in path.name]
     # A renewed certificate makes a new front end, too.
-    files += [Path(path) for path in (options.ssl_certfile, options.ssl_keyfile) if path]
+    named = (options.ssl_certfile, options.ssl_keyfile, options.chat_template)
+    files += [Path(path) for path in named if path]
     for path in sorted(files):
         if path.is_file() and path.suffix != ".pyc":
             status = path.stat()

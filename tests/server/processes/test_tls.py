@@ -234,3 +234,12 @@ def test_a_renewed_certificate_makes_a_new_front_end(tmp_path: Path) -> None:
     assert _digest(options) == before
     certificate.write_text("renewed")
     assert _digest(options) != before
+
+
+def test_another_chat_template_makes_a_new_front_end(tmp_path: Path) -> None:
+    template = tmp_path / "chat.txt"
+    template.write_text("old")
+    options = ServerOptions(tokenizer_folder="", model_name="fake", chat_template=str(template))
+    before = _digest(options)
+    template.write_text("another")
+    assert _digest(options) != before
