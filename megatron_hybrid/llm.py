@@ -22,12 +22,13 @@ from megatron_hybrid.request import (
     RequestEvent,
     RequestOutput,
     SamplingParams,
-    show,
     validate_text,
     validate_whole_numbers,
 )
 from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
+from megatron_hybrid.values import show
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,7 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise _wrong(f"params[{i}]", one, "SamplingParams")
             one.validate()  # before there are n answers of it
+        params = [self._with_token_ids(one) for one in params]
         requests = [
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
             for prompt, one in zip(prompts, params, strict=True)
@@ -340,6 +342,11 @@ class LLM:
             if not isinstance(message, Mapping):
                 raise _wrong(f"{name}[{i}]", message, "a message, with its role and content")
         return self.tokenizer.encode_chat_with_ends(messages)
+
+    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        if any(isinstance(word, str) for word in params.bad_words):
+            return with_token_ids(params, self.tokenizer)
+        return params
 
     def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
         tokenizer = None  # a model without one answers in token ids

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -12,7 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.values import (
+    as_pairs,
+    as_texts,
+    as_tuple,
+    as_words,
+    check_integer,
+    check_number,
+    check_tuple,
+    plain,
+    show,
+    wrong,
+)
 
 # Which of them bounds prompt and answer together: see DynamicInferenceContext.
 CONTEXT_FLAG = "--inference-max-seq-length"
@@ -26,6 +36,10 @@ MAX_PRIORITY = 1000
 MAX_CACHE_CHECKPOINTS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 32
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_PENALTY = 2.0  # of presence and frequency
 MAX_REPETITION_PENALTY = 100.0
 # The least ones that are not 0, and give no infinite logits, in float32.
@@ -56,7 +70,7 @@ class Grammar:
         if self.kind not in GRAMMAR_KINDS:
             known = ", ".join(GRAMMAR_KINDS)
             words = f"has a grammar of kind {show(self.kind)}; known are {known}"
-            raise _wrong(self.field, words)
+            raise wrong(self.field, words)
         validate_text(self.field, self.text, MAX_GRAMMAR_LENGTH)
 
 
@@ -82,6 +96,10 @@ class SamplingParams:
         positive logits and multiplies negative ones of tokens in prompt or answer (Keskar et al.,
         2019); 0.01 to 100; 1 is off. The last one comes first.
     logit_bias: by token id, what is added to its logit, -100 to 100: a mapping, or pairs.
+    allowed_token_ids: no other ids are chosen; none means all. An answer ends by itself only if an
+        end-of-sequence id is among them. Not beside `grammar`.
+    bad_words: token ids, several of them each, that never stand one behind the other in the answer,
+        unless nothing else may come; LLM and the server take texts, too (see text/bad_words.py).
     min_tokens: no end-of-sequence id, nor one of `stop_token_ids`, before this many tokens.
     grammar: the answer matches it, unless `max_tokens` or a stop cuts it short. It ends when the
         grammar is complete, also before `min_tokens`.
@@ -106,6 +124,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
 
@@ -114,55 +134,71 @@ class SamplingParams:
         for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos"):
             value = getattr(self, name)
             if type(value) not in _PLAIN_TYPES:
-                object.__setattr__(self, name, _plain(value))
-        for name, as_tuple in _SEQUENCES.items():
+                object.__setattr__(self, name, plain(value))
+        for name, converted in _SEQUENCES.items():
             value = getattr(self, name)
             if type(value) is not tuple or value:
-                object.__setattr__(self, name, as_tuple(value))
+                object.__setattr__(self, name, converted(value))
 
     def validate(self) -> None:
         """Raise InvalidRequestError naming a field that is out of range."""
         for name, (low, high) in _NUMBERS.items():
-            _number(name, getattr(self, name), low, high)
+            check_number(name, getattr(self, name), low, high)
         for name, (least, most) in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
-                _integer(name, value, least, most)
+                check_integer(name, value, least, most)
         if not isinstance(self.ignore_eos, bool):
-            raise _wrong("ignore_eos", f"is {show(self.ignore_eos)}; it must be true or false")
-        _is_tuple("stop", self.stop, "text, or a sequence of texts")
+            raise wrong("ignore_eos", f"is {show(self.ignore_eos)}; it must be true or false")
+        check_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
             validate_text("stop", text)
             if not text:
-                raise _wrong("stop", "must hold non-empty strings")
-        ids = self.stop_token_ids
-        _is_tuple("stop_token_ids", ids, "a sequence of token ids", MAX_STOP_TOKEN_IDS)
-        for token in ids:
-            _integer("stop_token_ids", token, 0, MAX_TOKENS)
+                raise wrong("stop", "must hold non-empty strings")
+        _validate_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _validate_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         wanted = "a mapping, or pairs, of token ids and numbers"
-        _is_tuple("logit_bias", self.logit_bias, wanted, MAX_LOGIT_BIASES)
+        check_tuple("logit_bias", self.logit_bias, wanted, MAX_LOGIT_BIASES)
         for entry in self.logit_bias:
             if not isinstance(entry, tuple) or len(entry) != 2:
                 words = f"holds {show(entry)}; it must hold pairs of a token id and a number"
-                raise _wrong("logit_bias", words)
-            _integer("logit_bias", entry[0], 0, MAX_TOKENS)
-            _number("logit_bias", entry[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+                raise wrong("logit_bias", words)
+            check_integer("logit_bias", entry[0], 0, MAX_TOKENS)
+            check_number("logit_bias", entry[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise _wrong("logit_bias", "names a token id twice")
+            raise wrong("logit_bias", "names a token id twice")
+        wanted = "a text, or a sequence of texts and sequences of token ids"
+        check_tuple("bad_words", self.bad_words, wanted, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if isinstance(word, str):
+                validate_text("bad_words", word, MAX_BAD_WORD_LENGTH)
+            else:
+                _validate_ids("bad_words", word, MAX_BAD_WORD_TOKENS)
+            if not word:
+                raise wrong("bad_words", "must hold words that are not empty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             words = f"is {self.min_tokens}; it must be at most max_tokens, which is "
-            raise _wrong("min_tokens", words + str(self.max_tokens))
+            raise wrong("min_tokens", words + str(self.max_tokens))
         if self.grammar is not None:
             if not isinstance(self.grammar, Grammar):
-                raise _wrong("grammar", f"is {show(self.grammar)}; it must be a Grammar")
+                raise wrong("grammar", f"is {show(self.grammar)}; it must be a Grammar")
             self.grammar.validate()
+            if self.allowed_token_ids:
+                raise wrong("allowed_token_ids", f"does not go with {self.grammar.field}")
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError if `logit_bias` names an id that the model does not have."""
-        for token, _ in self.logit_bias:
-            if token >= vocab_size:
-                words = f"names token id {token}; the model knows 0 to {vocab_size - 1}"
-                raise _wrong("logit_bias", words)
+        """Raise InvalidRequestError for a field that names an id that the model does not have, or
+        that still holds texts, which only its tokenizer turns into ids."""
+        if any(isinstance(word, str) for word in self.bad_words):
+            raise wrong("bad_words", "holds text; where there is no tokenizer it must be token ids")
+        for name, ids in (
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("bad_words", [int(token) for word in self.bad_words for token in word]),
+        ):
+            if (largest := max(ids, default=0)) >= vocab_size:
+                words = f"names token id {largest}; the model knows 0 to {vocab_size - 1}"
+                raise wrong(name, words)
 
     def longest_answer(
         self, length: int, limit: int, flag: str, name: str = "max_tokens", prompt: str = "prompt"
@@ -176,7 +212,7 @@ class SamplingParams:
         for asked, tokens in ((name, wanted), ("min_tokens", self.min_tokens)):
             if tokens > room:
                 words = f"is {tokens}, but {prompt} has {length} tokens and the limit for both "
-                raise _wrong(asked, f"{words}together is {limit} ({flag})", status=413)
+                raise wrong(asked, f"{words}together is {limit} ({flag})", status=413)
         return wanted
 
     @property
@@ -191,9 +227,15 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether tokens are not chosen from the model's own logits."""
+        return bool(self.adjusts_every_step or self.min_tokens)
+
+    @property
+    def adjusts_every_step(self) -> bool:
+        """The same, from the first token to the last."""
         return bool(
-            self.is_penalised or self.logit_bias or self.min_tokens or self.grammar is not None
-        )
+            self.is_penalised or self.logit_bias or self.allowed_token_ids or self.bad_words
+            or self.grammar is not None
+        )  # fmt: skip
 
     @property
     def greedy(self) -> bool:
@@ -222,31 +264,10 @@ _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _PLAIN_TYPES = (float, int, type(None), bool, Unasked)
 
 
-def _plain(value: Any) -> Any:
-    """A number of numpy's, or of a library like it, as Python's; others as they are."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def _tuple(values: Any) -> Any:
-    """Any sequence as a tuple of plain values, None as an empty one; others as they are."""
-    if values is None:
-        return ()
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        return values
-    return tuple(map(_plain, values))
-
-
-def _texts(values: Any) -> Any:
-    return (values,) if isinstance(values, str) else _tuple(values)
-
-
-def _pairs(biases: Any) -> Any:
-    """A mapping, or a sequence of pairs, as a tuple of pairs of plain values."""
-    entries = _tuple(biases.items() if isinstance(biases, Mapping) else biases)
-    return tuple(map(_tuple, entries)) if isinstance(entries, tuple) else entries
-
-
-_SEQUENCES = {"stop": _texts, "stop_token_ids": _tuple, "logit_bias": _pairs}
+_SEQUENCES = {
+    "stop": as_texts, "stop_token_ids": as_tuple, "logit_bias": as_pairs,
+    "allowed_token_ids": as_tuple, "bad_words": as_words,
+}  # fmt: skip
 
 
 class PauseMode(enum.StrEnum):
@@ -342,26 +363,26 @@ class RequestOutput:
 
 def validate_priority(priority: object) -> None:
     """Raise InvalidRequestError unless it is a priority: a smaller number runs first."""
-    _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def validate_arrival(arrived: object) -> None:
     """Raise InvalidRequestError unless it is a time of a clock, in seconds, or None."""
     if arrived is not None:
-        _number("arrived", arrived, -MAX_TIME, MAX_TIME)
+        check_number("arrived", arrived, -MAX_TIME, MAX_TIME)
 
 
 def validate_text(name: str, value: object, max_length: int | None = None) -> None:
     """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
     if not isinstance(value, str):
-        raise _wrong(name, f"is {show(value)}; it must be text")
+        raise wrong(name, f"is {show(value)}; it must be text")
     if max_length is not None and len(value) > max_length:
-        raise _wrong(name, f"has {len(value)} characters; the limit is {max_length}")
+        raise wrong(name, f"has {len(value)} characters; the limit is {max_length}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         words = f"is not valid Unicode: character {error.start} is half of a surrogate pair"
-        raise _wrong(name, words) from error
+        raise wrong(name, words) from error
 
 
 def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any]) -> None:
@@ -370,13 +391,13 @@ def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any
         if values.dtype.kind in "iu":
             return
     elif not isinstance(values, Sequence):
-        raise _wrong(name, f"is {show(values)}; it must be a sequence of whole numbers")
+        raise wrong(name, f"is {show(values)}; it must be a sequence of whole numbers")
     # by type, of which there are few: there may be 100,000 values
     kinds = set(map(type, values))
-    wrong = {kind for kind in kinds if kind is bool or not issubclass(kind, Integral)}
-    if wrong:
-        bad = next(value for value in values if type(value) in wrong)
-        raise _wrong(name, f"holds {show(bad)}; it must hold whole numbers alone")
+    others = {kind for kind in kinds if kind is bool or not issubclass(kind, Integral)}
+    if others:
+        bad = next(value for value in values if type(value) in others)
+        raise wrong(name, f"holds {show(bad)}; it must hold whole numbers alone")
 
 
 def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) -> None:
@@ -384,9 +405,9 @@ def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) 
     name, limit = "cache_checkpoints", MAX_CACHE_CHECKPOINTS
     validate_whole_numbers(name, positions)
     if len(positions) > limit:
-        raise _wrong(name, f"has {len(positions)} positions; the limit is {limit}")
+        raise wrong(name, f"has {len(positions)} positions; the limit is {limit}")
     for position in positions:
-        _integer(name, position, 1, prompt_tokens)
+        check_integer(name, position, 1, prompt_tokens)
 
 
 def validate_prompt(
@@ -400,9 +421,9 @@ def validate_prompt(
     """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
     validate_whole_numbers(field_name, token_ids)
     if len(token_ids) == 0:
-        raise _wrong(field_name, "is empty; it needs a token at least")
+        raise wrong(field_name, "is empty; it needs a token at least")
     if len(token_ids) >= max_seq_length:
-        raise _wrong(
+        raise wrong(
             field_name,
             f"has {len(token_ids)} tokens and leaves no room for an answer: the limit for prompt "
             f"and answer together is {max_seq_length} ({flag})",
@@ -412,36 +433,10 @@ def validate_prompt(
     low, high = ids.min(), ids.max()
     if low < 0 or high >= vocab_size:
         bad = show(int(low if low < 0 else high))
-        raise _wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
+        raise wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
 
 
-def _wrong(name: str, words: str, status: int = 400) -> InvalidRequestError:
-    return InvalidRequestError(name, f"{name} {words}.", status)
-
-
-def _number(name: str, value: object, low: float, high: float) -> None:
-    # NaN is in no range
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not ok:
-        raise _wrong(name, f"is {show(value)}; it must be a number from {low} to {high}")
-
-
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    whole = isinstance(value, (int, Integral))
-    if not whole or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
-        raise _wrong(name, f"is {show(value)}; it must be a whole number from {low} to {high}")
-
-
-def _is_tuple(name: str, value: object, wanted: str, limit: int | None = None) -> None:
-    if not isinstance(value, tuple):
-        raise _wrong(name, f"is {show(value)}; it must be {wanted}")
-    if limit is not None and len(value) > limit:
-        raise _wrong(name, f"has {len(value)} ids; the limit is {limit}")
-
-
-def show(value: object) -> str:
-    """What it is, cut short."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # for instance: an integer of 5,000 digits
-        return f"of type {type(value).__name__}"
+def _validate_ids(name: str, ids: tuple[int, ...], limit: int) -> None:
+    check_tuple(name, ids, "a sequence of token ids", limit)
+    for token in ids:
+        check_integer(name, token, 0, MAX_TOKENS)

@@ -6,7 +6,7 @@ known on the host: so they are counted on the device, in the order of the steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from megatron_hybrid.execution.device import upload
 from megatron_hybrid.execution.plan import StepPlan
-from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.rows import BEFORE, NOTHING, BadWords, RowTable
 from megatron_hybrid.kernels.protocols import Sampling
 
 _MOST = 32767  # of an int16
+# What a bad word's last token loses: more than logits differ by, and not infinite, so that a row of
+# which nothing else is left still chooses.
+_BAN = 1e6
 
 
 class LogitAdjustments:
@@ -29,6 +32,7 @@ class LogitAdjustments:
         self._rows = rows
         self._kernels = kernels
         self._written: _Written | None = None  # made when the first penalty comes
+        self._bad_words: _BadWords | None = None  # made when the first ones come
 
     def among(self, sampled: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where in `sampled` [rows] the rows stand whose logits are adjusted now."""
@@ -42,6 +46,10 @@ class LogitAdjustments:
         if len(penalised):
             self._penalise(logits, who, penalised, plan)
         self._add_biases(logits, who)
+        if self._rows.bad_words:
+            self._ban_words(logits, who, plan)
+        if self._rows.allowed_ids:
+            self._keep_to_allowed(logits, who)
         self._ban_ends(logits, who)
         self._keep_to_grammars(logits, who)
 
@@ -59,6 +67,8 @@ class LogitAdjustments:
             assert self._written is not None
             at, who = upload(np.stack([penalised, sampled[penalised]]), tokens.device)
             self._written.count(who, tokens.index_select(0, at))
+        if self._bad_words is not None:
+            self._bad_words.note(sampled, tokens)
 
     def _penalise(
         self,
@@ -90,14 +100,42 @@ class LogitAdjustments:
             flat, at = logits.view(-1), upload(places, logits.device)
             flat.index_copy_(0, at, flat.index_select(0, at) + values)
 
+    def _ban_words(self, logits: Tensor, who: npt.NDArray[np.int64], plan: StepPlan) -> None:
+        """Not the last token of a bad word whose others the answer ends with."""
+        words = self._rows.bad_words
+        if self._bad_words is None:
+            self._bad_words = _BadWords(words, len(self._rows.penalised), logits.device)
+        for row in {one.row for one in plan.ended}.intersection(words):
+            self._bad_words.start(row)
+        having = [(i, row) for i, row in enumerate(who.tolist()) if row in words]
+        if having:
+            self._bad_words.ban(logits, having)
+
+    def _keep_to_allowed(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
+        """Nothing but a row's allowed ids; before its min_tokens none that ends it."""
+        rows = self._rows
+        short = rows.generated[who] < rows.min_tokens[who]
+        having = [
+            (i, rows.allowed_ids[row][int(is_short)])
+            for i, (row, is_short) in enumerate(zip(who.tolist(), short.tolist(), strict=True))
+            if row in rows.allowed_ids
+        ]
+        if having:
+            at = upload(np.asarray([i for i, _ in having]), logits.device)
+            places = upload(_places(having, logits.shape[1]), logits.device)
+            flat = logits.view(-1)
+            kept = flat.index_select(0, places)
+            logits.index_fill_(0, at, -torch.inf)
+            flat.index_copy_(0, places, kept)
+
     def _ban_ends(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
-        """No end before a row's min_tokens. Grammars see to it themselves."""
+        """No end before a row's min_tokens. Grammars and allowed ids see to it themselves."""
         rows = self._rows
         short = np.flatnonzero(rows.generated[who] < rows.min_tokens[who])
         banned = [
             (i, rows.stop_ids[row])
             for i, row in zip(short.tolist(), who[short].tolist(), strict=True)
-            if row not in rows.grammars
+            if row not in rows.grammars and row not in rows.allowed_ids
         ]
         if banned:
             places = upload(_places(banned, logits.shape[1]), logits.device)
@@ -154,6 +192,49 @@ class _Written:
         flat = self.counts.view(-1)
         count = flat.index_select(0, places)
         flat.index_copy_(0, places, count + (count < _MOST))
+
+
+class _BadWords:
+    """On the device: the words of the rows that have some, and each row's last tokens, since the
+    host does not know the last step's when the next one is launched."""
+
+    def __init__(self, words: dict[int, BadWords], rows: int, device: torch.device) -> None:
+        """words: of the table, by row."""
+        self._words = words
+        self._recent = torch.full((rows, BEFORE), NOTHING, dtype=torch.int32, device=device)
+        # Of the rows that have begun: before [words, BEFORE] and last [words], see BadWords.
+        self._begun: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def start(self, row: int) -> None:
+        """A row has a new owner."""
+        device = self._recent.device
+        for gone in self._begun.keys() - self._words.keys():
+            del self._begun[gone]
+        before, last, recent = self._words[row]
+        self._recent[row].copy_(upload(recent, device))
+        self._begun[row] = upload(before, device), upload(last, device)
+
+    def ban(self, logits: Tensor, having: Sequence[tuple[int, int]]) -> None:
+        """having: where rows stand in the logits [rows, vocabulary], and which these are."""
+        parts = [self._begun[row] for _, row in having]
+        counts = [len(last) for _, last in parts]
+        figures = np.repeat(np.asarray(having, dtype=np.int64), counts, axis=0).T
+        at, who = upload(figures, logits.device)  # of each word
+        before = torch.cat([before for before, _ in parts])
+        last = torch.cat([last for _, last in parts])
+        matches = (before == NOTHING) | (before == self._recent.index_select(0, who))
+        lost = matches.all(dim=1) * -_BAN
+        # Words may share their last token: what a token loses is added up, in any order the same.
+        logits.view(-1).index_add_(0, at * logits.shape[1] + last, lost)
+
+    def note(self, sampled: npt.NDArray[np.int64], tokens: Tensor) -> None:
+        """The rows `sampled` [rows] have got these tokens [rows]."""
+        having = [(i, row) for i, row in enumerate(sampled.tolist()) if row in self._words]
+        if having:
+            at, who = upload(np.asarray(having, dtype=np.int64).T, tokens.device)
+            old = self._recent.index_select(0, who)[:, 1:]
+            new = tokens.index_select(0, at).to(torch.int32)[:, None]
+            self._recent.index_copy_(0, who, torch.cat((old, new), dim=1))
 
 
 def _places(

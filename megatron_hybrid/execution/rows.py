@@ -27,15 +27,43 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from megatron_hybrid.text.grammar import AnswerMatcher
 
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
+
+BEFORE = MAX_BAD_WORD_TOKENS - 1  # tokens of a bad word that come before its last one
+NOTHING = -1  # no token
+
+
+class BadWords(NamedTuple):
+    """What an answer must not hold: `last` [words] behind `before` [words, BEFORE], which is
+    aligned to the right and NOTHING where the word is shorter. recent [BEFORE]: the last tokens of
+    the answer so far, aligned alike."""
+
+    before: Tokens
+    last: Ints
+    recent: Tokens
+
+    @classmethod
+    def of(cls, words: Sequence[Sequence[Any]], answer: Tokens) -> BadWords:
+        """words: the token ids of each."""
+        before = np.stack([_aligned(word[:-1]) for word in words])
+        last = np.asarray([word[-1] for word in words], dtype=np.int64)
+        return cls(before, last, _aligned(answer[-BEFORE:]))
+
+
+def _aligned(tokens: Sequence[int] | Tokens) -> Tokens:
+    """[BEFORE], with these at the end."""
+    row = np.full(BEFORE, NOTHING, dtype=np.int32)
+    row[BEFORE - len(tokens) :] = tokens
+    return row
 
 
 class RowTable:
@@ -71,6 +99,9 @@ class RowTable:
         self.written: dict[int, tuple[Tokens, Tokens]] = {}  # prompt and answer; where penalised
         self.logit_bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}  # ids, what is added
         self.stop_ids: dict[int, Ints] = {}  # of rows with `min_tokens`
+        # All that may come; and the same without ids that end the answer, unless those are all.
+        self.allowed_ids: dict[int, tuple[Ints, Ints]] = {}
+        self.bad_words: dict[int, BadWords] = {}
         self.grammars: dict[int, AnswerMatcher] = {}
         # the lowest is taken first, as with live slots: a batch's rows and slots keep one order
         self._free = list(range(n))
@@ -131,12 +162,21 @@ class RowTable:
         if params.min_tokens and stop_ids:
             self.min_tokens[row] = params.min_tokens
             self.stop_ids[row] = np.asarray(stop_ids, dtype=np.int64)
+        if params.allowed_token_ids:
+            allowed = np.unique(np.asarray(params.allowed_token_ids, dtype=np.int64))
+            going_on = np.setdiff1d(allowed, np.asarray(stop_ids, dtype=np.int64))
+            self.allowed_ids[row] = allowed, going_on if len(going_on) else allowed
+        if params.bad_words:
+            self.bad_words[row] = BadWords.of(params.bad_words, answer)
         if grammar is not None:
             self.grammars[row] = grammar
-        self.adjusted[row] = bool(params.is_penalised or params.logit_bias or grammar is not None)
+        self.adjusted[row] = params.adjusts_every_step
 
     def _forget_adjustments(self, row: int) -> None:
         self.adjusted[row] = self.penalised[row] = False
         self.min_tokens[row] = 0
-        for column in (self.written, self.logit_bias, self.stop_ids, self.grammars):
+        for column in (
+            self.written, self.logit_bias, self.stop_ids, self.allowed_ids, self.bad_words,
+            self.grammars,
+        ):  # fmt: skip
             column.pop(row, None)

@@ -58,6 +58,8 @@ CASES = {
     "penalties": drawn(repetition_penalty=1.2, presence_penalty=1.0, top_p=0.9),
     "bias": drawn(logit_bias=((A, 3.0), (DOT, -100.0)), top_k=20),
     "min_tokens": greedy(min_tokens=15),
+    "bad_words": greedy(bad_words=("don't know", "lighthouse"), max_tokens=30),
+    "allowed": drawn(allowed_token_ids=range(60, 90), min_tokens=3),
     "json": greedy(grammar=JSON, max_tokens=60),
     "words": drawn(grammar=WORDS, presence_penalty=0.5, max_tokens=60),
     "everything": drawn(
@@ -103,6 +105,11 @@ def test_answers_do_what_was_asked(alone):
     for name in ("repetition", "frequency", "penalties", "bias"):
         assert alone[name].token_ids != plain.token_ids
     assert DOT not in alone["bias"].token_ids
+    assert "don't know" in plain.text and "lighthouse" in plain.text
+    assert "don't know" not in alone["bad_words"].text
+    assert "lighthouse" not in alone["bad_words"].text
+    assert alone["bad_words"].text.startswith(plain.text[:7])
+    assert set(alone["allowed"].token_ids) <= set(range(60, 90))
     person = json.loads(alone["json"].text)
     assert set(person) == {"name", "age", "tags"} and 0 <= person["age"] <= 150
     assert alone["json"].finish_reason is FinishReason.STOP
@@ -227,6 +234,10 @@ def test_an_answer_that_leaves_its_grammar_ends_with_an_error_and_the_others_go_
     ("options", "field"),
     [
         ({"logit_bias": ((2048, 1.0),)}, "logit_bias"),
+        ({"allowed_token_ids": (2048,)}, "allowed_token_ids"),
+        ({"bad_words": ((2048, 1),)}, "bad_words"),
+        ({"bad_words": ("a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7",)},
+         "bad_words"),
         ({"min_tokens": 9000, "max_tokens": None}, "min_tokens"),
         ({"grammar": Grammar("regex", "(")}, "response_format"),
         ({"grammar": Grammar("json_schema", '{"type": "array", "uniqueItems": true}')},

@@ -14,7 +14,7 @@ from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference
 from megatron_hybrid.parallel import initialize
-from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from tests.execution.steps import chunk
 
 VOCAB = 40
@@ -299,3 +299,92 @@ def test_nothing_is_kept_for_rows_that_want_no_penalties():
     adjust(rows.table, 0, logit_bias=bias(t1=1.0))
     rows.answers([0, 1], 2)
     assert rows.sampler._adjustments._written is None
+
+
+def without_words(
+    logits: torch.Tensor, words: list[tuple[int, ...]], answer: list[int], count: int
+) -> list[int]:
+    """The most likely token after the other that completes none of the words: by a loop."""
+    start = len(answer)
+    while len(answer) < start + count:
+        own = logits.clone()
+        for *before, last in words:
+            if not before or answer[-len(before) :] == before:
+                own[last] = -torch.inf
+        answer = [*answer, int(own.argmax())]
+    return answer[start:]
+
+
+def random_words(logits: torch.Tensor, generator: np.random.Generator) -> list[tuple[int, ...]]:
+    """Of likely tokens, so that they come."""
+    likely = logits.topk(4).indices.numpy()
+    lengths = generator.integers(1, 5, size=8)
+    words = [tuple(generator.choice(likely, length).tolist()) for length in lengths]
+    return [word for word in words if len(word) > 1 or word[0] != likely[0]] + [(likely[3].item(),)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_words_never_come_whoever_is_beside_them(seed):
+    generator = np.random.default_rng(seed)
+    rows = Rows(5, seed)
+    words = {row: random_words(rows.logits[row], generator) for row in (0, 1, 3, 4)}
+    for row in (0, 1, 3):
+        adjust(rows.table, row, bad_words=words[row], text=([words[row][0][0]], []))
+    found = rows.answers([0, 1, 2, 3], 12)
+    for row in (0, 1, 3):
+        assert found[row] == without_words(rows.logits[row], words[row], [], 12)
+    assert set(found[2]) == {int(rows.logits[2].argmax())}
+    # Another one begins where others have been, and one that was stopped goes on.
+    rows.table._forget_adjustments(1)
+    before = without_words(rows.logits[4], words[4], [], 5)
+    adjust(rows.table, 4, bad_words=words[4], text=([], before))
+    adjust(rows.table, 1, bad_words=words[0])
+    rows.logits[1] = rows.logits[0]
+    more = [rows.step([0, 2, 3], ended=[1], resumed=[4])]
+    more += [rows.step([0, 1, 2, 3, 4]) for _ in range(5)]
+    order = {0: 0, 2: 1, 3: 2, 1: 3, 4: 4}
+    for row, history in ((0, found[0]), (3, found[3]), (1, []), (4, before)):
+        tokens = [more[0].tokens[order[row]], *(step.tokens[row] for step in more[1:])]
+        own = words[0] if row == 1 else words[row]
+        assert tokens == without_words(rows.logits[row], own, history, 6), row
+
+
+def test_the_longest_word_is_compared_whole():
+    rows = Rows(2)
+    best = int(rows.logits[0].argmax())
+    rows.logits[1] = rows.logits[0]
+    adjust(rows.table, 0, bad_words=[[best] * MAX_BAD_WORD_TOKENS])
+    adjust(rows.table, 1, bad_words=[[best + 1] + [best] * (MAX_BAD_WORD_TOKENS - 1)])
+    first, second = rows.answers([0, 1], MAX_BAD_WORD_TOKENS)
+    assert first[:-1] == second[:-1] == [best] * (MAX_BAD_WORD_TOKENS - 1)
+    assert first[-1] != best == second[-1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0, 1e-30])
+def test_only_allowed_ids_come(temperature):
+    rows = Rows(3)
+    rows.table.temperature[:] = temperature
+    adjust(rows.table, 0, allowed_token_ids=(7, 9, 7))
+    adjust(rows.table, 2, allowed_token_ids=(9, 30), bad_words=[[30]], stop_ids=(9,))
+    first, free, last = rows.answers([0, 1, 2], 20)
+    assert {*first} <= {7, 9} and {*last} == {9}
+    if temperature == 1.0:
+        assert {*first} == {7, 9}
+    assert {*free} != {*first}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-30])
+def test_where_nothing_else_is_left_a_ban_is_broken(temperature):
+    rows = Rows(2)
+    rows.table.temperature[:] = temperature
+    adjust(rows.table, 0, allowed_token_ids=(7,), bad_words=[[7]], logit_bias=bias(t9=100.0))
+    adjust(rows.table, 1, allowed_token_ids=(5, 6), min_tokens=9, stop_ids=(5, 6))
+    first, second = rows.answers([0, 1], 6)
+    assert {*first} == {7} and {*second} <= {5, 6}
+
+
+def test_allowed_ids_that_end_the_answer_wait_for_min_tokens():
+    rows = Rows(1)
+    rows.logits[0, 5] = 50.0
+    adjust(rows.table, 0, allowed_token_ids=(5, 6), min_tokens=3, stop_ids=(5,))
+    assert rows.answers([0], 5) == [[6, 6, 6, 5, 5]]

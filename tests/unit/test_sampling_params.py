@@ -29,6 +29,26 @@ from megatron_hybrid.request import (
         ("ignore_eos", [True, np.bool_(True)], [1, "yes", None]),
         ("grammar", [None], ["a", {"type": "json_object"}]),
         ("min_tokens", [0, 1, 128], [-1, 129, 1.0, True, None]),
+        ("allowed_token_ids", [[1, 2], {1}, None], [5, "12", [1.5], [-1], [None], range(4097)]),
+        (
+            "bad_words",
+            ["cat", ["cat", "two words"], [[5], (6, 7), "a"], [range(32)], None],
+            [
+                5,
+                b"a",
+                {"a": 1},
+                [5],
+                [[]],
+                "",
+                [""],
+                [[-1]],
+                [[1.5]],
+                ["\ud800"],
+                [range(33)],
+                ["a" * 257],
+                [[1]] * 1025,
+            ],
+        ),
         (
             "logit_bias",
             [(), ((0, 100), (7, -100.0)), {5: 1.0}, [[5, 1]], None],
@@ -112,6 +132,31 @@ def test_a_bias_names_ids_that_the_model_knows():
         params.validate_vocabulary(9)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("allowed_token_ids", (3, 9)), ("bad_words", ((3, 9), (1,)))]
+)
+def test_other_ids_have_to_be_known_too(field, value):
+    params = SamplingParams(**{field: value})
+    params.validate_vocabulary(10)
+    with pytest.raises(InvalidRequestError, match="token id 9; the model knows 0 to 8") as caught:
+        params.validate_vocabulary(9)
+    assert caught.value.field == field
+
+
+def test_words_that_are_still_texts_reach_no_engine():
+    params = SamplingParams(bad_words=((1,), "cat"))
+    params.validate()
+    with pytest.raises(InvalidRequestError, match="bad_words holds text"):
+        params.validate_vocabulary(10)
+
+
+def test_allowed_ids_and_a_grammar_do_not_go_together():
+    params = SamplingParams(allowed_token_ids=(1,), grammar=Grammar("regex", "a", "guided_regex"))
+    with pytest.raises(InvalidRequestError, match="does not go with guided_regex") as caught:
+        params.validate()
+    assert caught.value.field == "allowed_token_ids"
+
+
 def test_only_what_changes_logits_adjusts_them():
     assert not SamplingParams(temperature=0.3, top_k=5, stop_token_ids=(1,)).adjusts_logits
     for options in (
@@ -119,6 +164,8 @@ def test_only_what_changes_logits_adjusts_them():
         {"frequency_penalty": -0.1},
         {"repetition_penalty": 0.9},
         {"logit_bias": ((1, 0.0),)},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ((1, 2),)},
         {"min_tokens": 1},
         {"grammar": Grammar("regex", "a")},
     ):
