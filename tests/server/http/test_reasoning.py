@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid.request import RequestEvent
+from megatron_hybrid.request import RequestEvent, TokenLogprob
+from megatron_hybrid.server.http import streaming
 from megatron_hybrid.server.http.app import create_app
+from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import REASONING_FORMATS, ServerOptions
+from megatron_hybrid.text.answer_places import GeneratedAnswer, Place, Slot, find_places
 from megatron_hybrid.text.reasoning import NAMES
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
@@ -40,9 +43,11 @@ def test_the_flag_knows_every_format() -> None:
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with the same text every time, in tokens of single characters where it can."""
+    """Answers with the same text every time, in tokens of single characters where it can.
+    `burst`: how many tokens a step has, as of drafts that are accepted."""
 
     max_seq_length = 4096
+    burst = 1
 
     def __init__(self, tokenizer: Tokenizer, text: str, marks: tuple[str, ...] = ()) -> None:
         super().__init__(tokenizer.vocab_size, tokenizer.eos_token_ids)
@@ -55,6 +60,17 @@ class ScriptedEngine(FakeEngine):
         self._script = [*self.ids, *tokenizer.eos_token_ids]
 
     def _advance(self, request_id: str, index: int, one: Any) -> RequestEvent:
+        event = self._advance_by_one(request_id, index, one)
+        for _ in range(self.burst - 1):
+            if event.finish_reason is None:
+                more = self._advance_by_one(request_id, index, one)
+                more.token_ids = event.token_ids + more.token_ids
+                if event.logprobs is not None and more.logprobs is not None:
+                    more.logprobs = event.logprobs + more.logprobs
+                event = more
+        return event
+
+    def _advance_by_one(self, request_id: str, index: int, one: Any) -> RequestEvent:
         playing = replace(one, prompt=self._script[-index:] + self._script[:-index])
         event = super()._advance(request_id, index, playing)
         one.last_token = playing.last_token
@@ -134,8 +150,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> A
         ),
     ],
 )
-def test_thoughts_and_content_are_apart(serve: Any, template: str, text: str) -> None:
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_thoughts_and_content_are_apart(serve: Any, template: str, text: str, burst: int) -> None:
     server = serve(template, text)
+    server.engine.burst = burst
     choice = server.ask(HELLO)
     message = choice["message"]
     assert message["reasoning_content"] == message["reasoning"] == THOUGHT
@@ -168,6 +186,28 @@ def test_an_answer_may_end_in_its_thoughts(serve: Any) -> None:
     assert choice["message"]["reasoning_content"] == THOUGHT[:5]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
     assert choice["usage"][DETAILS] == {"reasoning_tokens": 5}
+
+
+def test_an_answer_may_end_in_the_mark(serve: Any) -> None:
+    choice = serve(templates.QWEN3_5, "Hm.\n</think>\n\nA").ask(HELLO, max_tokens=7)
+    assert choice["message"]["reasoning_content"] == "Hm.\n</t"
+
+
+def test_thoughts_are_shown_as_they_come() -> None:
+    thought = Delta(0, "", [TokenLogprob(1, -1.0)], reasoning="Hm")
+    assert streaming._by_choice([thought], {}) == [thought]
+
+
+def test_usage_in_every_chunk_counts_thoughts(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, TO_OPENED)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [HELLO], "temperature": 0, "stream": True, "stream_options": options}
+    lines = server.http.post(CHAT, json=body).get_data(as_text=True).split("\n\n")
+    usages = [json.loads(line[6:])["usage"] for line in lines if line.startswith("data: {")]
+    counts = [(one["completion_tokens"], one[DETAILS]["reasoning_tokens"]) for one in usages]
+    assert counts[0] == (0, 0)
+    assert counts == sorted(counts) and all(thoughts <= tokens for tokens, thoughts in counts)
+    assert counts[-1][0] - counts[-1][1] == len("\n\n") + len(FOX) + 1
 
 
 def test_an_answer_without_thoughts_is_its_text(serve: Any) -> None:
@@ -247,8 +287,10 @@ def test_calls_are_read_after_the_thoughts_only(serve: Any) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_log_probabilities_are_those_of_all_tokens(serve: Any) -> None:
+@pytest.mark.parametrize("burst", [1, 1000])
+def test_log_probabilities_are_those_of_all_tokens(serve: Any, burst: int) -> None:
     server = serve(templates.QWEN3_5, TO_OPENED)
+    server.engine.burst = burst
     choice = server.ask(HELLO, logprobs=True)
     whole = choice["logprobs"]["content"]
     assert bytes(byte for one in whole for byte in one["bytes"]).decode() == TO_OPENED
@@ -277,6 +319,12 @@ INSIDE = {"chat_template_kwargs": {"keep_past_thinking": True}}
         (templates.NEMOTRON_3, f"{THOUGHT}\n</think>\n{FOX}", KEPT),
         # Less or more white space than the template has, where the prompt ended and at the end.
         (templates.NEMOTRON_3, f"\n{THOUGHT}\n</think>\n{FOX}\n", KEPT),
+        # Here the prompt does not end with a line.
+        (
+            templates.NEMOTRON_3.replace(r"else '<think>\n' -}}", "else '<think>' -}}"),
+            f"\n{THOUGHT}\n</think>\n{FOX}",
+            KEPT,
+        ),
         (templates.LFM2_5, WRITTEN, INSIDE),
     ],
 )
@@ -320,6 +368,15 @@ def test_thoughts_that_a_template_drops_are_not_there(serve: Any, template: str,
     (*_, end) = server.engine.added[0].message_ends
     assert second[:end] == first[:end]
     assert "Hello" in server.tokenizer.decode(first[:end])
+
+
+def test_thoughts_are_not_looked_for_in_an_earlier_answer() -> None:
+    first = GeneratedAnswer([1], "Hm.</think>")
+    second = GeneratedAnswer([2], "Hm.</think>A fox.", thoughts=11)
+    slots = [Slot(first.text, first), Slot("A fox.", second)]
+    text = "Hm.</think>A fox.<eos>"
+    assert find_places(text, ["", "", "<eos>"], slots) == [Place(0, 11, first)]
+    assert find_places(text, ["Hm.</think>", "<eos>"], slots[1:]) == [Place(0, 17, second)]
 
 
 def test_a_client_that_drops_or_changes_thoughts_gets_what_it_said(serve: Any) -> None:
