@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -74,6 +75,12 @@ class ServerOptions(ParseOptions):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(5000, "port to listen on; 0 takes a free one", most=65535)
+    root_path: str = option(
+        "",
+        "path under which a proxy shows this server, such as /llm; requests come with it or "
+        "without",
+        metavar="PATH",
+    )
     max_queue: int = option(
         1024,
         "requests that may wait for their first token before new ones get 429",
@@ -217,6 +224,12 @@ class ServerOptions(ParseOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        root = self.root_path
+        if root and (not re.fullmatch(r"(/[\w.~-]+)+", root, re.ASCII)):
+            raise ConfigurationError(
+                f"{flag_of('root_path')} is {root!r}; it must be a path such as /llm, without a "
+                "slash at its end."
+            )
         for text in self.trusted_proxies:
             try:
                 parse_network(text)

@@ -70,7 +70,10 @@ def test_a_file_takes_the_place_of_the_folders_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a\n{% for m in messages %}", "other.jinja is no chat template: line 2: Unexpected end of"),
+        (
+            "a\n{% for m in messages %}",
+            "other.jinja is no chat template: line 2: Unexpected end of",
+        ),
         (" \n", "other.jinja is empty"),
         (None, "other.jinja can't be read: .*No such file"),
     ],

@@ -9,6 +9,7 @@ from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.http import access_log, dashboard, openapi, routes
 from megatron_hybrid.server.http.browsers import BrowserRules
 from megatron_hybrid.server.http.http_errors import WrongKey, error_response
+from megatron_hybrid.server.http.root_path import behind_root
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import CONTROL_PATHS, NOBODY, KeyRing
 from megatron_hybrid.server.options import ServerOptions
@@ -26,6 +27,8 @@ def create_app(serving: Serving, address: str | None = None) -> Flask:
     routes.install(app, serving)
     dashboard.install(app)
     openapi.install(app, serving)
+    if root := serving.options.root_path:
+        app.wsgi_app = behind_root(app.wsgi_app, root)  # type: ignore[assignment, method-assign]
     return app
 
 

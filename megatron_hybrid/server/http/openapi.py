@@ -26,7 +26,7 @@ from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import SamplingDefaults
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
-OPEN_ROUTES = ("/health", "/metrics", "/openapi.json", "/")
+OPEN_ROUTES = ("/health", "/ping", "/metrics", "/openapi.json", "/")
 _JSON = "application/json"
 _SENTENCES = {
     400: "A field is wrong or unknown; `param` names it.",
@@ -89,6 +89,9 @@ ROUTES = [
     _get("/v1/models", "The model that is served.", answers.ModelList),
     _get("/v1/models/{name}", "One model.", answers.Model, 404),
     _get("/health", "Whether requests are taken.", answers.Health, 503),
+    _get("/ping", "The same as /health.", answers.Health, 503),
+    _get("/load", "How many requests run or wait.", answers.Load, 503),
+    _get("/version", "This package's version.", answers.Version),
     _get("/metrics", "Figures for Prometheus.", str, kind="text/plain"),
     _get("/stats", "Figures as JSON.", answers.Stats, 503),
     _get(*_INFO, answers.ServerInfo),
@@ -130,6 +133,8 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
             },
         },
     }
+    if serving.options.root_path:
+        document["servers"] = [{"url": serving.options.root_path}]
     if with_key:
         scheme = {"type": "http", "scheme": "bearer"}
         document["components"]["securitySchemes"] = {"bearer": scheme}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import Forbidden, RequestEntityTooLarge
 
+from megatron_hybrid import __version__
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import PauseMode
 from megatron_hybrid.server.http.chat import ChatAnswers
@@ -95,6 +96,7 @@ def _install_answers(app: Flask, serving: Serving) -> None:
 
 
 def _install_service(app: Flask, serving: Serving) -> None:
+    @app.get("/ping")
     @app.get("/health")
     def health() -> Response:
         engine = serving.client.check()
@@ -118,6 +120,18 @@ def _install_service(app: Flask, serving: Serving) -> None:
                 "uptime": time.monotonic() - figures["started"],
             }
         )
+
+    @app.get("/load")
+    def load() -> Response:
+        """As vLLM has it, for autoscalers."""
+        figures = serving.client.stats()
+        return json_response(
+            {"server_load": figures["requests_running"] + figures["requests_waiting"]}
+        )
+
+    @app.get("/version")
+    def version() -> Response:
+        return json_response({"version": __version__})
 
     @app.get("/server_info")
     def server_info() -> Response:

@@ -38,6 +38,7 @@ from megatron_hybrid.server.http.connection import (
     Pace,
     let_others_run,
 )
+from megatron_hybrid.server.http.root_path import without_root
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.processes.connections import Connection, Connections
@@ -58,7 +59,7 @@ LAST_WORDS_SECONDS = 1.0  # to read why a connection is refused
 # Places besides --http-connections. Half of them are for requests other than answers, the other
 # half for connections that can be closed at any time.
 SPARE_CONNECTIONS = 512
-BRIEF_ROUTES = ("/health", "/metrics")  # these are served while everything else is refused
+BRIEF_ROUTES = ("/health", "/ping", "/metrics")  # these are served while everything else is refused
 FILES_BESIDE = 256  # that a worker may have open besides its connections
 
 _STATUSES: dict[type[Exception], int] = {
@@ -136,7 +137,8 @@ class FrontEndWorker(GeventWorker):
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         """One request: refused, or read and answered."""
         connection: Connection = gevent.getcurrent().connection
-        brief = req.method in ("GET", "HEAD") and req.path in BRIEF_ROUTES
+        path = without_root(req.path, self._options.root_path)
+        brief = req.method in ("GET", "HEAD") and path in BRIEF_ROUTES
         if not self._connections.begin(connection, brief=brief):
             self._refuse_request(req, sock, addr)
             raise StopIteration

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from megatron_hybrid import __version__
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import FinishReason, Grammar, SamplingParams
 from megatron_hybrid.server.http.app import create_app
@@ -57,6 +58,20 @@ def test_a_model_answers_to_each_of_its_names(
     for name in ("fake", "also/fake"):
         answer = http.post(COMPLETION, json={**HELLO, "model": name})
         assert answer.status_code == 200 and answer.get_json()["model"] == "fake"
+
+
+def test_the_version_and_the_load_are_said(http: FlaskClient, running: RunningLoop) -> None:
+    assert http.get("/version").get_json() == {"version": __version__}
+    assert http.get("/load").get_json() == {"server_load": 0}
+    slow(running.engine)
+    with http.post(COMPLETION, json={**LONG, "stream": True}, buffered=False):
+        wait_until(lambda: http.get("/load").get_json() == {"server_load": 1})
+
+
+def test_a_ping_says_what_health_says(http: FlaskClient, running: RunningLoop) -> None:
+    assert http.get("/ping").get_json() == http.get("/health").get_json()
+    running.die()
+    wait_until(lambda: http.get("/ping").status_code == 503)
 
 
 def test_another_model_is_not_found(http: FlaskClient) -> None:

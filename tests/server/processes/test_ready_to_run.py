@@ -26,7 +26,8 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 def test_a_model_is_served_with_vllms_flags_and_a_template(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}<<{{ m.content }}>>{% endfor %}")
-    flags = "--port 0 --max-model-len 2k --max-num-seqs 4 --served-model-name one two".split()
+    flags = """--port 0 --max-model-len 2k --max-num-seqs 4 --served-model-name one two
+        --root-path /llm""".split()
     with ServerProcess(
         *COMMAND, *flags, "--chat-template", str(template), OMP_NUM_THREADS="1"
     ) as server:
@@ -35,6 +36,7 @@ def test_a_model_is_served_with_vllms_flags_and_a_template(tmp_path: Path) -> No
             ("one", 2000),
             ("two", 2000),
         ]
+        assert ask(server.url + "/llm/ping") == ask(server.url + "/health")
         tokens = ask(server.url + "/tokenize", CHAT)["tokens"]
         assert ask(server.url + "/detokenize", {"tokens": tokens})["prompt"].endswith("<<Hello>>")
         answer = ask(server.url + "/v1/chat/completions", {**CHAT, "model": "two", "max_tokens": 2})

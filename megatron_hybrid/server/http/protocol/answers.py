@@ -153,6 +153,8 @@ Text = shape("Text", prompt=str)
 Aborted = shape("Aborted", aborted=Count)
 Done = shape("Done", status=Literal["ok"])
 Controlled = shape("Controlled", more=True, status=Literal["ok"], epoch=optional(Count))
+Load = shape("Load", server_load=Count)
+Version = shape("Version", version=str)
 ServerInfo = shape(
     "ServerInfo",
     served_model_name=str,
