@@ -39,6 +39,7 @@ from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKe
 from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer
+from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.reasoning import (
     PROMPT_END_TOKENS,
     Opening,
@@ -113,7 +114,9 @@ class Preparation:
         request = parse_chat(parse_body(body), self.options)
         self._check_model(request.generation)
         params = self.tool_calling.params(request.tools, request.generation.params)
-        wanted = _salted(replace(request.generation, params=params), caller)
+        params.validate()  # once more, with what holds it to calls
+        wanted = self._in_token_ids(replace(request.generation, params=params))
+        wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
         prompt, message_ends = self._encode_chat(request, keys, engine)
         token_ids = self._checked("messages", prompt, wanted, engine)
@@ -128,8 +131,8 @@ class Preparation:
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
-        wanted = _salted(request.generation, caller)
-        self._check_model(wanted)
+        self._check_model(request.generation)
+        wanted = _salted(self._in_token_ids(request.generation), caller)
         prompts = []
         for number, given in enumerate(request.prompts):
             prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
@@ -174,6 +177,10 @@ class Preparation:
                 f"The model {name!r} is not served here; this server has "
                 f"{self.options.model_name!r}."
             )
+
+    def _in_token_ids(self, request: GenerationRequest) -> GenerationRequest:
+        """With texts that the engine has to know in its own terms."""
+        return replace(request, params=with_token_ids(request.params, self.tokenizer))
 
     def _encode_chat(self, chat: ChatPrompt, keys: ChatKeys, engine: EngineReady) -> EncodedPrompt:
         """The prompt of a chat, in which answers that are remembered are the tokens that they

@@ -22,6 +22,7 @@ _DEEPER = (
     *("max_tokens", "max_completion_tokens", "min_tokens", "stream_options", "top_logprobs"),
     *("chat_template_kwargs", "tools", "tool_choice", "path", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("bad_words", "allowed_token_ids"),
 )
 
 

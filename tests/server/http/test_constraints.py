@@ -211,3 +211,24 @@ def grammar(
     answer = http.post(path, json={**BODIES[path], **fields})
     assert answer.status_code == 200, answer.data
     return engine.added[-1].params.grammar
+
+
+def test_a_models_answer_is_without_bad_words_and_of_allowed_ids(
+    reference_http: FlaskClient,
+) -> None:
+    body = {**BODIES[CHAT], "max_tokens": 12, "temperature": 0}
+    plain = said(reference_http, body)
+    first, second = plain.split()[:2]
+    without = said(reference_http, {**body, "bad_words": [second]})
+    assert without.startswith(first) and second not in without.split()
+    assert plain.split()[0] not in said(reference_http, {**body, "bad_words": [first]}).split()
+    ids = reference_http.post("/tokenize", json={"prompt": "abc", "add_special_tokens": False})
+    allowed = ids.get_json()["tokens"]
+    answer = {**body, "allowed_token_ids": allowed, "temperature": 1, "return_token_ids": True}
+    found = reference_http.post(CHAT, json=answer).get_json()["choices"][0]
+    assert set(found["token_ids"]) <= set(allowed) and found["finish_reason"] == "length"
+
+
+def said(http: FlaskClient, body: dict[str, Any]) -> str:
+    content: str = http.post(CHAT, json=body).get_json()["choices"][0]["message"]["content"]
+    return content

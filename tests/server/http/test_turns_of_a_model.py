@@ -154,6 +154,15 @@ def test_tools_that_are_not_to_be_called_are_only_described(http: FlaskClient) -
     ask(http, [user("Hi")], **{**body, "tools": [strict]})
 
 
+def test_allowed_ids_and_a_forced_call_do_not_go_together(http: FlaskClient) -> None:
+    body = {"messages": [user("Hi")], "tools": [TIME], "allowed_token_ids": [70], "max_tokens": 4}
+    refused = http.post(CHAT, json={**body, "tool_choice": "required"})
+    error = refused.get_json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "allowed_token_ids")
+    assert "does not go with tools" in error["message"]
+    assert ask(http, [user("Hi")], tools=[TIME], allowed_token_ids=[70], max_tokens=4)
+
+
 def test_a_form_and_a_forced_call_do_not_go_together(http: FlaskClient) -> None:
     body = {
         "messages": [user("Hi")],

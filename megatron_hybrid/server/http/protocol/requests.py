@@ -22,6 +22,7 @@ from megatron_hybrid.server.http.protocol.tools import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = limits.MAX_BAD_WORDS // 2  # each may become two
 MAX_CHOICE_TEXTS = 1024
 MAX_WORD_LENGTH = 64  # of what OpenAI has a few fixed words for
 MAX_METADATA = 64
@@ -40,6 +41,7 @@ Factor = Annotated[float, Meta(ge=limits.MIN_REPETITION_PENALTY, le=limits.MAX_R
 Bias = Annotated[float, Meta(ge=-limits.MAX_LOGIT_BIAS, le=limits.MAX_LOGIT_BIAS)]
 Word = Annotated[str, Meta(max_length=MAX_WORD_LENGTH)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=limits.MAX_BAD_WORD_LENGTH)]
 Logprobs = Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
 Filled = Annotated[str, Meta(min_length=1)]
 FilledIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -69,6 +71,9 @@ class Sampling(Body):
     frequency_penalty: Subtracted from a token's logit as often as the answer holds it.
     repetition_penalty: Makes tokens of prompt and answer less likely if above 1.
     logit_bias: By token id, what is added to its logit.
+    allowed_token_ids: The answer has no other ids. Not beside a form of the answer.
+    bad_words: Texts that the answer does not hold, unless nothing else may come: neither as they
+        begin a text nor as they stand behind a space.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=limits.MAX_TEMPERATURE)] | None = (
@@ -99,6 +104,10 @@ class Sampling(Body):
         ]
         | None
     ) = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
 
 
 class PlainText(Body, tag_field="type", tag="text"):

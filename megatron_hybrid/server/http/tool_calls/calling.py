@@ -164,7 +164,7 @@ def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, allowed: Allowed) -> G
         rules.append(f"start: {start} | {_json(json.loads(allowed.otherwise))}")
     else:
         rules.append(f"start: {start}")
-    return Grammar("lark", "\n".join([*rules, _STRING]) + "\n")
+    return Grammar("lark", "\n".join([*rules, _STRING]) + "\n", "tools")
 
 
 def _several(one: str, separator: str, allowed: Allowed) -> str:

@@ -11,6 +11,7 @@ from flask.testing import FlaskClient
 
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.protocol.requests import Sampling
+from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
@@ -35,6 +36,8 @@ SENT: dict[str, tuple[Any, Any]] = {
     "frequency_penalty": (-1, -1),
     "repetition_penalty": (1.25, 1.25),
     "logit_bias": ({"50": 3.5, "0": -100}, ((50, 3.5), (0, -100))),
+    "allowed_token_ids": ([50, 7], (50, 7)),
+    "bad_words": (["ab", " c"], None),  # see `sent`
 }
 
 
@@ -45,24 +48,34 @@ def sampled_with(http: FlaskClient, engine: FakeEngine, path: str, **fields: Any
     return engine.added[-1].params
 
 
+@pytest.fixture
+def sent(tokenizer: Tokenizer) -> dict[str, tuple[Any, Any]]:
+    """SENT, and what the tokenizer makes of words."""
+    own = [tuple(tokenizer.encode(text)) for text in ("ab", " ab", "c", " c")]
+    only = (own[0], *([own[1]] if own[1][-2:] != own[0] else []), own[2])
+    if own[3][-1:] != own[2]:
+        only += (own[3],)
+    return {**SENT, "bad_words": (SENT["bad_words"][0], only)}
+
+
 def test_every_sampling_field_has_a_case() -> None:
     assert set(SENT) == set(Sampling.__struct_fields__)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_every_sampling_field_reaches_the_engine(
-    http: FlaskClient, engine: FakeEngine, path: str
+    http: FlaskClient, engine: FakeEngine, path: str, sent: dict[str, tuple[Any, Any]]
 ) -> None:
     plain = sampled_with(http, engine, path)
     assert plain == SamplingParams(max_tokens=4)
-    for name, (sent, wanted) in SENT.items():
-        params = sampled_with(http, engine, path, **{name: sent})
+    for name, (value, wanted) in sent.items():
+        params = sampled_with(http, engine, path, **{name: value})
         assert params == dataclasses.replace(plain, **{name: wanted}), name
     everything = sampled_with(
-        http, engine, path, **{name: sent for name, (sent, _) in SENT.items()}
+        http, engine, path, **{name: value for name, (value, _) in sent.items()}
     )
     assert everything == SamplingParams(
-        max_tokens=4, **{name: wanted for name, (_, wanted) in SENT.items()}
+        max_tokens=4, **{name: wanted for name, (_, wanted) in sent.items()}
     )
 
 
