@@ -134,6 +134,31 @@ def test_what_the_model_says_is_shown_as_text(at_home: Visit) -> None:
 
 
 @needs_browser
+def test_thoughts_are_folded_and_go_back_with_the_answer(at_home: Visit) -> None:
+    bodies: list[Any] = []
+    deltas = [{"reasoning_content": "<b>Hm", "reasoning": "<b>Hm"}, {"content": "A fox."}]
+    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        body = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    at_home.page.route("**/v1/chat/completions", answer)
+    turn = at_home.ask("Hello")
+    expect(turn.locator(".text")).to_have_text(["Hello", "A fox."])
+    thoughts = turn.locator(".thoughts-text")
+    expect(thoughts).to_be_hidden()
+    turn.locator("summary").press("Enter")
+    expect(thoughts).to_be_visible()
+    expect(thoughts).to_have_text("<b>Hm")
+    expect(at_home.ask("Again").locator(".text")).to_have_text(["Again", "A fox."])
+    said = {"role": "assistant", "content": "A fox.", "reasoning_content": "<b>Hm"}
+    assert bodies[1]["messages"][1] == said
+    assert at_home.errors == []
+
+
+@needs_browser
 def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
     running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions, visit: Callable[..., Visit]
 ) -> None:

@@ -73,12 +73,18 @@ class Chat {
     const request = new AbortController();
     this.request = request;
     this.showState();
-    const add = (piece, seconds) => {
+    const followed = (add) => (piece, seconds) => {
       const follow = this.isAtEnd();
-      turn.add(piece, seconds);
+      add(piece, seconds);
       if (follow) this.scrollToEnd();
     };
-    const ending = await streamAnswer(messages, this.settings(), request.signal, add).then(
+    const ending = await streamAnswer(
+      messages,
+      this.settings(),
+      request.signal,
+      followed((piece, seconds) => turn.add(piece, seconds)),
+      followed((piece, seconds) => turn.addThoughts(piece, seconds)),
+    ).then(
       (result) => () => turn.end(result),
       (error) => () => (request.signal.aborted ? turn.stop() : turn.fail(error.message)),
     );

@@ -34,12 +34,13 @@ export async function* readEvents(body) {
 /**
  * Ask for an answer and hand its text on as it comes.
  *
- * onText(piece, secondsToFirst) is called for each piece. Returns what is known at the end:
+ * onText(piece, secondsToFirst) is called for each piece, and onThoughts likewise for what a model
+ * thinks before it answers. Returns what is known at the end:
  * promptTokens, cachedTokens, completionTokens, secondsToFirst, tokensPerSecond, finishReason;
  * a server may keep cachedTokens to itself, which is undefined then.
  * Throws ApiError, or AbortError when `signal` ends it.
  */
-export async function streamAnswer(messages, { temperature, maxTokens }, signal, onText) {
+export async function streamAnswer(messages, { temperature, maxTokens }, signal, onText, onThoughts) {
   const begun = performance.now();
   const body = { messages, temperature, stream: true, stream_options: { include_usage: true } };
   if (maxTokens !== null) body.max_completion_tokens = maxTokens;
@@ -56,11 +57,13 @@ export async function streamAnswer(messages, { temperature, maxTokens }, signal,
     usage = chunk.usage ?? usage;
     const choice = chunk.choices?.[0];
     if (!choice) continue;
-    if (choice.delta?.content) {
+    const { content, reasoning_content: thoughts } = choice.delta ?? {};
+    if (content || thoughts) {
       last = seconds();
       first ??= last;
-      onText(choice.delta.content, first);
     }
+    if (thoughts) onThoughts(thoughts, first);
+    if (content) onText(content, first);
     finishReason = choice.finish_reason ?? finishReason;
   }
   if (!complete) throw new ApiError("The connection broke before the answer was complete.", 0);

@@ -9,7 +9,11 @@ export class Turn {
   constructor(question, { onEdit, onAgain }) {
     this.question = question;
     this.answer = "";
+    this.thoughts = "";
 
+    this.thoughtsText = element("p", { class: "thoughts-text" });
+    this.thoughtsBox = element("details", { class: "thoughts", hidden: "" },
+      element("summary", {}, "Thoughts"), this.thoughtsText);
     this.text = element("p", { class: "text" });
     this.bar = element("span", { class: "share-cached" });
     this.figures = element("p", { class: "figures" });
@@ -19,7 +23,7 @@ export class Turn {
     this.editButton.addEventListener("click", () => onEdit(this));
     this.againButton.addEventListener("click", () => onAgain(this));
     this.answerBox = element("div", { class: "answer", "aria-busy": "true" },
-      element("h3", { class: "visually-hidden" }, "Answer"), this.text, this.error);
+      element("h3", { class: "visually-hidden" }, "Answer"), this.thoughtsBox, this.text, this.error);
     this.element = element("article", { class: "turn" },
       element("div", { class: "question" },
         element("h3", { class: "visually-hidden" }, "You"),
@@ -36,19 +40,29 @@ export class Turn {
   /** What a next turn sends of this one; a question without an answer is left out. */
   messages() {
     if (this.answer === "") return [];
-    return [
-      { role: "user", content: this.question },
-      { role: "assistant", content: this.answer },
-    ];
+    const answer = { role: "assistant", content: this.answer };
+    // The model's chat template keeps or drops them.
+    if (this.thoughts !== "") answer.reasoning_content = this.thoughts;
+    return [{ role: "user", content: this.question }, answer];
+  }
+
+  addThoughts(piece, secondsToFirst) {
+    this.begin(secondsToFirst);
+    this.thoughts += piece;
+    this.thoughtsBox.hidden = false;
+    this.thoughtsText.append(piece);
   }
 
   add(piece, secondsToFirst) {
-    if (this.answer === "") {
-      this.secondsToFirst = secondsToFirst;
-      this.say(`first token ${duration(secondsToFirst)}`);
-    }
+    this.begin(secondsToFirst);
     this.answer += piece;
     this.text.append(piece);
+  }
+
+  begin(secondsToFirst) {
+    if (this.secondsToFirst !== undefined) return;
+    this.secondsToFirst = secondsToFirst;
+    this.say(`first token ${duration(secondsToFirst)}`);
   }
 
   end(result) {
@@ -71,7 +85,7 @@ export class Turn {
 
   stop() {
     this.close();
-    this.say(this.answer === "" ? "stopped before the first token"
+    this.say(this.secondsToFirst === undefined ? "stopped before the first token"
       : `stopped · first token ${duration(this.secondsToFirst)}`);
   }
 
@@ -84,6 +98,7 @@ export class Turn {
 
   close() {
     this.text.normalize(); // one text node, not one a token
+    this.thoughtsText.normalize();
     this.answerBox.setAttribute("aria-busy", "false");
   }
 
