@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.flag_names import VALUES, aliases_of, elsewhere
 from megatron_hybrid.settings import Settings, flag_of, options_of, plain_type, read_yaml
 
@@ -140,6 +141,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, EngineConfig, "engine", "chosen by the engine")
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL, another way to say --load."""
+    parser.add_argument(
+        "named_model",
+        nargs="?",
+        metavar="MODEL",
+        help="what --load names, too: a folder, or a model's name on the Hugging Face hub "
+        "(OWNER/NAME), whose files are downloaded unless the cache has them",
+    )
+
+
 def add_arguments(
     parser: argparse.ArgumentParser, kind: type[Settings], group: str, none: str = ""
 ) -> None:
@@ -205,8 +217,16 @@ def values_from_args(args: argparse.Namespace, *kinds: type[Settings]) -> list[d
     """What the flags, and the file that --config names, set: keyword arguments for each of the
     `kinds`.
 
-    Raises ConfigurationError for a file that is wrong, or that sets what none of them has.
+    Raises ConfigurationError for a file that is wrong, or that sets what none of them has, and for
+    a MODEL beside --load of another.
     """
+    model = getattr(args, "named_model", None)
+    if model is not None:
+        if getattr(args, "load", model) != model:
+            raise ConfigurationError(
+                f"Two models are named: {model}, and {args.load} (--load); leave one of them out."
+            )
+        args.load = model
     found = read_yaml(args.config, kinds) if args.config else [{} for _ in kinds]
     for kind, values in zip(kinds, found, strict=True):
         for option in options_of(kind):

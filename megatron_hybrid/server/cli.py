@@ -17,6 +17,7 @@ from megatron_hybrid.arguments import (
     ArgumentParser,
     add_arguments,
     add_engine_arguments,
+    add_model_argument,
     values_from_args,
 )
 from megatron_hybrid.config import EngineConfig
@@ -70,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_format = server.get("log_format", LOG_FORMATS[0])
         set_up_logging(log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
         logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
-        if args.model is not None:
-            engine["load"] = named_model(args)
         config, launch = with_model_files(EngineConfig(**engine), launch_options(launched))
         check_model_files(config)
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
@@ -198,25 +197,9 @@ def _broadcast(parallel: ParallelContext) -> Broadcast | None:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's flags, besides the engine's, and which model it serves."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="what --load names, too: a folder, or a model's name on the Hugging Face hub "
-        "(OWNER/NAME), whose files are downloaded unless the cache has them",
-    )
+    add_model_argument(parser)
     add_arguments(parser, ServerOptions, "text server")
     add_arguments(parser, LaunchOptions, "text server")
-
-
-def named_model(args: argparse.Namespace) -> str:
-    """MODEL; ConfigurationError where --load names another."""
-    model = str(args.model)
-    if getattr(args, "load", model) != model:
-        raise ConfigurationError(
-            f"Two models are named: {model}, and {args.load} (--load); leave one of them out."
-        )
-    return model
 
 
 def with_model_files(
@@ -224,17 +207,11 @@ def with_model_files(
 ) -> tuple[EngineConfig, LaunchOptions]:
     """A model that is named as on the Hugging Face hub: its files' folder, and what it is served
     as. ConfigurationError where it can't be had."""
-    name, revision = config.load, launch.revision
-    if name is None or not hub.is_name(name):
-        if revision is not None:
-            raise ConfigurationError(
-                f"--revision is {revision}, which is of a model on the Hugging Face hub; "
-                f"{name or 'the model that ships with us'} is a folder here."
-            )
+    found = hub.with_files(config, launch.revision)
+    if found is config or config.load is None:
         return config, launch
-    folder = hub.fetch(name, revision, weights=config.load_format == "auto")
-    names = launch.served_model_name or (name,)
-    return config.replace(load=str(folder)), launch.replace(served_model_name=names)
+    names = launch.served_model_name or (config.load,)
+    return found, launch.replace(served_model_name=names)
 
 
 def server_options(

@@ -17,10 +17,12 @@ from megatron_hybrid.arguments import (
     ArgumentParser,
     add_arguments,
     add_engine_arguments,
+    add_model_argument,
     values_from_args,
 )
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError, WeightsError
+from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.server.log_format import set_up_logging
@@ -42,6 +44,9 @@ _PRIVATE = ("load", "tokenizer_model")  # settings that are paths
 class VerifyOptions(Settings):
     """What is checked, and where the report goes."""
 
+    revision: str | None = option(
+        None, "branch, tag or commit of a model on the Hugging Face hub; left out: main"
+    )
     report: str | None = option(
         None, "file that the report is written to as JSON: no prompts, no paths, no names of hosts"
     )
@@ -67,13 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Check whether a model runs right here: beside transformers, in every way.",
         epilog="Ends with 1 where anything differs. Under torchrun it is split as by serve.",
     )
+    add_model_argument(parser)
     add_engine_arguments(parser)
     add_arguments(parser, VerifyOptions, "verify")
     args = parser.parse_args(argv)
     try:
         engine, own = values_from_args(args, EngineConfig, VerifyOptions)
         set_up_logging("text", "verify", "%(asctime)s %(name)s: ", logging.WARNING)
-        config, options = EngineConfig(**engine), VerifyOptions(**own)
+        options = VerifyOptions(**own)
+        config = hub.with_files(EngineConfig(**engine), options.revision)
         folder = check_model_files(config)
         layout = RankLayout.from_environment(config.parallel_sizes)
         if options.report is not None and layout.rank == 0:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps
 from pathlib import Path
@@ -110,14 +111,23 @@ except ConfigurationError as error:
 Fetch = Callable[..., str]
 
 
-@pytest.fixture
-def hub_url() -> Iterator[str]:
+@contextmanager
+def small_hub() -> Iterator[str]:
+    """Its address."""
     Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def hub_url() -> Iterator[str]:
+    with small_hub() as url:
+        yield url
 
 
 @pytest.fixture

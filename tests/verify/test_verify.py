@@ -251,6 +251,10 @@ def test_a_wrong_end_token_is_named(verify: Verify, tmp_path: Path) -> None:
 def test_what_cannot_be_run_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--load", str(tmp_path / "nothing")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path / "nothing"), "--oracle", "none"]) == 2
+    assert f"--load names {tmp_path}/nothing, and there" in capsys.readouterr().err
+    assert cli.main(["verify", "--revision", "v2"]) == 2
+    assert "--revision is v2, which is of a model on the" in capsys.readouterr().err
     assert cli.main(["verify", "--report", str(tmp_path / "nowhere" / "report.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -55,6 +56,23 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True) -> Pa
     folder = Path(_found(snapshot, name, revision))
     logger.info("%s is read from %s", name, folder)
     return folder
+
+
+def with_files(config: EngineConfig, revision: str | None = None) -> EngineConfig:
+    """With the folder of what --load names as the hub does; the same for a folder that is here.
+
+    Raises ConfigurationError for a model that can't be had, and for a revision of a folder.
+    """
+    name = config.load
+    if name is not None and is_name(name):
+        folder = fetch(name, revision, weights=config.load_format == "auto")
+        return config.replace(load=str(folder))
+    if revision is not None:
+        raise ConfigurationError(
+            f"--revision is {revision}, which is of a model on the Hugging Face hub; "
+            f"{name or 'the model that ships with us'} is a folder here."
+        )
+    return config
 
 
 def _found(snapshot: Callable[..., str], name: str, revision: str | None) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_hybrid import reference_model
+from tests.server import test_named_models as named
 from tests.server.running import ROOT, ServerProcess
 
 COMMAND = ("-m", "megatron_hybrid.cli", "serve", str(reference_model.path()))
@@ -44,6 +48,26 @@ def test_a_model_is_served_with_vllms_flags_and_a_template(tmp_path: Path) -> No
         assert server.output.count("--max-model-len sets --inference-max-seq-length: 2000") == 1
         flag = "--inference-dynamic-batching-max-requests"
         assert server.output.count(f"--max-num-seqs sets {flag}: 4") == 1
+
+
+def test_a_name_on_the_hub_is_downloaded_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.name: path.read_bytes() for path in reference_model.path().iterdir()}
+    monkeypatch.setattr(named, "FILES", files)
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    with named.small_hub() as url:
+        command = ("-m", "megatron_hybrid.cli", "serve", named.NAME, "--port", "0")
+        variables = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
+        for name, value in {**variables, "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        with ServerProcess(*command, OMP_NUM_THREADS="1") as server:
+            assert ask(server.url + "/v1/models")["data"][0]["id"] == named.NAME
+            body = {**CHAT, "model": named.NAME, "max_tokens": 2}
+            answer = ask(server.url + "/v1/chat/completions", body)
+            assert answer["usage"]["completion_tokens"]
+            assert f"{named.NAME} is read from {tmp_path}" in server.output
 
 
 def test_a_file_that_is_no_template_ends_the_start_in_a_sentence(tmp_path: Path) -> None:
