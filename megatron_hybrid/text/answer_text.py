@@ -17,7 +17,7 @@ class NewText(NamedTuple):
     text: str  # that is certain now
     # Up to the one that completed a stop string. An id that ended the answer is the last of them.
     token_ids: list[int]
-    num_shown: int  # of token_ids: all but the id that ended the answer, which is no text
+    num_shown: int  # of token_ids: all but the id that ended the answer, if that is no text
     logprobs: list[TokenLogprob]  # one for each of token_ids, if the event has them
 
 
@@ -33,9 +33,11 @@ class AnswerText:
         tokenizer: Tokenizer | None,
         stop: Sequence[str] = (),
         visible_ids: frozenset[int] = frozenset(),
+        show_stop: bool = False,
     ) -> None:
         """`tokenizer`: None for an answer in token ids alone. `stop`: strings that end the text.
-        `visible_ids`: special tokens that the text shows all the same."""
+        `visible_ids`: special tokens that the text shows all the same. `show_stop`: the text ends
+        with what has ended it, a stop string or the text of an id."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.stop_hit: str | None = None
@@ -44,7 +46,8 @@ class AnswerText:
         self.completion_tokens = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, stop, visible_ids)
+            self._detokenizer = IncrementalDetokenizer(tokenizer, stop, visible_ids, show_stop)
+        self._show_stop = show_stop
 
     def count_prompt(self, event: RequestEvent) -> None:
         """What the event says of the prompt; `take` does it, too."""
@@ -55,17 +58,27 @@ class AnswerText:
     def take(self, event: RequestEvent) -> NewText:
         """Go on with the event. Not after the answer has ended."""
         self.count_prompt(event)
-        ended_by_id = event.stop_token_id is not None and bool(event.token_ids)
-        shown = event.token_ids[:-1] if ended_by_id else event.token_ids
+        hides_end = (
+            event.stop_token_id is not None
+            and bool(event.token_ids)
+            and not self._shows_end(event.token_ids[-1])
+        )
+        shown = event.token_ids[:-1] if hides_end else event.token_ids
         text, used = self._push(shown, final=event.finish_reason is not None)
         num_shown = used
         if self.stop_hit is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, self.stop_hit
         else:
             self.finish_reason, self.stop_reason = event.finish_reason, event.stop_token_id
-            used += ended_by_id
+            used += hides_end
         self.completion_tokens += used
         return NewText(text, event.token_ids[:used], num_shown, (event.logprobs or [])[:used])
+
+    def _shows_end(self, token_id: int) -> bool:
+        """Whether this id, which ended the answer, is part of its text."""
+        return (
+            self._show_stop and self._detokenizer is not None and self._detokenizer.shows(token_id)
+        )
 
     def _push(self, token_ids: list[int], *, final: bool) -> tuple[str, int]:
         """The text that is certain with these tokens, and how many of them it took."""

@@ -21,7 +21,8 @@ class IncrementalDetokenizer:
     What could still change is held back: an unfinished character, and an end of the text that
     could be the beginning of a stop string. `stop_hit` is the stop string that ended the text
     (not part of it); `tokens_used` counts the tokens up to and including the one that completed
-    it, or all of them. `visible_ids`: special tokens that the text shows all the same.
+    it, or all of them. `visible_ids`: special tokens that the text shows all the same;
+    `show_stop`: the stop string is part of the text.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         visible_ids: frozenset[int] = frozenset(),
+        show_stop: bool = False,
     ) -> None:
         self.stop_hit: str | None = None
         self.tokens_used = 0
+        self._show_stop = show_stop
         self._stops = _Stops(stop) if stop else None
         self._visible_ids = visible_ids
         decoding = _ByteLevelDecoding if tokenizer.is_byte_level else _WindowDecoding
@@ -45,11 +48,15 @@ class IncrementalDetokenizer:
             if self.stop_hit is not None:
                 break
             self.tokens_used += 1
-            if not self._tokenizer.is_special(token_id) or token_id in self._visible_ids:
+            if self.shows(token_id):
                 text = self._decoding.push(token_id)
                 if text:
                     pieces.append(self._release(text))
         return "".join(pieces)
+
+    def shows(self, token_id: int) -> bool:
+        """Whether the token is part of the text."""
+        return not self._tokenizer.is_special(token_id) or token_id in self._visible_ids
 
     def flush(self) -> str:
         """The text that was held back; call once, when no more tokens come."""
@@ -65,7 +72,7 @@ class IncrementalDetokenizer:
         if self._stops is None:
             return text
         certain, self.stop_hit = self._stops.push(text)
-        return certain
+        return certain + self.stop_hit if self.stop_hit and self._show_stop else certain
 
 
 class _Stops:

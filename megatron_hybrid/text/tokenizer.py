@@ -139,6 +139,11 @@ class Tokenizer:
         """Whether this id stands for no text of the answer: end of sequence, roles, padding."""
         return token_id in self._special_ids
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All of these."""
+        return self._special_ids
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of an id; None if it has none (a padded vocabulary)."""
         token: str | None = self.backend.id_to_token(token_id)

@@ -66,3 +66,27 @@ def test_an_event_that_says_nothing_of_the_prompt_changes_nothing(tokenizer: Tok
     answer.take(event(tokenizer.encode("a"), cached_tokens=2))
     answer.take(RequestEvent("r", finish_reason=FinishReason.ERROR))
     assert (answer.prompt_tokens, answer.cached_tokens) == (3, 2)
+
+
+def test_a_text_may_end_with_the_stop_string_that_ended_it(tokenizer: Tokenizer):
+    ids = tokenizer.encode(LETTERS)
+    answer = AnswerText(tokenizer, ("bcd", "b!"), show_stop=True)
+    assert answer.take(event(ids[:4])).text == "x!a"
+    new = answer.take(event(ids[4:], FinishReason.STOP, stop_token_id=ids[-1]))
+    assert (new.text, new.token_ids, new.num_shown) == ("bcd", ids[4:6], 2)
+    assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, "bcd")
+    assert (answer.stop_hit, answer.completion_tokens) == ("bcd", 6)
+
+
+@pytest.mark.parametrize("visible", [False, True])
+def test_a_text_may_end_with_the_id_that_ended_it(tokenizer: Tokenizer, visible: bool):
+    ids = tokenizer.encode("abc")
+    answer = AnswerText(tokenizer, show_stop=True)
+    new = answer.take(event(ids, FinishReason.STOP, stop_token_id=ids[-1]))
+    assert (new.text, new.token_ids, new.num_shown) == ("abc", ids, 3)
+    eos = tokenizer.eos_token_ids[0]
+    shown = tokenizer.special_ids if visible else frozenset()
+    answer = AnswerText(tokenizer, visible_ids=shown, show_stop=True)
+    new = answer.take(event([ids[0], eos], FinishReason.STOP, stop_token_id=eos))
+    assert (new.text, new.num_shown) == (("a<eos>", 2) if visible else ("a", 1))
+    assert answer.completion_tokens == 2

@@ -55,7 +55,9 @@ class Choice(AnswerText):
         on_end: Callable[[str, list[Call], GeneratedAnswer], None] | None = None,
         splitter: ReasoningSplitter | None = None,
     ) -> None:
-        super().__init__(tokenizer, request.params.stop, visible_ids)
+        if request.show_special:
+            visible_ids = tokenizer.special_ids
+        super().__init__(tokenizer, request.params.stop, visible_ids, request.show_stop)
         self.index = index
         self._tokenizer = tokenizer
         self._request = request

@@ -111,6 +111,8 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("bad_words", {"bad_words": ["a" * 257]}),
     ("bad_words", {"bad_words": ["0123456789" * 5]}),
     ("bad_words", {"bad_words": ["a"] * 513}),
+    ("skip_special_tokens", {"skip_special_tokens": 0}),
+    ("include_stop_str_in_output", {"include_stop_str_in_output": "yes"}),
     ("min_tokens", {"min_tokens": -1}),
     ("min_tokens", {"min_tokens": 2.0}),
     ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),

@@ -45,6 +45,8 @@ class GenerationRequest:
     # Nothing but the prompt: the engine makes one token, which nobody sees.
     prompt_only: bool = False
     return_token_ids: bool = False
+    show_special: bool = False  # special tokens are part of the text
+    show_stop: bool = False  # so is what ended the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +223,6 @@ def _generation(
         timeout=body.timeout,
         prompt_only=prompt_only,
         return_token_ids=bool(body.return_token_ids),
+        show_special=body.skip_special_tokens is False,
+        show_stop=bool(body.include_stop_str_in_output),
     )

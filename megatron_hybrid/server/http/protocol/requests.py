@@ -200,6 +200,9 @@ class AnswerRequest(Sampling):
     guided_grammar: The older name of structured_outputs.grammar.
     return_token_ids: Give the token ids of the prompt and, as token_ids of every choice, of the
         answer.
+    skip_special_tokens: false: the text shows special tokens, too.
+    include_stop_str_in_output: The text ends with the stop string, or the text of the token id,
+        that ended it; with that of a special one only if they are shown.
     cache_salt: Requests share cached prefixes only if their salts are equal.
     priority: A smaller number runs first.
     cache_checkpoints: Positions in the prompt to keep a state at.
@@ -227,6 +230,8 @@ class AnswerRequest(Sampling):
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
     cache_salt: Name | None = None
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = 0
     cache_checkpoints: (
@@ -246,9 +251,7 @@ class AnswerRequest(Sampling):
     prompt_cache_options: AnyObject | None = None
 
     # OpenAI's, and of vLLM's and SGLang's those that clients and routers send without being asked.
-    skip_special_tokens: _OnlyTrue | None = None
     spaces_between_special_tokens: _OnlyTrue | None = None
-    include_stop_str_in_output: _OnlyFalse | None = None
     use_beam_search: _OnlyFalse | None = None
     length_penalty: _OnlyOne | None = None
     best_of: _OnlyOne | None = None
