@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_engine_arguments(parser)
     add_server_arguments(parser)
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given)
     # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
     # other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -71,10 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_format = server.get("log_format", LOG_FORMATS[0])
         set_up_logging(log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
         logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
-        config, launch = with_model_files(EngineConfig(**engine), launch_options(launched))
+        config, launch = EngineConfig(**engine), launch_options(launched)
+        layout = _layout(config, given)  # before anything is downloaded
+        config, launch = with_model_files(config, launch)
         check_model_files(config)
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
-        layout = RankLayout.from_environment(config.parallel_sizes)
         options = server_options(config, server, launch, layout)
         if layout.is_first_of_replica and layout.replica == 0:
             for said in getattr(args, "aliases", ()):
@@ -96,6 +99,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except FrontEndEnded as error:
         return error.exit_code or 1
+
+
+def _layout(config: EngineConfig, given: list[str]) -> RankLayout:
+    """As torchrun says; ConfigurationError with its command line where it is missing."""
+    sizes = config.parallel_sizes
+    try:
+        return RankLayout.from_environment(sizes)
+    except ConfigurationError as error:
+        if "WORLD_SIZE" in os.environ:
+            raise
+        flags = "..." if any("api-key" in one for one in given) else shlex.join(given)
+        command = f"torchrun --nproc-per-node {sizes.lockstep_group} -m megatron_hybrid.cli serve"
+        raise ConfigurationError(f"{error} On one machine:\n  {command} {flags}") from error
 
 
 def _serve_first_rank(
