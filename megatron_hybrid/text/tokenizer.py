@@ -53,10 +53,10 @@ class Tokenizer:
         self.backend = hf_tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
+        added = self.backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(hf_tokenizer.all_special_ids) | {
-            token_id
-            for token_id, token in self.backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in added.items() if token.special
         }
         self._special_tokens = tuple(
             token for token in map(self.backend.id_to_token, self._special_ids) if token
@@ -143,6 +143,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """All of these."""
         return self._special_ids
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether this id was added to the vocabulary's, special or not: grammars know it by its id
+        and not by its text."""
+        return token_id in self._added_ids
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of an id; None if it has none (a padded vocabulary)."""

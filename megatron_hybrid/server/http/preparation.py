@@ -16,7 +16,7 @@ from itertools import takewhile
 from msgspec import json
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
-from megatron_hybrid.request import validate_prompt
+from megatron_hybrid.request import Grammar, validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
 from megatron_hybrid.server.http.protocol.generation_request import (
     Chat,
@@ -38,6 +38,7 @@ from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
 from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.text.after_thoughts import after_thoughts
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.reasoning import (
@@ -123,7 +124,10 @@ class Preparation:
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
-        begins = self._opening(token_ids, request)
+        begins = self._opening(token_ids)
+        if self.reasoning is not None and params.grammar is not None:
+            begins, held = self._after_thoughts(request, params.grammar, begins)
+            wanted = replace(wanted, params=replace(wanted.params, grammar=held))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
     def completion(
@@ -199,14 +203,29 @@ class Preparation:
             check=lambda text: self._check_length("messages", text, engine),
         )
 
-    def _opening(self, prompt: Sequence[int], request: Chat) -> Opening:
+    def _opening(self, prompt: Sequence[int]) -> Opening:
         """How the answers begin."""
-        # A grammar holds from the first token on; that of strict calls alone lets any text in.
-        held = request.generation.params.grammar is not None or request.tools.forced
-        if self.reasoning is None or held:
+        if self.reasoning is None:
             return Opening.CONTENT
         end = self.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         return opening(self.reasoning, end)
+
+    def _after_thoughts(
+        self, request: Chat, grammar: Grammar, begins: Opening
+    ) -> tuple[Opening, Grammar]:
+        """How the answers begin, and what holds them; a grammar begins after the thoughts."""
+        assert self.reasoning is not None
+        asked = request.generation.params.grammar
+        if begins is Opening.CONTENT or (asked is None and not request.tools.forced):
+            return begins, grammar  # that of strict calls alone lets any text in
+        held = after_thoughts(
+            grammar,
+            self.reasoning,
+            begins,
+            self.tokenizer,
+            has_start_only_once=grammar is not asked,  # of ours, in tool_calls/calling.py
+        )
+        return (Opening.CONTENT, grammar) if held is None else (begins, held)
 
     def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:
         if not keys.asked or self.answers is None:

@@ -24,6 +24,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.text import thinking_templates as templates
 from tests.text.chat_templates import SPECIAL_TOKENS, with_template
 from tests.text.make_tokenizers import byte_level
+from tests.text.test_after_thoughts import allows
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hello"}
@@ -109,6 +110,12 @@ class Server(NamedTuple):
         assert deltas[-1]["finish_reason"] == choice["finish_reason"]
         assert chunks[-1]["usage"].get(DETAILS) == answer["usage"].get(DETAILS)
         return {**choice, "usage": answer["usage"], "deltas": deltas}
+
+    def allows(self, text: str) -> bool:
+        """Whether the last request's grammar lets an answer be this text."""
+        grammar = self.engine.added[-1].params.grammar
+        assert grammar is not None
+        return allows(self.tokenizer, grammar, text)
 
     @property
     def prompt(self) -> list[int]:
@@ -257,22 +264,47 @@ def test_a_model_that_does_not_think_is_as_it_was(http: FlaskClient) -> None:
     assert DETAILS not in answer["usage"]
 
 
-def test_what_a_grammar_holds_has_no_thoughts(serve: Any) -> None:
-    server = serve(templates.QWEN3_5, '{"a": 1}')
-    choice = server.ask(HELLO, response_format={"type": "json_object"})
-    assert choice["message"]["content"] == '{"a": 1}'
-    assert "reasoning" not in choice["message"]
+@pytest.mark.parametrize("field", ["response_format", "tool_choice"])
+def test_a_grammar_begins_after_the_thoughts(serve: Any, field: str) -> None:
+    said = {"response_format": '{"a": 1}', "tool_choice": CALL}[field]
+    asked: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    if field == "tool_choice":
+        asked = {"tools": TOOLS, "tool_choice": "required"}
+    for template, text in (
+        (templates.QWEN3, f"<think>\n{THOUGHT}\n</think>\n\n{said}"),
+        (templates.QWEN3_5, f"{THOUGHT}\n</think>\n\n{said}"),
+        (templates.QWEN3, said),
+    ):
+        server = serve(template, text)
+        message = server.ask(HELLO, **asked)["message"]
+        assert (message.get("reasoning") or THOUGHT) == THOUGHT
+        assert ("reasoning" in message) == (text != said)
+        if field == "response_format":
+            assert message["content"] == said
+        else:
+            assert len(message["tool_calls"]) == 1 and not message["content"]
+        assert server.allows(text)
+        assert not server.allows(text.replace(said, "Well."))
+    # Without thoughts it holds from the first token on.
+    server = serve(templates.QWEN3_5, said)
+    message = server.ask(HELLO, **asked, enable_thinking=False)["message"]
+    assert "reasoning" not in message
+    assert server.allows(said) and not server.allows(f"{THOUGHT}</think>{said}")
 
 
-def test_what_a_forced_call_holds_has_no_thoughts_but_strict_calls_do(serve: Any) -> None:
-    server = serve(templates.QWEN3_5, CALL)
-    choice = server.ask(HELLO, tools=TOOLS, tool_choice="required")
-    assert len(choice["message"]["tool_calls"]) == 1
+def test_a_grammar_of_the_clients_own_holds_from_the_first_token_on(serve: Any) -> None:
+    server = serve(templates.QWEN3_5, "abc")
+    choice = server.ask(HELLO, structured_outputs={"grammar": 'start: "abc"'})
+    assert choice["message"]["content"] == "abc"
     assert "reasoning" not in choice["message"]
+    assert server.allows("abc") and not server.allows("Hm.</think>abc")
+
+
+def test_strict_calls_leave_thoughts_free(serve: Any) -> None:
     server = serve(templates.QWEN3_5, TO_OPENED)
     function = {**TOOLS[0]["function"], "strict": True}
     choice = server.ask(HELLO, tools=[{"type": "function", "function": function}])
-    assert server.engine.added[-1].params.grammar is not None
+    assert server.allows(TO_OPENED)
     assert choice["message"]["reasoning"] == THOUGHT
 
 

@@ -333,18 +333,24 @@ def test_an_answer_with_strict_calls_may_be_text(
         assert not allows(compiler, reference, grammar, f"Look: {bad}")
 
 
-def test_a_mark_that_is_a_special_token_is_that_token(reference: Tokenizer) -> None:
+@pytest.mark.parametrize("special", [False, True])
+def test_a_mark_that_is_an_added_token_is_that_token(special: bool) -> None:
+    """Qwen3's are added and not special, LFM2's are special."""
     hf = byte_level()
-    hf.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    hf.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=special)
     tokenizer = Tokenizer(hf)
     grammar = calls_grammar(FORMAT["hermes"], tokenizer, Allowed(SCHEMAS, several=True, text=True))
     compiler = GrammarCompiler(
         tokenizer.backend.to_str(), tokenizer.vocab_size, tokenizer.eos_token_ids
     )
     good, bad = (written("hermes", a_call("hermes", calls[0])) for calls in (GOOD, BAD))
-    assert tokenizer.is_special(tokenizer.encode(good)[0])
+    assert tokenizer.encode(good)[0] == tokenizer.token_id("<tool_call>")
+    assert tokenizer.is_special(tokenizer.encode(good)[0]) == special
     assert allows(compiler, tokenizer, grammar, f"Look: {good} Well.")
     assert not allows(compiler, tokenizer, grammar, f"Look: {bad}")
+    forced = calls_grammar(FORMAT["hermes"], tokenizer, Allowed(SCHEMAS, several=True))
+    assert allows(compiler, tokenizer, forced, good)
+    assert not allows(compiler, tokenizer, forced, f"Look: {good}")
 
 
 def parsed(**fields: Any) -> Tools:

@@ -186,9 +186,9 @@ def _among_text(form: ToolFormat, begin: str, allowed: Allowed) -> list[str]:
 
 
 def _mark(mark: str, tokenizer: Tokenizer) -> str:
-    """A special token by its id, anything else as text."""
+    """An added token by its id, anything else as text."""
     token_id = tokenizer.token_id(mark)
-    if token_id is not None and tokenizer.is_special(token_id):
+    if token_id is not None and tokenizer.is_added(token_id):
         return f"<[{token_id}]>"
     return _quoted(mark)
 

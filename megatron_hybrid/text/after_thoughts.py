@@ -1,0 +1,84 @@
+"""Grammars that hold what an answer says, and let its thoughts before that be anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import Grammar
+from megatron_hybrid.text.grammar import check
+from megatron_hybrid.text.reasoning import Opening, ReasoningFormat
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+# As text/grammar.py has it for JSON alone.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Models write at most two lines' ends there; small ones would never end free white space.
+_SPACE = r"after_mark: /\s{0,4}/"
+
+
+def after_thoughts(
+    grammar: Grammar,
+    form: ReasoningFormat,
+    begins: Opening,
+    tokenizer: Tokenizer,
+    *,
+    has_start_only_once: bool = False,
+) -> Grammar | None:
+    """The grammar behind thoughts that the prompt has opened, or that the answer may open.
+
+    has_start_only_once: of one in Lark, that `start` is nothing but the name of its first rule.
+    None where this can't be said: then it holds from the first token on.
+    """
+    held = _held(grammar, has_start_only_once)
+    if held is None:
+        return None
+    begin = " | ".join(_mark(mark, tokenizer) for mark in form.begin)
+    start = "thoughts after_mark held"
+    if begins is not Opening.THOUGHTS:
+        start = f"(({begin}) thoughts after_mark)? held"
+    text = "\n".join([f"start: {start}", _thoughts(form, tokenizer), _SPACE, held]) + "\n"
+    wrapped = replace(grammar, kind="lark", text=text)
+    try:
+        check(wrapped)
+    except InvalidRequestError:
+        return None
+    return wrapped
+
+
+def _held(grammar: Grammar, has_start_only_once: bool) -> str | None:
+    """The grammar as a rule of this name in Lark."""
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.text)
+        if not isinstance(schema, dict):
+            return None
+        return f"held: %json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
+    if grammar.kind == "regex" and grammar.text:
+        return f"held: /{_escaped(grammar.text)}/"
+    if has_start_only_once:
+        return re.sub(r"(?m)^start:", "held:", grammar.text)
+    return None
+
+
+def _escaped(pattern: str) -> str:
+    """Between slashes, on one line."""
+    special = {"/": r"\/", "\n": r"\n"}
+    return re.sub(r"\\.|[/\n]", lambda found: special.get(found[0], found[0]), pattern, flags=re.S)
+
+
+def _thoughts(form: ReasoningFormat, tokenizer: Tokenizer) -> str:
+    """The rule of thoughts up to the first mark that ends them."""
+    ends = [_mark(mark, tokenizer) for mark in form.end]
+    # A token of its own is in no text; of marks in text, a lazy rule ends with the first.
+    if not any(one.startswith("<[") for one in ends):
+        return f"thoughts[lazy]: /(.|\\n)*/ ({' | '.join(ends)})"
+    return f"thoughts: anything ({' | '.join(ends)})\nanything: /(.|\\n)*/"
+
+
+def _mark(mark: str, tokenizer: Tokenizer) -> str:
+    """An added token by its id, anything else as text."""
+    token_id = tokenizer.token_id(mark)
+    if token_id is not None and tokenizer.is_added(token_id):
+        return f"<[{token_id}]>"
+    return json.dumps(mark)
