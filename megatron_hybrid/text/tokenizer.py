@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import json
@@ -39,6 +40,15 @@ class EncodedPrompt(NamedTuple):
 
     token_ids: list[int]
     message_ends: tuple[int, ...] = ()
+
+
+class Ending(enum.Enum):
+    """What stands at the end of a chat's prompt: what announces an answer, the end of the last
+    message, or its text, which the answer goes on with."""
+
+    ANSWER = "answer"
+    NOTHING = "nothing"
+    CONTINUED = "continued"
 
 
 class Tokenizer:
@@ -190,6 +200,7 @@ class Tokenizer:
         answers: Mapping[int, GeneratedAnswer] | None = None,
         same_calls: SameCalls | None = None,
         check: Callable[[str], None] = lambda text: None,
+        ending: Ending = Ending.ANSWER,
     ) -> EncodedPrompt:
         """What `encode_chat` gives, and where in it the first message and the last ones end.
 
@@ -202,9 +213,9 @@ class Tokenizer:
         check: raises for a rendered text that is not worth encoding.
         """
         conversation, arguments = self._checked_chat(messages, template_arguments, tools)
-        text = self._render_chat(conversation, arguments)
+        text = self._render_chat(conversation, arguments, ending)
         check(text)
-        places = self._places(conversation, arguments, text, answers or {}, same_calls)
+        places = self._places(conversation, arguments, text, answers or {}, same_calls, ending)
         token_ids, ends_of_tokens = encode_around(self.backend, text, places)
         characters = self._message_ends(conversation, arguments, text)
         # Where each token has ended, and all those before it, in characters.
@@ -224,7 +235,8 @@ class Tokenizer:
         """The text of a conversation. `answer_follows`: with what announces an answer. Raises
         whatever the template does."""
         conversation, arguments = self._checked_chat(messages, template_arguments, tools)
-        return self._apply_template(conversation, arguments, answer_follows=answer_follows)
+        ending = Ending.ANSWER if answer_follows else Ending.NOTHING
+        return self._apply_template(conversation, arguments, ending)
 
     def _places(
         self,
@@ -233,6 +245,7 @@ class Tokenizer:
         text: str,
         answers: Mapping[int, GeneratedAnswer],
         same_calls: SameCalls | None,
+        ending: Ending,
     ) -> list[Place]:
         """Where the answers stand in the rendered chat, from one more rendering with marks instead
         of them."""
@@ -253,7 +266,7 @@ class Tokenizer:
         if not slots:
             return []
         try:
-            rendered = self._apply_template(marked, arguments, answer_follows=True)
+            rendered = self._apply_template(marked, arguments, ending)
         except Exception:  # a template may want calls where results of calls follow
             return []
         places = find_places(text, cut_at(rendered, marks), slots)
@@ -294,9 +307,14 @@ class Tokenizer:
             _with_plain_content(message, index) for index, message in enumerate(messages)
         ], arguments
 
-    def _render_chat(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def _render_chat(
+        self,
+        conversation: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        ending: Ending = Ending.ANSWER,
+    ) -> str:
         try:
-            text = self._apply_template(conversation, arguments, answer_follows=True)
+            text = self._apply_template(conversation, arguments, ending)
         except Exception as error:  # templates are the model's code and may raise anything
             raise InvalidRequestError(
                 "messages", f"The model's chat template refuses these messages: {error}"
@@ -313,7 +331,7 @@ class Tokenizer:
         # Each one costs a rendering, so a long chat's middle is left out.
         for length in sorted({1, *range(max(1, count - LAST_ENDS + 1), count + 1)}):
             try:
-                part = self._apply_template(conversation[:length], arguments, answer_follows=False)
+                part = self._apply_template(conversation[:length], arguments, Ending.NOTHING)
             except Exception:  # for instance: a chat must not end with the system message
                 continue
             if not whole.startswith(part):
@@ -324,10 +342,14 @@ class Tokenizer:
         return ends
 
     def _apply_template(
-        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], *, answer_follows: bool
+        self, conversation: list[dict[str, Any]], arguments: dict[str, Any], ending: Ending
     ) -> str:
         text: str = self._hf.apply_chat_template(
-            conversation, add_generation_prompt=answer_follows, tokenize=False, **arguments
+            conversation,
+            add_generation_prompt=ending is Ending.ANSWER,
+            continue_final_message=ending is Ending.CONTINUED,
+            tokenize=False,
+            **arguments,
         )
         return text
 

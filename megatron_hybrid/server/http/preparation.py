@@ -119,7 +119,9 @@ class Preparation:
         wanted = self._in_token_ids(replace(request.generation, params=params))
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
-        prompt, message_ends = self._encode_chat(request, keys, engine)
+        prompt, message_ends = _last_of(
+            self._encode_chat(request, keys, engine), wanted.last_tokens
+        )
         token_ids = self._checked("messages", prompt, wanted, engine)
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
@@ -140,6 +142,7 @@ class Preparation:
         prompts = []
         for number, given in enumerate(request.prompts):
             prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
+            prompt = _last_of(EncodedPrompt(prompt), wanted.last_tokens).token_ids
             prompts.append(self._checked("prompt", prompt, wanted, engine))
             name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
             _check_cache_checkpoints(name, prompt, wanted)
@@ -201,6 +204,7 @@ class Preparation:
             answers=self._remembered(keys),
             same_calls=partial(self.tool_calling.says_the_same, chat.tools.schemas),
             check=lambda text: self._check_length("messages", text, engine),
+            ending=chat.ending,
         )
 
     def _opening(self, prompt: Sequence[int]) -> Opening:
@@ -269,17 +273,26 @@ class Preparation:
         return array("i", prompt)
 
     def _echoed(self, given: str | list[int], token_ids: array[int]) -> EchoedPrompt:
-        if not isinstance(given, str):
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-            return EchoedPrompt(token_ids, text)
-        encoding = self.tokenizer.backend.encode(given, add_special_tokens=True)
-        added = len(list(takewhile(bool, encoding.special_tokens_mask)))
-        return EchoedPrompt(token_ids, given, added)
+        if isinstance(given, str):
+            encoding = self.tokenizer.backend.encode(given, add_special_tokens=True)
+            if len(encoding.ids) == len(token_ids):  # none is cut off
+                added = len(list(takewhile(bool, encoding.special_tokens_mask)))
+                return EchoedPrompt(token_ids, given, added)
+        return EchoedPrompt(token_ids, self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def _salted(request: GenerationRequest, caller: Caller) -> GenerationRequest:
     """With the cache salt that the caller's key makes of the request's own."""
     return replace(request, cache_salt=caller.salt_for(request.cache_salt))
+
+
+def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:
+    """Not more than so many tokens, the last ones; None: all."""
+    cut = 0 if most is None else max(0, len(prompt.token_ids) - most)
+    if not cut:
+        return prompt
+    ends = tuple(end - cut for end in prompt.message_ends if end > cut)
+    return EncodedPrompt(prompt.token_ids[cut:], ends)
 
 
 def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:

@@ -6,13 +6,14 @@ the operator says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import Grammar, SamplingParams, Unasked
 from megatron_hybrid.server.http.protocol.constraints import grammar_of
-from megatron_hybrid.server.http.protocol.messages import for_template
+from megatron_hybrid.server.http.protocol.messages import AnyMessage, for_template
 from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, read
 from megatron_hybrid.server.http.protocol.requests import (
     COMPLETION_MAX_TOKENS,
@@ -24,6 +25,7 @@ from megatron_hybrid.server.http.protocol.requests import (
 )
 from megatron_hybrid.server.http.protocol.tools import Tools, make_tools
 from megatron_hybrid.server.options import ParseOptions
+from megatron_hybrid.text.tokenizer import Ending
 
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
@@ -45,6 +47,7 @@ class GenerationRequest:
     # Nothing but the prompt: the engine makes one token, which nobody sees.
     prompt_only: bool = False
     return_token_ids: bool = False
+    last_tokens: int | None = None  # of the prompt, which the others are not part of
     show_special: bool = False  # special tokens are part of the text
     show_stop: bool = False  # so is what ended the answer
 
@@ -56,6 +59,7 @@ class ChatPrompt:
     messages: list[dict[str, Any]]
     template_arguments: dict[str, Any]
     tools: Tools
+    ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     _check_beside_tools(generation.params.grammar, prompt.tools)
-    return Chat(prompt.messages, prompt.template_arguments, prompt.tools, generation)
+    return Chat(prompt.messages, prompt.template_arguments, prompt.tools, prompt.ending, generation)
 
 
 def _with_defaults(values: dict[str, Any], options: ParseOptions) -> dict[str, Any]:
@@ -142,7 +146,34 @@ def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) 
     arguments |= body.chat_template_kwargs or {}
     several = body.parallel_tool_calls is not False
     tools = make_tools(body.tools or (), body.tool_choice, several=several, options=options)
-    return ChatPrompt(for_template(body.messages), arguments, tools)
+    return ChatPrompt(for_template(body.messages), arguments, tools, _ending(body))
+
+
+def _ending(body: ChatRequest | TokenizeChatRequest) -> Ending:
+    if not body.continue_final_message:
+        return Ending.NOTHING if body.add_generation_prompt is False else Ending.ANSWER
+    if body.add_generation_prompt:
+        raise InvalidRequestError(
+            "add_generation_prompt",
+            "add_generation_prompt and continue_final_message are both true; the prompt ends with "
+            "only one of them.",
+        )
+    if not _says_something(body.messages[-1:]):
+        raise InvalidRequestError(
+            "continue_final_message",
+            "continue_final_message needs the last message to be text of the assistant's.",
+        )
+    return Ending.CONTINUED
+
+
+def _says_something(messages: Sequence[AnyMessage]) -> bool:
+    """Whether these are answers with text in them."""
+    for message in for_template(messages):
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        if message["role"] == "assistant" and any(map(str.strip, texts)):
+            return True
+    return False
 
 
 def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Completion:
@@ -223,6 +254,7 @@ def _generation(
         timeout=body.timeout,
         prompt_only=prompt_only,
         return_token_ids=bool(body.return_token_ids),
+        last_tokens=body.truncate_prompt_tokens,
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
     )

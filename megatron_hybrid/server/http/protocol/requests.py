@@ -206,6 +206,7 @@ class AnswerRequest(Sampling):
     cache_salt: Requests share cached prefixes only if their salts are equal.
     priority: A smaller number runs first.
     cache_checkpoints: Positions in the prompt to keep a state at.
+    truncate_prompt_tokens: Only this many tokens of the prompt, the last ones.
     timeout: Seconds after which the request is given up with status 504; the server's own limit
         holds too.
     user: Whose request it is, for the client's own records.
@@ -237,6 +238,7 @@ class AnswerRequest(Sampling):
     cache_checkpoints: (
         Annotated[list[Length], Meta(max_length=limits.MAX_CACHE_CHECKPOINTS)] | None
     ) = None
+    truncate_prompt_tokens: Length | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
@@ -255,7 +257,6 @@ class AnswerRequest(Sampling):
     use_beam_search: _OnlyFalse | None = None
     length_penalty: _OnlyOne | None = None
     best_of: _OnlyOne | None = None
-    truncate_prompt_tokens: Unsupported | None = None
     prompt_logprobs: Unsupported | None = None
     no_stop_trim: _OnlyFalse | None = None
     return_hidden_states: _OnlyFalse | None = None
@@ -275,6 +276,9 @@ class ChatRequest(AnswerRequest, kw_only=True):
     max_completion_tokens: The answer's longest length; left out: as long as fits.
     logprobs: Give the log-probability of every token of the answer.
     top_logprobs: And of this many likeliest tokens at its place; needs logprobs.
+    add_generation_prompt: false: nothing announces the answer; left out: true, unless
+        continue_final_message is.
+    continue_final_message: The answer goes on with the last message, which is the assistant's.
     verbosity: Changes nothing: ask for short answers in a message.
     """
 
@@ -285,6 +289,8 @@ class ChatRequest(AnswerRequest, kw_only=True):
     tools: ToolList | None = None
     tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     logprobs: bool | None = False
@@ -299,8 +305,6 @@ class ChatRequest(AnswerRequest, kw_only=True):
     moderation: Unsupported | None = None
     web_search_options: Unsupported | None = None
     echo: _OnlyFalse | None = None
-    add_generation_prompt: _OnlyTrue | None = None
-    continue_final_message: _OnlyFalse | None = None
     add_special_tokens: _OnlyFalse | None = None
     chat_template: Unsupported | None = None
     documents: Unsupported | None = None
@@ -343,6 +347,8 @@ class TokenizeChatRequest(Body):
     tools: ToolList | None = None
     tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
     cache_salt: Name | None = None
 
 
