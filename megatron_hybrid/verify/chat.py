@@ -10,6 +10,7 @@ from typing import Any
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.tool_calls.formats import ToolFormat, choose_format
 from megatron_hybrid.server.http.tool_calls.reader import read_answer
+from megatron_hybrid.text.reasoning import ReasoningFormat, choose, split
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.verify.report import Check, differs, not_checked, ok
 
@@ -201,11 +202,14 @@ def _after_question(
 
 def _check_reasoning(tokenizer: Tokenizer) -> Check:
     name, template = "reasoning", tokenizer.chat_template
-    if not _THINKING.search(template):
+    form = choose(template)
+    if form is None and not _THINKING.search(template):
         return not_checked(name, "not supported: the chat template knows no thoughts.")
-    if (mark := tokenizer.token_id("</think>")) is not None and tokenizer.is_special(mark):
+    if form is None:
         return differs(
-            name, "</think> is a special token: answers' text would not show where thoughts end."
+            name,
+            "the chat template knows thoughts, but marks them in no way that is known here: they "
+            "stay text unless --reasoning-parser names one.",
         )
     opened = _render(tokenizer, [_USER])
     if opened is None:
@@ -218,9 +222,23 @@ def _check_reasoning(tokenizer: Tokenizer) -> Check:
     if earlier is None or ANSWER not in earlier:
         return differs(name, "the chat template refuses an earlier answer with reasoning_content.")
     found.append(f"earlier thoughts are {'shown' if THOUGHT in earlier else 'left out'}")
+    if (read := _thoughts_of_last(tokenizer, form, thought)) not in (None, THOUGHT):
+        return differs(name, f"thoughts as the template writes them are read as {read!r}.")
     if "enable_thinking" in template:
         off = _render(tokenizer, [_USER], enable_thinking=False)
         if off is None:
             return differs(name, "the chat template refuses enable_thinking=false.")
         found.append("enable_thinking turns them on and off")
-    return ok(name, f"{'; '.join(found)}.")
+    return ok(name, f"format {form.name}: {'; '.join(found)}.")
+
+
+def _thoughts_of_last(
+    tokenizer: Tokenizer, form: ReasoningFormat, thought: dict[str, Any]
+) -> str | None:
+    """What is read of a last answer's thoughts; None where the template does not show them."""
+    text = _render(tokenizer, [_USER, thought], answer_follows=False) or ""
+    answer = text.rpartition(QUESTION)[2]
+    begins = [at for mark in form.begin if (at := answer.find(mark)) >= 0]
+    if THOUGHT not in answer or not begins:
+        return None
+    return split(form, answer[min(begins) :]).reasoning

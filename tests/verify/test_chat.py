@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.verify.chat import check_chat
+from megatron_hybrid.verify.chat import THOUGHT, check_chat
 from megatron_hybrid.verify.report import Check, Outcome
 from tests.text.chat_templates import (
     CHATML,
@@ -14,6 +14,7 @@ from tests.text.chat_templates import (
     STRIPS_THINKING,
     with_template,
 )
+from tests.text.thinking_templates import QWEN3_5
 
 OK, DIFFERS, NOT_CHECKED = Outcome.OK, Outcome.DIFFERS, Outcome.NOT_CHECKED
 # Qwen 3's calls and results.
@@ -101,6 +102,17 @@ def test_calls_in_another_form_than_the_parser_reads() -> None:
     )
     found = checks(no_result)["tool calls"]
     assert found.outcome is DIFFERS and "what a function returned" in found.says
+
+
+def test_thoughts_are_read_back() -> None:
+    found = checks(QWEN3_5)["reasoning"]
+    assert found.outcome is OK and "format qwen3" in found.says
+    assert "begin in the prompt" in found.says and "enable_thinking" in found.says
+    other = QWEN3_5.replace("</think>", "</thought>")
+    assert "--reasoning-parser" in checks(other)["reasoning"].says
+    odd = QWEN3_5.replace("message.reasoning_content.strip('\\n') +", "'x</think>' + '{}' +")
+    found = checks(odd.replace("{}", THOUGHT))["reasoning"]
+    assert found.outcome is DIFFERS and "read as 'x'" in found.says
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
