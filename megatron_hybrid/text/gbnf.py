@@ -121,7 +121,7 @@ def _right_side(pieces: Sequence[_Piece], names: dict[str, str]) -> str:
             case "name":
                 written.append(names[text])
             case "literal":
-                written.append(_literal(_characters(text[1:-1])))
+                written.append(_string(_characters(text[1:-1])))
             case "characters":
                 written.append(_class(text[1:-1]))
             case "any":
@@ -151,24 +151,26 @@ def _characters(text: str) -> list[tuple[str, bool]]:
     return found
 
 
-def _literal(characters: Sequence[tuple[str, bool]]) -> str:
-    return lark_string("".join(character for character, _ in characters))
-
-
-def lark_string(text: str) -> str:
-    """The text as Lark writes it: as JSON, whose readers differ over these two."""
+def _string(characters: Sequence[tuple[str, bool]]) -> str:
+    """As JSON without DEL, which Lark wants escaped."""
+    text = "".join(character for character, _ in characters)
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def regex_of(text: str) -> str:
+    """The regular expression of this text alone: all but letters and digits by number."""
+    return "".join(map(_in_regex, text))
+
+
+def _in_regex(character: str) -> str:
+    plain = character.isascii() and character.isalnum()
+    return character if plain else f"\\x{{{ord(character):x}}}"
+
+
 def _class(text: str) -> str:
-    """A class of characters as a regular expression: all but letters and digits by number."""
+    """A class of characters as a regular expression."""
     negated = text.startswith("^")
     inner = []
     for character, escaped in _characters(text[negated:]):
-        if character == "-" and not escaped:
-            inner.append("-")
-        elif character.isascii() and character.isalnum():
-            inner.append(character)
-        else:
-            inner.append(f"\\x{{{ord(character):x}}}")
+        inner.append("-" if character == "-" and not escaped else _in_regex(character))
     return f"/[{'^' if negated else ''}{''.join(inner)}]/"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hybrid import reference_model
 from megatron_hybrid.request import Grammar
-from megatron_hybrid.text.gbnf import is_gbnf, lark_of, lark_string
+from megatron_hybrid.text.gbnf import is_gbnf, lark_of, regex_of
 from megatron_hybrid.text.grammar import GrammarCompiler
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.text.test_grammar import allowed
@@ -102,8 +102,18 @@ def test_lark_is_not_taken_for_gbnf():
 
 
 def test_any_text_can_stand_in_a_grammar(compiler, tokenizer):
-    text = 'a "b" \\ /\n\x00\x1f\x7fé\U0001f600'
-    assert matches(compiler, tokenizer, f"start: {lark_string(text)}", text)
+    text = 'a "b" \\ /\n\x00\x1f\x7fé\U0001f600.*[a]'
+    assert matches(compiler, tokenizer, f"start: /{regex_of(text)}/", text)
+    assert not matches(compiler, tokenizer, f"start: /{regex_of('a.')}/", "ab")
+    written = "".join(f"\\U{ord(one):08x}" for one in text)
+    assert matches(compiler, tokenizer, lark_of(f'root ::= "{written}"'), text)
+
+
+def test_a_choice_that_begins_another_one_can_end(compiler, tokenizer):
+    lark = f"start: /{regex_of('north')}|{regex_of('north gate')}/"
+    for text in ("north", "north gate"):
+        assert matches(compiler, tokenizer, lark, text)
+    assert not matches(compiler, tokenizer, lark, "north g")
 
 
 def test_many_rules_are_read_in_time_that_grows_with_them():

@@ -34,7 +34,7 @@ TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": 
         ("json", SCHEMA, ("json_schema", CLOSED)),
         ("json", json.dumps(SCHEMA), ("json_schema", CLOSED)),
         ("regex", "[ab]+", ("regex", "[ab]+")),
-        ("choice", ["yes", 'a "b"\n'], ("lark", 'start: "yes" | "a \\"b\\"\\n"\n')),
+        ("choice", ["yes", 'a "b"'], ("regex", r"yes|a\x{20}\x{22}b\x{22}")),
         ("grammar", LARK, ("lark", LARK)),
         ("grammar", GBNF, ("lark", 'start: R_ROOT_0\nR_ROOT_0: "yes" | "no"\n')),
     ],

@@ -112,7 +112,7 @@ def _regex(path: str, value: str, options: ParseOptions) -> Grammar:
 
 
 def _choice(path: str, value: Sequence[str], options: ParseOptions) -> Grammar:
-    return Grammar("lark", f"start: {' | '.join(map(gbnf.lark_string, value))}\n", path)
+    return Grammar("regex", "|".join(map(gbnf.regex_of, value)), path)
 
 
 def _grammar(path: str, value: str, options: ParseOptions) -> Grammar:
