@@ -19,19 +19,13 @@ _SPACE = r"after_mark: /\s{0,4}/"
 
 
 def after_thoughts(
-    grammar: Grammar,
-    form: ReasoningFormat,
-    begins: Opening,
-    tokenizer: Tokenizer,
-    *,
-    has_start_only_once: bool = False,
+    grammar: Grammar, form: ReasoningFormat, begins: Opening, tokenizer: Tokenizer
 ) -> Grammar | None:
     """The grammar behind thoughts that the prompt has opened, or that the answer may open.
 
-    has_start_only_once: of one in Lark, that `start` is nothing but the name of its first rule.
     None where this can't be said: then it holds from the first token on.
     """
-    held = _held(grammar, has_start_only_once)
+    held = _held(grammar)
     if held is None:
         return None
     begin = " | ".join(_mark(mark, tokenizer) for mark in form.begin)
@@ -47,7 +41,7 @@ def after_thoughts(
     return wrapped
 
 
-def _held(grammar: Grammar, has_start_only_once: bool) -> str | None:
+def _held(grammar: Grammar) -> str | None:
     """The grammar as a rule of this name in Lark."""
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
@@ -56,8 +50,8 @@ def _held(grammar: Grammar, has_start_only_once: bool) -> str | None:
         return f"held: %json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
     if grammar.kind == "regex" and grammar.text:
         return f"held: /{_escaped(grammar.text)}/"
-    if has_start_only_once:
-        return re.sub(r"(?m)^start:", "held:", grammar.text)
+    if grammar.kind == "lark":  # with names of its own
+        return f"held: %lark {{\n{grammar.text}\n}}"
     return None
 
 

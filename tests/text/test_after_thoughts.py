@@ -28,8 +28,13 @@ SCHEMA = Grammar(
 )
 REGEX = Grammar("regex", r"a/b\/c|[0-9]{3}")
 CALLS = Grammar("lark", 'call: "now()"\nbody: call\nstart: "[" body "]"\n')
-GOOD = {SCHEMA: '{"a": 1}', REGEX: "a/b/c", CALLS: "[now()]"}
-BAD = {SCHEMA: '{"a": "x"}', REGEX: "12", CALLS: "[now]"}
+OWN = Grammar(
+    "lark",
+    '%llguidance {}\nstart: held thoughts // }\nheld: "}" | thoughts\nthoughts: WORD\n'
+    "WORD: /[a-c]+/\n%ignore / /\n",
+)
+GOOD = {SCHEMA: '{"a": 1}', REGEX: "a/b/c", CALLS: "[now()]", OWN: "} ab"}
+BAD = {SCHEMA: '{"a": "x"}', REGEX: "12", CALLS: "[now]", OWN: "} d"}
 
 
 def tokenizer_with(special: bool) -> Tokenizer:
@@ -57,11 +62,11 @@ def allows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("grammar", [SCHEMA, REGEX, CALLS])
+@pytest.mark.parametrize("grammar", [SCHEMA, REGEX, CALLS, OWN])
 def test_thoughts_are_free_and_what_follows_is_held(grammar: Grammar, special: bool) -> None:
     tokenizer, form = tokenizer_with(special), FORM["qwen3"]
     opened, unknown = (
-        after_thoughts(grammar, form, begins, tokenizer, has_start_only_once=True)
+        after_thoughts(grammar, form, begins, tokenizer)
         for begins in (Opening.THOUGHTS, Opening.UNKNOWN)
     )
     assert opened is not None and unknown is not None
@@ -92,5 +97,5 @@ def test_marks_may_have_several_spellings() -> None:
 
 def test_what_cannot_be_put_behind_thoughts_is_said() -> None:
     tokenizer, form = tokenizer_with(False), FORM["qwen3"]
-    for grammar in (CALLS, Grammar("json_schema", "true"), Grammar("regex", "")):
+    for grammar in (Grammar("lark", "}"), Grammar("json_schema", "true"), Grammar("regex", "")):
         assert after_thoughts(grammar, form, Opening.THOUGHTS, tokenizer) is None

@@ -222,13 +222,7 @@ class Preparation:
         asked = request.generation.params.grammar
         if begins is Opening.CONTENT or (asked is None and not request.tools.forced):
             return begins, grammar  # that of strict calls alone lets any text in
-        held = after_thoughts(
-            grammar,
-            self.reasoning,
-            begins,
-            self.tokenizer,
-            has_start_only_once=grammar is not asked,  # of ours, in tool_calls/calling.py
-        )
+        held = after_thoughts(grammar, self.reasoning, begins, self.tokenizer)
         return (Opening.CONTENT, grammar) if held is None else (begins, held)
 
     def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:

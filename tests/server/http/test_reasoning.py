@@ -292,12 +292,13 @@ def test_a_grammar_begins_after_the_thoughts(serve: Any, field: str) -> None:
     assert server.allows(said) and not server.allows(f"{THOUGHT}</think>{said}")
 
 
-def test_a_grammar_of_the_clients_own_holds_from_the_first_token_on(serve: Any) -> None:
-    server = serve(templates.QWEN3_5, "abc")
-    choice = server.ask(HELLO, structured_outputs={"grammar": 'start: "abc"'})
-    assert choice["message"]["content"] == "abc"
-    assert "reasoning" not in choice["message"]
-    assert server.allows("abc") and not server.allows("Hm.</think>abc")
+@pytest.mark.parametrize("asked", [{"grammar": 'start: "abc"'}, {"choice": ["abc", "abcd"]}])
+def test_a_grammar_of_the_clients_own_begins_there_too(serve: Any, asked: dict[str, Any]) -> None:
+    server = serve(templates.QWEN3_5, f"{THOUGHT}\n</think>\n\nabc")
+    message = server.ask(HELLO, structured_outputs=asked)["message"]
+    assert (message["content"], message["reasoning"]) == ("abc", THOUGHT)
+    assert server.allows("Hm.</think>abc")
+    assert not server.allows("abc") and not server.allows("Hm.</think>ab")
 
 
 def test_strict_calls_leave_thoughts_free(serve: Any) -> None:
