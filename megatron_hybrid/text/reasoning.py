@@ -188,6 +188,13 @@ class ReasoningSplitter:
             self._stage = _Stage.CONTENT
 
 
+def opening_of_rest(form: ReasoningFormat, said: str) -> Opening:
+    """Of an answer that goes on with one that begins so."""
+    splitter = ReasoningSplitter(form, Opening.THOUGHTS if form.always else Opening.UNKNOWN)
+    splitter.push(said)
+    return Opening.THOUGHTS if splitter.is_thinking else Opening.CONTENT
+
+
 def split(form: ReasoningFormat, text: str, begins: Opening = Opening.UNKNOWN) -> Split:
     """The two parts of a whole answer."""
     splitter = ReasoningSplitter(form, begins)

@@ -11,6 +11,7 @@ from megatron_hybrid.text.reasoning import (
     Split,
     choose,
     opening,
+    opening_of_rest,
     split,
     with_thoughts_inside,
 )
@@ -157,6 +158,16 @@ def test_the_prompt_says_how_the_answer_begins(prompt: str, expected: Opening) -
     assert opening(QWEN, prompt) is expected
     always = OPENED if expected is Opening.UNKNOWN else expected
     assert opening(FORM["deepseek_r1"], prompt) is always
+
+
+def test_an_answer_goes_on_where_it_stopped() -> None:
+    for said, expected in (
+        ("<think>\nHm", OPENED),
+        ("<think>\nHm</think>", Opening.CONTENT),
+        ("A <think>", Opening.CONTENT),
+    ):
+        assert opening_of_rest(QWEN, said) is expected
+    assert opening_of_rest(FORM["deepseek_r1"], "Hm") is OPENED
 
 
 def test_a_template_that_looks_for_thoughts_in_the_content_finds_them_there() -> None:

@@ -46,9 +46,10 @@ from megatron_hybrid.text.reasoning import (
     Opening,
     choose,
     opening,
+    opening_of_rest,
     with_thoughts_inside,
 )
-from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
+from megatron_hybrid.text.tokenizer import EncodedPrompt, Ending, Tokenizer
 
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
 LEAST_LONGEST_TEXT = 2**20  # characters
@@ -126,9 +127,9 @@ class Preparation:
         _check_cache_checkpoints("messages", prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
-        begins = self._opening(token_ids)
+        begins = self._opening(token_ids, request)
         if self.reasoning is not None and params.grammar is not None:
-            begins, held = self._after_thoughts(request, params.grammar, begins)
+            begins, held = self._after_thoughts(params.grammar, begins)
             wanted = replace(wanted, params=replace(wanted.params, grammar=held))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
@@ -207,21 +208,22 @@ class Preparation:
             ending=chat.ending,
         )
 
-    def _opening(self, prompt: Sequence[int]) -> Opening:
+    def _opening(self, prompt: Sequence[int], request: Chat) -> Opening:
         """How the answers begin."""
         if self.reasoning is None:
             return Opening.CONTENT
+        if request.ending is Ending.CONTINUED:
+            content = request.messages[-1]["content"]
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            return opening_of_rest(self.reasoning, "\n".join(parts))
         end = self.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         return opening(self.reasoning, end)
 
-    def _after_thoughts(
-        self, request: Chat, grammar: Grammar, begins: Opening
-    ) -> tuple[Opening, Grammar]:
+    def _after_thoughts(self, grammar: Grammar, begins: Opening) -> tuple[Opening, Grammar]:
         """How the answers begin, and what holds them; a grammar begins after the thoughts."""
         assert self.reasoning is not None
-        asked = request.generation.params.grammar
-        if begins is Opening.CONTENT or (asked is None and not request.tools.forced):
-            return begins, grammar  # that of strict calls alone lets any text in
+        if begins is Opening.CONTENT:
+            return begins, grammar
         held = after_thoughts(grammar, self.reasoning, begins, self.tokenizer)
         return (Opening.CONTENT, grammar) if held is None else (begins, held)
 

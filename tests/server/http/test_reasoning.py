@@ -305,8 +305,21 @@ def test_strict_calls_leave_thoughts_free(serve: Any) -> None:
     server = serve(templates.QWEN3_5, TO_OPENED)
     function = {**TOOLS[0]["function"], "strict": True}
     choice = server.ask(HELLO, tools=[{"type": "function", "function": function}])
-    assert server.allows(TO_OPENED)
     assert choice["message"]["reasoning"] == THOUGHT
+    # No call that is thought of is held to anything.
+    assert server.allows(f"<tool_call>{TO_OPENED}") and server.allows(f"</think>{CALL}")
+    assert not server.allows(f"</think>{CALL.replace('add', 'sub')}")
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_answer_that_is_gone_on_with_may_be_in_its_thoughts(serve: Any, parts: bool) -> None:
+    for said, thoughts in ((f"<think>\n{THOUGHT[:4]}", THOUGHT[4:]), ("<think></think>A", None)):
+        rest = FOX if thoughts is None else f"{thoughts}\n</think>\n\n{FOX}"
+        content = [{"type": "text", "text": said}] if parts else said
+        last = {"role": "assistant", "content": content}
+        how = {"continue_final_message": True, "add_generation_prompt": False}
+        message = serve(templates.LFM2_5, rest).ask(HELLO, last, **how, **INSIDE)["message"]
+        assert (message.get("reasoning"), message["content"]) == (thoughts, FOX)
 
 
 def test_calls_are_read_after_the_thoughts_only(serve: Any) -> None:
