@@ -257,6 +257,14 @@ def test_a_parser_may_say_that_answers_begin_with_thoughts(serve: Any) -> None:
     assert choice["message"]["content"] == FOX
 
 
+def test_fields_that_ask_for_what_is_done_are_taken(serve: Any) -> None:
+    server = serve(templates.QWEN3, WRITTEN)
+    for name in ("include_reasoning", "separate_reasoning", "stream_reasoning"):
+        assert server.ask(HELLO, **{name: True})["message"]["reasoning"] == THOUGHT
+        refused = server.http.post(CHAT, json={"messages": [HELLO], name: False})
+        assert (refused.status_code, refused.get_json()["error"]["param"]) == (400, name)
+
+
 def test_a_model_that_does_not_think_is_as_it_was(http: FlaskClient) -> None:
     body = {"messages": [HELLO], "temperature": 0, "max_tokens": 4}
     answer = http.post(CHAT, json=body).get_json()

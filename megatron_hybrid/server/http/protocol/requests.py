@@ -308,6 +308,7 @@ class ChatRequest(AnswerRequest, kw_only=True):
     add_special_tokens: _OnlyFalse | None = None
     chat_template: Unsupported | None = None
     documents: Unsupported | None = None
+    include_reasoning: _OnlyTrue | None = None
     separate_reasoning: _OnlyTrue | None = None
     stream_reasoning: _OnlyTrue | None = None
 
