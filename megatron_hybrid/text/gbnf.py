@@ -33,7 +33,6 @@ _CHARACTER = re.compile(
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _ITSELF = '"\\[]-^/'
 _FIRST = re.compile(r"^[ \t]*[A-Za-z0-9_][A-Za-z0-9_-]*\s*::=", re.MULTILINE)
-_EMPTY = '""'
 
 
 class _Piece(NamedTuple):
@@ -110,13 +109,9 @@ def _terminals(rules: dict[str, list[_Piece]]) -> set[str]:
 
 
 def _right_side(pieces: Sequence[_Piece], names: dict[str, str]) -> str:
-    """The same in Lark, in which an alternative of nothing is an empty text."""
+    """The same in Lark."""
     written: list[str] = []
-    ends = True  # nothing stands yet in this alternative
     for kind, text in pieces:
-        if ends and text in ("|", ")"):
-            written.append(_EMPTY)
-        ends = text in ("|", "(")
         match kind:
             case "name":
                 written.append(names[text])
@@ -130,7 +125,7 @@ def _right_side(pieces: Sequence[_Piece], names: dict[str, str]) -> str:
                 written.append(re.sub(r"\s", "", text))
             case _:
                 written.append(text)
-    return " ".join([*written, _EMPTY] if ends else written)
+    return " ".join(written)
 
 
 def _characters(text: str) -> list[tuple[str, bool]]:

@@ -66,6 +66,9 @@ def matches(compiler: GrammarCompiler, tokenizer: Tokenizer, lark: str, text: st
         ('root ::= "a"\n  | "b"\n  | "é\\[\\n"', ["a", "b", "é[\n"], ["c", "ab"]),
         ('root ::= a-b .\na-b ::= "x"? (|"y")', ["xyz", "z", "x\n"], ["", "xyzz"]),
         ('root ::= n{2}\nn ::= "(" n ")" | "z"', ["zz", "(z)((z))"], ["z", "(z", "zzz"]),
+        ('root ::= a "c"\na ::= | "b"', ["c", "bc"], ["b"]),
+        ('root ::= a "c"\na ::= ("b" | )', ["c", "bc"], ["b"]),
+        ('root ::= a "c" b\na ::=\nb ::= a root b |', ["c", "cc"], ["", "b"]),
         ('A ::= "1"\na ::= "2"\nroot ::= A a', ["12"], ["11", "22"]),
     ],
 )
