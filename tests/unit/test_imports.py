@@ -20,7 +20,8 @@ ROOMS = """
     text execution engine
     watchdog
     llm
-    server.log_format server.keys server.addresses server.tls server.options server.sampling_defaults
+    server.log_format server.keys server.addresses server.tls server.options
+    server.sampling_defaults
     server.link server.replicas server.http server.processes server.loop
     server.ask server.cli
     verify
