@@ -22,6 +22,6 @@ def test_groups(number: int, num_experts: int, dtype: torch.dtype) -> None:
     try:
         experts = torch.randint(0, num_experts, (number // 2, 2), device="cuda", dtype=dtype)
         check_groups(experts, num_experts, 32)
-        check_groups(experts, max(num_experts // 4, 1), 32, partial=True)
+        check_groups(experts, max(num_experts // 4, 1), 32)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -7,9 +7,9 @@ from torch import Tensor
 from megatron_hybrid.kernels.experts import pairs
 
 
-def check_groups(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -> None:
+def check_groups(experts: Tensor, num_experts: int, rows: int) -> None:
     """Blocks hold each row once, in order, and only rows of their expert."""
-    groups = pairs.group(experts, num_experts, rows, partial)
+    groups = pairs.group(experts, num_experts, rows)
     ids = experts.flatten()
     here = int((ids < num_experts).sum())
     assert groups.order[:here].tolist() == ids.argsort(stable=True)[:here].tolist()

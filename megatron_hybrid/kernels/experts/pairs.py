@@ -54,18 +54,17 @@ class Groups(NamedTuple):
     blocks: Tensor  # [3, blocks] int32: expert, first row in `order`, end row; empty where equal
 
 
-def group(experts: Tensor, num_experts: int, rows: int, partial: bool = False) -> Groups:
-    """experts [tokens, chosen] -> Groups. `partial`: ids past the last expert are in no block, and
-    as many places at the end of the order are of no use.
+def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
+    """experts [tokens, chosen] -> Groups. Ids past the last expert are in no block, and as many
+    places at the end of the order are of no use.
 
     The number of blocks depends on shapes only: pairs // rows + experts leave room for the last,
     partly filled block of each expert. Of few pairs expert e's blocks begin at (rows of experts
     before e) // rows + e; of many the empty blocks come last."""
     pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    few = pairs <= _FEW_PAIRS
     blocks = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
-    if few:
+    if pairs <= _FEW_PAIRS:
         block = max(next_power_of_2(pairs), 128)
         _group_few_kernel[(num_experts,)](
             experts, order, blocks, pairs, blocks.shape[1], rows, block,

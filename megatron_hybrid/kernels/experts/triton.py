@@ -179,8 +179,7 @@ def mix_grouped(
 ) -> Tensor:
     """mix, with pairs sorted by expert."""
     (tokens, chosen), (num_experts, width, inner) = experts.shape, layer.down.shape
-    partial = layer.elsewhere > 0
-    groups = group(experts, num_experts, tiles.rows, partial)
+    groups = group(experts, num_experts, tiles.rows)
     up, down, slices = None, None, 0
     if isinstance(shared, SharedExpert):
         up, down = shared.up, shared.down

@@ -46,7 +46,7 @@ def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeigh
     up, down = layer.up, layer.down
     assert isinstance(up, Tensor) and isinstance(down, Tensor)
     chosen, (num_experts, width, inner) = experts.shape[1], down.shape
-    groups = group(experts, num_experts, ROWS, layer.elsewhere > 0)
+    groups = group(experts, num_experts, ROWS)
     pairs, count = experts.numel(), groups.blocks.shape[1]
 
     hidden = x.new_empty(pairs, inner)

@@ -72,7 +72,7 @@ def mix(
     pairs, partial, dtype = tokens * chosen, layer.elsewhere > 0, x.dtype
     if tile is None:
         tile = choose_tile(pairs, num_experts + layer.elsewhere, up.format, dtype)
-    order, blocks = group(experts, num_experts, tile.pairs, partial)
+    order, blocks = group(experts, num_experts, tile.pairs)
     count = blocks.shape[1]
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
     tensors, depth = _Arguments.of(x, up, tile), step_depth(up.format, tile.depth)
