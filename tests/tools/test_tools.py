@@ -166,14 +166,15 @@ def test_measured_times_stand_over_what_the_hardware_allows(tmp_path, monkeypatc
         if r["workload"] != "fork" and r["output_tokens"] == r["requests"]
     )
     assert f"{result['prompt_tok_s']:.0f} in" in shown
-    rates = ("--limits", "--copy-rate", 0.01, "--product-rate", 0.01)
+    # Slower, but still far from what is measured here: the table shows two decimals.
+    rates = ("--limits", "--copy-rate", 0.1, "--product-rate", 1)
     flags = ("--from-json", out, *rates)
     assert run("tools/benchmark_offline.py", *flags, monkeypatch=monkeypatch) == 0
     slower = capsys.readouterr().err
     ratios = [_ratios_over_limits(text) for text in (shown, slower)]
     assert [one.keys() for one in ratios] == [{"decode_1", "prompts_8k"}] * 2
-    assert ratios[0]["decode_1"] / ratios[1]["decode_1"] == pytest.approx(429.5, rel=0.01)
-    assert ratios[0]["prompts_8k"] / ratios[1]["prompts_8k"] == pytest.approx(79000, rel=0.01)
+    assert ratios[0]["decode_1"] / ratios[1]["decode_1"] == pytest.approx(42.95, rel=0.01)
+    assert ratios[0]["prompts_8k"] / ratios[1]["prompts_8k"] == pytest.approx(790, rel=0.01)
 
 
 def _ratios_over_limits(shown):
