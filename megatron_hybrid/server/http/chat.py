@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid.request import TokenLogprob
-from megatron_hybrid.server.http.choice import Choice, Delta
+from megatron_hybrid.server.http.chat_choices import start_chat
+from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import chat_logprobs
 from megatron_hybrid.server.http.preparation import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Answers, Chunk
-from megatron_hybrid.server.http.tool_calls.formats import Call
+from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
 from megatron_hybrid.server.http.tool_calls.reader import as_openai
-from megatron_hybrid.text.answer_places import GeneratedAnswer
-from megatron_hybrid.text.reasoning import ReasoningSplitter
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(ChunkAnswers):
     """Of one chat. As events: one with the role before a choice's first text, and one with the
     reason at its end."""
 
@@ -27,7 +25,6 @@ class ChatAnswers(Answers):
         wanted = chat.generation
         name = "chat.completion.chunk" if wanted.stream else "chat.completion"
         super().__init__(serving, generation, wanted, number=wanted.params.n, name=name)
-        self._chat = chat
         self._texts: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         self._thoughts: dict[int, Callable[[str], bytes]] = {}  # of those that have thought
         self._calls: dict[int, int] = {}  # how many each choice has made
@@ -35,7 +32,7 @@ class ChatAnswers(Answers):
         self._prompt_token_ids = chat.prompt.tolist() if wanted.return_token_ids else None
         if self._prompt_token_ids is not None and not wanted.stream:
             self.head["prompt_token_ids"] = self._prompt_token_ids
-        generation.start([chat.prompt], self._make_choice, chat.message_ends)
+        start_chat(serving, chat, generation)
 
     def choice(self, answer: Delta) -> Chunk:
         message: Chunk = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -94,23 +91,6 @@ class ChatAnswers(Answers):
         if self._wanted.params.logprobs is None:
             return None
         return chat_logprobs(self._serving.tokenizer, entries)
-
-    def _make_choice(self, index: int) -> Choice:
-        serving = self._serving
-        form, visible = serving.reasoning, serving.reasoning_marks
-        splitter = None if form is None else ReasoningSplitter(form, self._chat.begins)
-        reader = serving.tool_calling.reader(self._chat.tools)
-        if reader is not None:
-            visible |= serving.tool_calling.visible_ids
-        on_end = None if serving.answers is None else self._remember
-        return Choice(index, serving.tokenizer, self._wanted, reader, visible, on_end, splitter)
-
-    def _remember(self, text: str, calls: list[Call], generated: GeneratedAnswer) -> None:
-        if self._serving.answers is None or not generated.token_ids:
-            return
-        called = [{"function": call._asdict()} for call in calls]
-        key = self._chat.keys.key_of({"content": text, "tool_calls": called})
-        self._serving.answers.remember(key, *generated)
 
 
 def _thoughts(text: str) -> Chunk:

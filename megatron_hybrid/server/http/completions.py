@@ -11,10 +11,10 @@ from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.http.preparation import PreparedCompletion
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Answers, Chunk
+from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
 
 
-class CompletionAnswers(Answers):
+class CompletionAnswers(ChunkAnswers):
     """Of one request's prompts, with the prompt before them, if it is wanted, and with token ids.
 
     As events: one for each piece. The first of an echoed choice waits until what it says of the

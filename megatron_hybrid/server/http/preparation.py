@@ -113,7 +113,10 @@ class Preparation:
 
     def chat(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/chat/completions."""
-        request = parse_chat(parse_body(body), self.options)
+        return self._prepared(parse_chat(parse_body(body), self.options), engine, caller)
+
+    def _prepared(self, request: Chat, engine: EngineReady, caller: Caller) -> PreparedChat:
+        """A chat in whichever form it came."""
         self._check_model(request.generation)
         params = self.tool_calling.params(request.tools, request.generation.params)
         params.validate()  # once more, with what holds it to calls

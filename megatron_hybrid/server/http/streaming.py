@@ -1,4 +1,4 @@
-"""Server-sent events, and answers in one piece: what both endpoints do to give them."""
+"""Server-sent events, and answers in one piece: what all endpoints do to give them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,80 @@ class Answers(ABC):
     that says what they look like."""
 
     def __init__(
+        self, serving: Serving, generation: Generation, wanted: GenerationRequest, *, number: int
+    ) -> None:
+        """number: of answers."""
+        self._serving = serving
+        self._generation = generation
+        self._wanted = wanted
+        self._number = number
+
+    @abstractmethod
+    def whole(self, answers: list[Delta]) -> Any:
+        """The answers in one piece, each as one delta; what is sent as JSON."""
+
+    @abstractmethod
+    def events(self, delta: Delta) -> bytes:
+        """The events of one delta, in order."""
+
+    def first_events(self) -> bytes:
+        """What comes before the first delta."""
+        return b""
+
+    def last_events(self) -> bytes:
+        """What comes after all deltas."""
+        return b""
+
+    @abstractmethod
+    def failed(self, error: Chunk) -> bytes:
+        """What ends a stream that an error broke off; error: its object, as `describe` makes it."""
+
+    def respond(self) -> Response:
+        """Events as they come, or everything when it has ended. Raises what `Generation.deltas`
+        raises."""
+        if not self._wanted.stream:
+            pieces: list[list[Delta]] = [[] for _ in range(self._number)]
+            for delta in chain.from_iterable(self._generation.deltas()):
+                pieces[delta.index].append(delta)
+            return json_response(self.whole([_joined(one) for one in pieces]))
+        # The first ones are awaited, so that a request that fails at once gets a proper status.
+        deltas = self._generation.deltas()
+        first = next(deltas, [])
+        response = Response(self._stream(chain([first], deltas)), mimetype="text/event-stream")
+        response.headers["Cache-Control"] = "no-cache"
+        response.headers["X-Accel-Buffering"] = "no"  # nginx would collect the events
+        return response
+
+    def _stream(self, batches: Iterable[list[Delta]]) -> Iterator[bytes]:
+        generation = self._generation
+        waiting: dict[int, list[Delta]] = {}  # log-probabilities of text that is held back
+        try:
+            if events := self.first_events():
+                yield events
+            for batch in batches:
+                if len(batch) == 1 and not waiting and _is_shown(batch[0]):
+                    events = self.events(batch[0])  # what nearly every token comes to
+                else:
+                    events = b"".join(map(self.events, _by_choice(batch, waiting)))
+                if events:
+                    yield events
+            last = self.last_events()
+        except (ClientGone, GeneratorExit):
+            generation.failure = ClientGone.status
+            return
+        except Exception as error:  # the status line is out: the error goes into the stream
+            generation.failure, body = describe(error)
+            last = self.failed(body)
+        finally:
+            generation.close()
+        if last:
+            yield last
+
+
+class ChunkAnswers(Answers):
+    """In OpenAI's older form: an object with "choices", or as a stream one such chunk an event."""
+
+    def __init__(
         self,
         serving: Serving,
         generation: Generation,
@@ -36,10 +110,7 @@ class Answers(ABC):
         name: str,
     ) -> None:
         """number: of answers. name: of the object that is answered."""
-        self._serving = serving
-        self._generation = generation
-        self._wanted = wanted
-        self._number = number
+        super().__init__(serving, generation, wanted, number=number)
         self.head: Chunk = {
             "id": generation.request_id,
             "object": name,
@@ -54,27 +125,18 @@ class Answers(ABC):
     def choice(self, answer: Delta) -> Chunk:
         """A whole answer as an entry of "choices"."""
 
-    @abstractmethod
-    def events(self, delta: Delta) -> bytes:
-        """The events of one delta, in order."""
+    def whole(self, answers: list[Delta]) -> Chunk:
+        choices = [self.choice(answer) for answer in answers]
+        return {**self.head, "choices": choices, "usage": self._generation.usage()}
 
-    def respond(self) -> Response:
-        """Events as they come, or everything when it has ended. Raises what `Generation.deltas`
-        raises."""
-        if not self._wanted.stream:
-            pieces: list[list[Delta]] = [[] for _ in range(self._number)]
-            for delta in chain.from_iterable(self._generation.deltas()):
-                pieces[delta.index].append(delta)
-            choices = [self.choice(_joined(one)) for one in pieces]
-            usage = self._generation.usage()
-            return json_response({**self.head, "choices": choices, "usage": usage})
-        # The first ones are awaited, so that a request that fails at once gets a proper status.
-        deltas = self._generation.deltas()
-        first = next(deltas, [])
-        response = Response(self._stream(chain([first], deltas)), mimetype="text/event-stream")
-        response.headers["Cache-Control"] = "no-cache"
-        response.headers["X-Accel-Buffering"] = "no"  # nginx would collect the events
-        return response
+    def last_events(self) -> bytes:
+        if not self._wanted.include_usage:
+            return _DONE
+        usage = json.encode(self._generation.usage())
+        return self._before + b'],"usage":' + usage + b"}\n\n" + _DONE
+
+    def failed(self, error: Chunk) -> bytes:
+        return b"data: " + json.encode(error) + b"\n\n" + _DONE
 
     def event(
         self, choice: Chunk, prompt_token_ids: list[int] | None = None, *, begun: bool = True
@@ -105,30 +167,6 @@ class Answers(ABC):
             if REASONING_USAGE in usage:
                 usage[REASONING_USAGE] = {"reasoning_tokens": 0}
         return b',"usage":' + json.encode(usage) + b"}\n\n"
-
-    def _stream(self, batches: Iterable[list[Delta]]) -> Iterator[bytes]:
-        generation = self._generation
-        waiting: dict[int, list[Delta]] = {}  # log-probabilities of text that is held back
-        try:
-            for batch in batches:
-                if len(batch) == 1 and not waiting and _is_shown(batch[0]):
-                    events = self.events(batch[0])  # what nearly every token comes to
-                else:
-                    events = b"".join(map(self.events, _by_choice(batch, waiting)))
-                if events:
-                    yield events
-            if self._wanted.include_usage:
-                usage = json.encode(generation.usage())
-                yield self._before + b'],"usage":' + usage + b"}\n\n"
-        except (ClientGone, GeneratorExit):
-            generation.failure = ClientGone.status
-            return
-        except Exception as error:  # the status line is out: the error goes into the stream
-            generation.failure, body = describe(error)
-            yield b"data: " + json.encode(body) + b"\n\n"
-        finally:
-            generation.close()
-        yield _DONE
 
 
 def _by_choice(batch: list[Delta], waiting: dict[int, list[Delta]]) -> list[Delta]:
