@@ -60,6 +60,13 @@ def grammar_of(body: AnswerRequest, options: ParseOptions) -> Grammar | None:
     return grammar
 
 
+def schema_grammar(path: str, schema: dict[str, Any], options: ParseOptions) -> Grammar:
+    """Of JSON that follows a schema, which stands there in the body. Raises as `grammar_of`."""
+    grammar = _json_schema(path, schema, options)
+    check(grammar)
+    return grammar
+
+
 def _asked(body: AnswerRequest) -> Iterator[tuple[str, Any, Made]]:
     """What the body asks for: where, the value, and what makes a grammar of it."""
     match body.response_format:

@@ -80,7 +80,7 @@ class Completion:
 
 def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Chat:
     """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
-    body = read(ChatRequest, _with_defaults(values, options), options)
+    body = read(ChatRequest, with_defaults(values, options), options)
     prompt = chat_prompt(body, options)
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -97,11 +97,11 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         max_tokens=_asked_or_default(old if new is None else new, body, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    _check_beside_tools(generation.params.grammar, prompt.tools)
+    check_beside_tools(generation.params.grammar, prompt.tools)
     return Chat(prompt.messages, prompt.template_arguments, prompt.tools, prompt.ending, generation)
 
 
-def _with_defaults(values: dict[str, Any], options: ParseOptions) -> dict[str, Any]:
+def with_defaults(values: dict[str, Any], options: ParseOptions) -> dict[str, Any]:
     """With the operator's sampling for what is left open, or null."""
     missing = {
         name: value
@@ -121,7 +121,7 @@ def _asked_or_default(
     return Unasked(max(default, body.min_tokens or 0))
 
 
-def _check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
+def check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
     """An answer that may or has to call a function can follow a JSON schema besides, and nothing
     else."""
     if grammar is None or grammar.field == "response_format":  # which is looked at with the calls
@@ -178,7 +178,7 @@ def _says_something(messages: Sequence[AnyMessage]) -> bool:
 
 def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Completion:
     """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
-    body = read(CompletionRequest, _with_defaults(values, options), options)
+    body = read(CompletionRequest, with_defaults(values, options), options)
     prompts = _prompts(body.prompt)
     max_tokens = body.max_tokens
     if values.get("max_tokens") is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -147,12 +147,24 @@ class Call(Repeated, kw_only=True):
         return {"id": self.id or "", "type": "function", "function": function}
 
 
+class ToolFields(NamedTuple):
+    """What a client calls the parts of a function, {} being its number, and the name of the one
+    that has to be called."""
+
+    name: str = "tools[{}].function.name"
+    parameters: str = "tools[{}].function.parameters"
+    chosen: str = "tool_choice.function.name"
+
+
+IN_CHATS = ToolFields()
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     """descriptions: the functions, for the chat template. schemas: of their arguments, by name, as
     answers are held to them. strict: names of those whose arguments must match their schema.
     choice: none, auto, required, or the name of the one that must be called (`named`). several:
-    more than one call is fine.
+    more than one call is fine. fields: for what is said of them.
     """
 
     descriptions: list[dict[str, Any]] = field(default_factory=list)
@@ -161,6 +173,7 @@ class Tools:
     choice: str = "none"
     named: bool = False
     several: bool = True
+    fields: ToolFields = IN_CHATS
 
     @property
     def forced(self) -> bool:
@@ -186,13 +199,14 @@ def make_tools(
     *,
     several: bool,
     options: ParseOptions = BY_DEFAULT,
+    fields: ToolFields = IN_CHATS,
 ) -> Tools:
     """Of the three fields of a body; raises InvalidRequestError for what they only say together."""
     schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(given):
         name = tool.function.name
         if name in schemas:
-            path = f"tools[{number}].function.name"
+            path = fields.name.format(number)
             raise InvalidRequestError(path, f"{path} is {name!r} for a second time.")
         parameters = tool.function.parameters
         schemas[name] = _NO_PARAMETERS if parameters is None else parameters
@@ -200,13 +214,14 @@ def make_tools(
         [_for_template(tool.function) for tool in given],
         schemas,
         frozenset(tool.function.name for tool in given if tool.function.strict),
-        _checked_choice(choice, schemas),
+        _checked_choice(choice, schemas, fields),
         isinstance(choice, ToolChoice),
         several,
+        fields,
     )
     for number, name in enumerate(schemas):
         if name in tools.held:
-            path = f"tools[{number}].function.parameters"
+            path = fields.parameters.format(number)
             schemas[name] = _held_schema(schemas[name], path, options)
     return tools
 
@@ -220,12 +235,14 @@ def _for_template(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": said}
 
 
-def _checked_choice(choice: str | ToolChoice | None, schemas: Mapping[str, Any]) -> str:
+def _checked_choice(
+    choice: str | ToolChoice | None, schemas: Mapping[str, Any], fields: ToolFields
+) -> str:
     """Without functions, the words that ask for none of them are accepted."""
     if isinstance(choice, ToolChoice):
         name = choice.function.name
         if name not in schemas:
-            path = "tool_choice.function.name"
+            path = fields.chosen
             raise InvalidRequestError(path, f"{path} is {name!r}, which is not one of the tools.")
         return name
     if schemas:

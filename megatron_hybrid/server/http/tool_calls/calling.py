@@ -126,7 +126,7 @@ def _check(grammar: Grammar, tools: Tools) -> None:
     except InvalidRequestError:
         for number, (name, schema) in enumerate(tools.schemas.items()):
             if name in tools.held:
-                path = f"tools[{number}].function.parameters"
+                path = tools.fields.parameters.format(number)
                 grammars.check(Grammar("json_schema", json.dumps(schema)), path)
         raise
 
