@@ -44,6 +44,11 @@ class ClientGone(RequestError):
     status, kind = 499, "client_closed"  # nginx's number
 
 
+def new_id(prefix: str) -> str:
+    """An id that nobody guesses: who knows it may end the answer."""
+    return prefix + secrets.token_hex(16)
+
+
 class Generation:
     """The choices of one HTTP request, in the engine from `start` to `close`, up to which it holds
     one of the server's places."""
@@ -52,15 +57,15 @@ class Generation:
         self,
         serving: Serving,
         request: GenerationRequest,
-        prefix: str,
+        request_id: str,
         *,
         disconnected: Callable[[], bool],
         arrived: float,
     ) -> None:
-        """prefix: of its id. disconnected: whether the client has gone; looked at with every event
-        and while waiting. arrived: when the request came, by `time.monotonic`, from which its time
-        counts. Raises EngineUnavailable, or Overloaded when there is no place."""
-        self.request_id = f"{prefix}-{secrets.token_hex(16)}"
+        """request_id: as `new_id` makes it. disconnected: whether the client has gone; looked at
+        with every event and while waiting. arrived: when the request came, by `time.monotonic`,
+        from which its time counts. Raises EngineUnavailable, or Overloaded when there is no place."""
+        self.request_id = request_id
         self.created = int(time.time())
         self._client, self._options = serving.client, serving.options
         self._request = request

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import Forbidden, RequestEntityTooLarge
+from werkzeug.exceptions import Forbidden
 
 from megatron_hybrid import __version__
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import PauseMode
+from megatron_hybrid.server.http.answering import answered, request_body
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
-from megatron_hybrid.server.http.connection import client_gone
-from megatron_hybrid.server.http.generation import Generation
+from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
@@ -28,12 +26,10 @@ from megatron_hybrid.server.http.protocol.requests import (
     UpdateWeightsRequest,
 )
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Answers
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
 
 MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
-_PIECE = 2**16
 T = TypeVar("T", bound=Body)
 
 
@@ -47,30 +43,15 @@ def install(app: Flask, serving: Serving) -> None:
 def _install_answers(app: Flask, serving: Serving) -> None:
     @app.post("/v1/chat/completions")
     def chat_completions() -> Response:
-        chat: PreparedChat = serving.prepare("chat", _body(), g.caller)
-        return answered("chatcmpl", chat, partial(ChatAnswers, serving, chat))
+        chat: PreparedChat = serving.prepare("chat", request_body(), g.caller)
+        begin = partial(ChatAnswers, serving, chat)
+        return answered(serving, new_id("chatcmpl-"), chat.generation, begin)
 
     @app.post("/v1/completions")
     def completions() -> Response:
-        completion: PreparedCompletion = serving.prepare("completion", _body(), g.caller)
-        return answered("cmpl", completion, partial(CompletionAnswers, serving, completion))
-
-    def answered(
-        prefix: str,
-        prepared: PreparedChat | PreparedCompletion,
-        begin: Callable[[Generation], Answers],
-    ) -> Response:
-        """Answered from a place that is given up when all is sent, or complete, or fails."""
-        gone = client_gone(request.environ)
-        generation = g.generation = Generation(
-            serving, prepared.generation, prefix, disconnected=gone, arrived=g.started
-        )
-        with ExitStack() as place:
-            place.callback(generation.close)
-            response = begin(generation).respond()
-            if response.is_streamed:
-                response.call_on_close(place.pop_all().close)
-            return response
+        completion: PreparedCompletion = serving.prepare("completion", request_body(), g.caller)
+        begin = partial(CompletionAnswers, serving, completion)
+        return answered(serving, new_id("cmpl-"), completion.generation, begin)
 
     @app.get("/v1/models")
     def models() -> Response:
@@ -143,12 +124,12 @@ def _install_service(app: Flask, serving: Serving) -> None:
 
     @app.post("/tokenize")
     def tokenize() -> Response:
-        tokens = serving.prepare("tokenize", _body(), g.caller)
+        tokens = serving.prepare("tokenize", request_body(), g.caller)
         return Response(tokens, mimetype="application/json")
 
     @app.post("/detokenize")
     def detokenize() -> Response:
-        return Response(serving.prepare("detokenize", _body()), mimetype="application/json")
+        return Response(serving.prepare("detokenize", request_body()), mimetype="application/json")
 
     @app.post("/abort")
     def abort() -> Response:
@@ -201,20 +182,9 @@ def _install_control(app: Flask, serving: Serving) -> None:
         return json_response({"status": "ok", **values})
 
 
-def _body() -> list[bytes]:
-    """The pieces of the current request's body."""
-    pieces, length, most = [], 0, request.max_content_length
-    while piece := request.stream.read(_PIECE):
-        pieces.append(piece)
-        length += len(piece)
-        if most is not None and length > most:  # in chunks, whose sum nobody has announced
-            raise RequestEntityTooLarge
-    return pieces
-
-
 def _small_body(kind: type[T]) -> T:
     """A body that has few fields; without a body, none of them is given. Raises
     InvalidRequestError."""
     request.max_content_length = MAX_SMALL_BODY_BYTES
-    data = b"".join(_body())
+    data = b"".join(request_body())
     return read(kind, parse_body(data) if data else {})

@@ -1,0 +1,48 @@
+"""What every route that answers does: it reads a body, and gives its place up when all is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from flask import Response, g, request
+from werkzeug.exceptions import RequestEntityTooLarge
+
+from megatron_hybrid.server.http.connection import client_gone
+from megatron_hybrid.server.http.generation import Generation
+from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.streaming import Answers
+
+_PIECE = 2**16
+
+
+def request_body() -> list[bytes]:
+    """The pieces of the current request's body."""
+    pieces, length, most = [], 0, request.max_content_length
+    while piece := request.stream.read(_PIECE):
+        pieces.append(piece)
+        length += len(piece)
+        if most is not None and length > most:  # in chunks, whose sum nobody has announced
+            raise RequestEntityTooLarge
+    return pieces
+
+
+def answered(
+    serving: Serving,
+    request_id: str,
+    wanted: GenerationRequest,
+    begin: Callable[[Generation], Answers],
+) -> Response:
+    """Answered from a place that is given up when all is sent, or complete, or fails. request_id:
+    the answer's id."""
+    gone = client_gone(request.environ)
+    generation = g.generation = Generation(
+        serving, wanted, request_id, disconnected=gone, arrived=g.started
+    )
+    with ExitStack() as place:
+        place.callback(generation.close)
+        response = begin(generation).respond()
+        if response.is_streamed:
+            response.call_on_close(place.pop_all().close)
+        return response
