@@ -65,8 +65,10 @@ _REASONS = {
     "the request's field `priority` decides, then who came first": (
         "--scheduling-policy --schedule-policy"
     ),
-    "torchrun starts the ranks": "--distributed-executor-backend",
-    "torchrun starts the ranks, and has this flag": "--nnodes",
+    "each rank is a process of this machine, or one of torchrun's": (
+        "--distributed-executor-backend"
+    ),
+    "over several machines torchrun starts the ranks, and has this flag": "--nnodes",
     "grammars are always llguidance's": "--guided-decoding-backend --grammar-backend",
     "/metrics is always served": "--enable-metrics",
 }

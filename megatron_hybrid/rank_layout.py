@@ -70,6 +70,11 @@ class ParallelSizes:
         return self.replica * self.replicas_in_lockstep
 
 
+def is_started_as_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or what does as it does, has started this process."""
+    return {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= environment.keys()
+
+
 @dataclass(frozen=True, slots=True)
 class RankLayout:
     """The place of process `rank` of `world_size`."""
@@ -99,7 +104,7 @@ class RankLayout:
         cls, sizes: ParallelSizes, environment: Mapping[str, str] = os.environ
     ) -> RankLayout:
         """As torchrun says, or of a process that was started alone."""
-        if not {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= environment.keys():
+        if not is_started_as_rank(environment):
             return cls(sizes)
         return cls(sizes, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.parallel.fresh_store import fresh_prefix
 from megatron_hybrid.parallel.ranks import RankGroup
-from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
+from megatron_hybrid.rank_layout import ParallelSizes, RankLayout, is_started_as_rank
 
 TIMEOUT_MINUTES = 30  # of a collective, and for all ranks to come
 
@@ -177,7 +177,7 @@ def _initialize_torch(layout: RankLayout, device: torch.device) -> None:
     that dies, say) does not reach it."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun
+    if is_started_as_rank():
         store, prefix = fresh_prefix(layout, "lockstep_group", timeout)
         dist.init_process_group(
             backend,

@@ -123,21 +123,6 @@ def test_mistakes_are_refused_in_a_sentence(
     assert words in line
 
 
-def test_ranks_without_torchrun_get_its_command_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    # Nothing is looked for on the hub before.
-    assert cli.main(["some-one/none", "-tp", "2", "-pp", "2", "--ask", "a b"]) == 2
-    sentence, command = capsys.readouterr().err.splitlines()
-    assert "need(s) 4 or a multiple of it" in sentence
-    rest = "serve some-one/none -tp 2 -pp 2 --ask 'a b'"
-    assert command == f"  torchrun --nproc-per-node 4 -m megatron_hybrid.cli {rest}"
-    assert cli.main(["-tp", "2", "--api-key", "sesame"]) == 2
-    assert "sesame" not in capsys.readouterr().err
-
-
 def test_keys_are_not_shown_where_they_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parsed("--config", written(tmp_path, api_key=[12345, "sesame"]))

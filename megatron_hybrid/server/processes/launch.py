@@ -265,12 +265,15 @@ def _digest(options: ServerOptions) -> str:
     return found.hexdigest()
 
 
-def _environment() -> dict[str, str]:
-    """Ours, in which the package is found where we found it, installed or not; keys come by
-    standard input."""
+def python_path() -> str:
+    """PYTHONPATH with which the package is found where we found it, installed or not."""
     root = str(Path(megatron_hybrid.__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _environment() -> dict[str, str]:
+    """Ours, for a process that finds the package as we do; keys come by standard input."""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     for name in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
         environment.pop(name, None)
     return environment

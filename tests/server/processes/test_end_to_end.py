@@ -237,7 +237,7 @@ def test_a_file_of_options_holds_for_every_process(server: ServerProcess) -> Non
 REFUSED = [
     (("--load", "/nowhere"), "/nowhere"),
     (("--host", "host.invalid"), "--host"),  # by the front end
-    (("--tensor-model-parallel-size", "2"), "--tensor-model-parallel-size"),
+    (("--tensor-model-parallel-size", "0"), "--tensor-model-parallel-size"),
     (("--inference-dynamic-batching-block-size", "0"), "block-size"),
     (("--inference-dynamic-batching-prefix-caching-mamba-gb", "1e-9"), "one state takes"),
     (("--port", "99999"), "--port"),
