@@ -64,7 +64,8 @@ class Generation:
     ) -> None:
         """request_id: as `new_id` makes it. disconnected: whether the client has gone; looked at
         with every event and while waiting. arrived: when the request came, by `time.monotonic`,
-        from which its time counts. Raises EngineUnavailable, or Overloaded when there is no place."""
+        from which its time counts. Raises EngineUnavailable, or Overloaded when there is no place.
+        """
         self.request_id = request_id
         self.created = int(time.time())
         self._client, self._options = serving.client, serving.options
