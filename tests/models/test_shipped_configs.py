@@ -42,6 +42,7 @@ PARAMETERS = {
     "qwen3-8b": (8.19, "Hub; 8.2 B in the model card"),
     "qwen3-next-80b-a3b": (79.7, "80 B in the model card; 79.67 in transformers' class"),
     "qwen3.5-35b-a3b": (34.7, "35 B in the model card; 34.66 in transformers' class"),
+    "qwen3.5-35b-a3b-nvfp4": (34.7, "as above"),
     "qwen3.5-9b": (8.95, "what llama.cpp counts in the text part"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),
 }
