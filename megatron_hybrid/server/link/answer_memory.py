@@ -2,37 +2,28 @@
 
 A chat comes back as text, and the tokens of a text need not be those that were sampled: then the
 cached prefix would end where the first answer began. The memory lives in the engine process, where
-all front ends find it; it has a thread and a socket of its own, so that nobody waits for a step.
+all front ends find it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import json
-import logging
-import threading
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
 
-from megatron_hybrid.server.link.sockets import zmq_module
+from megatron_hybrid.server.link.memory_socket import MemoryClient, MemoryServer
 from megatron_hybrid.text.answer_places import GeneratedAnswer
-
-logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 16 * 2**20  # 64 MiB of ids, and about as much text
 ENTRY_TOKENS = 64  # what an entry costs besides its tokens
 ENDPOINT_NAME = "answers"
 KEY_BYTES = 16
 LOOKUP_SECONDS = 0.2  # an answer that isn't found costs time, not correctness
-PAUSE_SECONDS = 1.0  # without lookups, after one that nobody answered
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -57,22 +48,15 @@ class Remember(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True):
-    """Sent by a front end before it makes a prompt of a chat; answered with Found."""
+    """Sent by a front end before it makes a prompt of a chat; answered with an answer for each key,
+    None where there is none."""
 
-    lookup_id: int
     keys: list[bytes]
-
-
-class Found(msgspec.Struct, frozen=True):
-    """An answer for each key of a Lookup, None where there is none."""
-
-    lookup_id: int
-    answers: list[Stored | None]
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_command = msgspec.msgpack.Decoder(Remember | Lookup).decode
-_decode_found = msgspec.msgpack.Decoder(Found).decode
+_decode_found = msgspec.msgpack.Decoder(list[Stored | None]).decode
 
 
 class AnswerMemory:
@@ -112,92 +96,39 @@ def _cost(answer: Stored) -> int:
     return ENTRY_TOKENS + max(len(answer.ids), len(answer.text)) // 4
 
 
-class AnswerMemoryServer:
-    """Serves one memory at `endpoint` in a thread, until it is closed."""
+class AnswerMemoryServer(MemoryServer):
+    """Serves one memory of answers."""
 
     def __init__(self, endpoint: str) -> None:
-        self._memory = AnswerMemory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
-        threading.Thread(target=self._run, name="answers", daemon=True).start()
+        memory = AnswerMemory()
 
-    def close(self) -> None:
-        """End the thread and close its socket."""
-        self._context.term()  # which waits until the thread has seen it
+        def serve(payload: bytes) -> bytes | None:
+            command = _decode_command(payload)
+            if isinstance(command, Remember):
+                memory.remember(command.key, command.answer)
+                return None
+            return _encode(memory.find(command.keys))
 
-    def _run(self) -> None:
-        with self._socket, contextlib.suppress(zmq.ContextTerminated):
-            while True:
-                client, payload = self._socket.recv_multipart()
-                try:
-                    self._serve(client, payload)
-                except zmq.ContextTerminated:
-                    raise
-                except Exception:  # the memory is a help: whoever asks goes on without it
-                    logger.exception("The memory of answers could not serve a front end.")
-
-    def _serve(self, client: bytes, payload: bytes) -> None:
-        command = _decode_command(payload)
-        if isinstance(command, Remember):
-            self._memory.remember(command.key, command.answer)
-        else:
-            found = Found(command.lookup_id, self._memory.find(command.keys))
-            self._socket.send_multipart([client, _encode(found)])
+        super().__init__(endpoint, "answers", serve)
 
 
-class AnswerMemoryClient:
-    """A front end's connection to the memory at `endpoint`; safe in threads and in greenlets, but
-    greenlets' and other threads' calls must not be mixed."""
+class AnswerMemoryClient(MemoryClient):
+    """A front end's connection to it."""
 
     def __init__(self, endpoint: str) -> None:
-        self._lock = threading.Lock()
-        self._lookup_ids = itertools.count()
-        self._silent_until = 0.0
-        self._context: Any = zmq_module().Context()
-        self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
+        super().__init__(endpoint, LOOKUP_SECONDS)
 
     def remember(self, key: bytes, token_ids: Sequence[int], text: str, thoughts: int = 0) -> None:
         """Send an answer, as GeneratedAnswer has it; it is dropped if the memory does not read."""
-        with self._lock:
-            self._send(Remember(key, Stored(array("I", token_ids).tobytes(), text, thoughts)))
+        ids = array("I", token_ids).tobytes()
+        self.tell(_encode(Remember(key, Stored(ids, text, thoughts))))
 
     def find(self, keys: Sequence[bytes]) -> list[GeneratedAnswer | None]:
         """What the memory holds; nothing if it does not answer soon."""
-        nothing: list[GeneratedAnswer | None] = [None] * len(keys)
-        if not keys or time.monotonic() < self._silent_until:
-            return nothing
-        with self._lock:
-            if time.monotonic() < self._silent_until:  # who had the lock has found out
-                return nothing
-            lookup_id = next(self._lookup_ids)
-            deadline = time.monotonic() + LOOKUP_SECONDS
-            if not self._send(Lookup(lookup_id, list(keys))):
-                return nothing
-            while (left := deadline - time.monotonic()) > 0:
-                if not self._socket.poll(max(1, int(1000 * left))):
-                    break
-                found = _decode_found(self._socket.recv())
-                if found.lookup_id == lookup_id:  # else: an answer that came too late
-                    return [None if one is None else one.unpacked() for one in found.answers]
-            self._silent_until = time.monotonic() + PAUSE_SECONDS
-        return nothing
-
-    def close(self) -> None:
-        """End the connection."""
-        with self._lock:
-            self._socket.close(linger=0)
-            self._context.term()
-
-    def _send(self, command: Remember | Lookup) -> bool:
-        try:
-            self._socket.send(_encode(command), zmq.DONTWAIT)
-        except zmq.Again:  # a full queue: the engine is gone, or stands still
-            return False
-        return True
+        answer = self.ask(_encode(Lookup(list(keys)))) if keys else None
+        if answer is None:
+            return [None] * len(keys)
+        return [None if one is None else one.unpacked() for one in _decode_found(answer)]
 
 
 class Asked(NamedTuple):

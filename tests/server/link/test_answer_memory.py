@@ -129,7 +129,7 @@ def test_a_front_end_without_a_memory_goes_on_and_finds_a_restarted_one(
     server = AnswerMemoryServer(endpoint)
     client.remember(b"a", [1], "x")
     # The connection may take longer than a lookup waits; what came late must not be mixed up.
-    monkeypatch.setattr("megatron_hybrid.server.link.answer_memory.LOOKUP_SECONDS", 10.0)
+    monkeypatch.setattr(client, "_seconds", 10.0)
     assert client.find([b"a", b"b"]) == [GeneratedAnswer([1], "x"), None]
     client.close()
     server.close()
@@ -142,6 +142,7 @@ def test_a_broken_message_does_not_end_the_memory(
     server = AnswerMemoryServer(endpoint)
     client = AnswerMemoryClient(endpoint)
     client._socket.send(b"\xc1 no message")
+    client.tell(b"\xc1 no message either")
     client.remember(b"a", [1], "x")
     assert client.find([b"a"]) == [GeneratedAnswer([1], "x")]
     client.close()
@@ -368,7 +369,7 @@ def test_chats_that_come_together_do_not_wait_one_after_another(
     """For a memory that does not answer: the first of them has found out for all."""
     client = AnswerMemoryClient(f"ipc://{tmp_path}/nobody")
     sent = []
-    monkeypatch.setattr(client, "_send", lambda lookup: sent.append(lookup) or True)
+    monkeypatch.setattr(client, "_send", lambda *what: sent.append(what) or True)
     asking = [threading.Thread(target=client.find, args=([b"key"],)) for _ in range(20)]
     for thread in asking:
         thread.start()
