@@ -37,11 +37,13 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. secret: mixed into its salts; empty: they are taken as they are."""
+    """Who sent a request. secret: mixed into its salts; empty: they are taken as they are. owner:
+    under which what is stored for this key is found again."""
 
     key_name: str | None = None
     admin: bool = False
     secret: bytes = b""
+    owner: bytes = b""
 
     def salt_for(self, given: str) -> str:
         """The cache salt of a request that names this one, or none (""). With a secret it depends
@@ -60,8 +62,9 @@ class KeyRing:
     def __init__(self, keys: Sequence[ApiKey], *, salted: bool = False) -> None:
         self.has_admins = any(key.admin for key in keys)
         self._callers = [
-            (_digest(key.key), Caller(key.name, key.admin, _secret(key.key) if salted else b""))
+            (digest, Caller(key.name, key.admin, _secret(key.key) if salted else b"", digest))
             for key in keys
+            for digest in (_digest(key.key),)
         ]
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced")
 MOST_REPLICAS = 1024
 MOST_SECONDS = 86400
 MOST_OPEN = 1_000_000  # requests and connections
+MOST_STORED_GB, MOST_STORED_HOURS = 1024, 24 * 366
 # The names in tool_calls/formats.py, which takes long to import.
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
 REASONING_FORMATS = ("granite", "qwen3", "deepseek_r1")  # those in text/reasoning.py
@@ -133,6 +134,18 @@ class ServerOptions(ParseOptions):
         "how the model marks what it thinks before it answers; auto: as its chat template shows; "
         "none: thoughts stay in the answer's text",
         ("auto", "none", *REASONING_FORMATS),
+    )
+    responses_store_gb: float = option(
+        0.25,
+        "memory for responses of /v1/responses that are stored, to be read or gone on with; the "
+        "least recently used go first. 0: none is stored",
+        least_means="none is stored",
+        most=MOST_STORED_GB,
+    )
+    responses_store_hours: float = option(
+        24.0,
+        "how long a stored response is kept after it was last asked for",
+        most=MOST_STORED_HOURS,
     )
     request_timeout: float = option(
         0.0,
@@ -249,6 +262,11 @@ class ServerOptions(ParseOptions):
         """Whether /pause, /resume and /update_weights are there: on request, or when nobody else
         can reach the server."""
         return self.enable_control_routes or is_loopback(self.host)
+
+    @property
+    def stores_responses(self) -> bool:
+        """Whether responses can be stored."""
+        return self.responses_store_gb > 0 and self.responses_store_hours > 0
 
     @property
     def connections_a_worker(self) -> int:

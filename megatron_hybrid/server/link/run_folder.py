@@ -10,6 +10,7 @@ again, so its name is a fresh one.
     kv-replay-<k>     what was missed of that       start.lock        held by who starts or ends it
     coordinator       socket that places requests
     answers           socket of the answers' memory
+    responses         socket of the memory of stored responses
     preparers         socket of the processes that read large requests
 """
 

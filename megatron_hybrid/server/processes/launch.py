@@ -17,7 +17,9 @@ import megatron_hybrid
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
+from megatron_hybrid.server.link.memory_socket import MemoryServer
 from megatron_hybrid.server.link.parent import start_process
+from megatron_hybrid.server.link.response_memory import RESPONSES, serve_responses
 from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, LockOwner, RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.options import FrontEndSettings, ServerOptions
@@ -52,10 +54,12 @@ class FrontEnd:
         # Not earlier: the workers of one that ends would join us.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = bind_socket(self.context, self.folder.engine_endpoint(replica))
-        self._answers: AnswerMemoryServer | None = None
+        self._memories: list[MemoryServer] = []
         if options.data_parallel_size == 1:
-            # With several, the coordinator's process has the memory: it outlives any replica.
-            self._answers = AnswerMemoryServer(self.folder.endpoint(ENDPOINT_NAME))
+            # With several, the coordinator's process has the memories: it outlives any replica.
+            self._memories.append(AnswerMemoryServer(self.folder.endpoint(ENDPOINT_NAME)))
+            if responses := serve_responses(self.folder.endpoint(RESPONSES), options):
+                self._memories.append(responses)
         self._start_unless_found()
 
     def wait_until_listening(self) -> None:
@@ -121,8 +125,8 @@ class FrontEnd:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._answers is not None:
-            self._answers.close()
+        for memory in self._memories:
+            memory.close()
         self.socket.close()  # it sends the last message first, for half a second at most
         self.context.destroy()  # with a lockstep group's waker, too: term would wait for it
         if not self._abandoned or self.failure() is not None:

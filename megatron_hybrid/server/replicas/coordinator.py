@@ -5,7 +5,7 @@ what they have cached (kv_events). It is asked once a request and stands on no t
 it, workers place by what each of them has running; restarted, it learns from the replicas what they
 have, and of running requests as they end.
 
-It also keeps the memory of answers, which shall survive any one replica.
+It also keeps the memories of answers and of stored responses, which shall survive any one replica.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryServer
 from megatron_hybrid.server.link.engine_client import EngineClient
 from megatron_hybrid.server.link.parent import end_with_parent
+from megatron_hybrid.server.link.response_memory import RESPONSES, serve_responses
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket, send
 from megatron_hybrid.server.log_format import set_up_logging
@@ -56,6 +57,7 @@ class Coordinator:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_socket(self._context, folder.endpoint(COORDINATOR))
         self._answers = AnswerMemoryServer(folder.endpoint(ENDPOINT_NAME))
+        self._responses = serve_responses(folder.endpoint(RESPONSES), options)
         replicas = range(options.data_parallel_size)
         self._engines = [EngineClient(folder.engine_endpoint(replica)) for replica in replicas]
         self._folder = folder
@@ -90,6 +92,8 @@ class Coordinator:
         for subscriber in self._subscribers.values():
             subscriber.close()
         self._answers.close()
+        if self._responses is not None:
+            self._responses.close()
         self._socket.close(linger=0)
         self._context.term()
 

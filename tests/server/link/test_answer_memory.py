@@ -368,8 +368,13 @@ def test_chats_that_come_together_do_not_wait_one_after_another(
 ) -> None:
     """For a memory that does not answer: the first of them has found out for all."""
     client = AnswerMemoryClient(f"ipc://{tmp_path}/nobody")
-    sent = []
-    monkeypatch.setattr(client, "_send", lambda *what: sent.append(what) or True)
+    sent: list[bytes] = []
+
+    def send(number: int, payload: bytes) -> bool:
+        sent.append(payload)
+        return True
+
+    monkeypatch.setattr(client, "_send", send)
     asking = [threading.Thread(target=client.find, args=([b"key"],)) for _ in range(20)]
     for thread in asking:
         thread.start()
