@@ -32,6 +32,7 @@ BASE = [
     "prometheus-client>=0.21",
     "pyyaml>=6.0",
     "tqdm>=4.66",
+    "shtab>=1.13",  # completion in shells; small, and needs nothing itself
 ]
 
 # These compile against CUDA and the installed torch: install torch first, then
@@ -84,8 +85,8 @@ setup(
     package_data={
         "megatron_hybrid": ["py.typed"],
         "megatron_hybrid.kernels.linear": ["*.cu"],
-        "megatron_hybrid.reference_model": ["weights/*"],
-        "megatron_hybrid.server.http.dashboard": ["static/*"],
+        "megatron_hybrid.reference_model": ["weights/**"],
+        "megatron_hybrid.server.http.dashboard": ["static/**"],
     },
     zip_safe=False,
     install_requires=BASE,

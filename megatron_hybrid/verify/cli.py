@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid import __version__
@@ -29,6 +28,7 @@ from megatron_hybrid.server.log_format import set_up_logging
 from megatron_hybrid.server.options import TOOL_CALL_FORMATS
 from megatron_hybrid.settings import Settings, option, options_of
 from megatron_hybrid.verify.report import Check, Report, check_place, not_checked
+from megatron_hybrid.versions import package_versions
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from megatron_hybrid.llm import LLM
     from megatron_hybrid.verify.dequantized import Weight
 
-_PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "megatron-core", "tokenizers")
 _PRIVATE = ("load", "tokenizer_model")  # settings that are paths
 
 
@@ -67,15 +66,7 @@ class VerifyOptions(Settings):
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a model; 0, or 1 where anything differs, or 2 for what cannot be run."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as the server does
-    parser = ArgumentParser(
-        prog="megatron-hybrid verify",
-        description="Check whether a model runs right here: beside transformers, in every way.",
-        epilog="Ends with 1 where anything differs. Under torchrun it is split as by serve.",
-    )
-    add_model_argument(parser)
-    add_engine_arguments(parser)
-    add_arguments(parser, VerifyOptions, "verify")
-    args = parser.parse_args(argv)
+    args = argument_parser().parse_args(argv)
     try:
         engine, own = values_from_args(args, EngineConfig, VerifyOptions)
         set_up_logging("text", "verify", "%(asctime)s %(name)s: ", logging.WARNING)
@@ -98,6 +89,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(report.summary())
     return int(report.differs)
+
+
+def argument_parser() -> ArgumentParser:
+    """Of this command."""
+    parser = ArgumentParser(
+        prog="megatron-hybrid verify",
+        description="Check whether a model runs right here: beside transformers, in every way.",
+        epilog="Ends with 1 where anything differs. Under torchrun it is split as by serve.",
+    )
+    add_model_argument(parser)
+    add_engine_arguments(parser)
+    add_arguments(parser, VerifyOptions, "verify")
+    return parser
 
 
 def verify(
@@ -201,7 +205,7 @@ def _about(
         "versions": {
             "megatron_hybrid": __version__,
             "python": platform.python_version(),
-            **{name: found for name in _PACKAGES if (found := _version(name))},
+            **{name: version for name, version in package_versions().items() if version},
             "cuda": torch.version.cuda if is_gpu else None,
         },
         "device": torch.cuda.get_device_name(device) if is_gpu else platform.machine(),
@@ -221,10 +225,3 @@ def _about(
             if one.name not in _PRIVATE and (value := getattr(config, one.name)) != one.default
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

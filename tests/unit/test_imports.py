@@ -24,8 +24,9 @@ ROOMS = """
     server.sampling_defaults
     server.link server.replicas server.http server.processes server.loop
     server.ask server.cli
-    verify
-    cli
+    versions verify
+    terminal
+    commands completion cli
 """.split()
 
 

@@ -1,0 +1,1 @@
+"""`megatron-hybrid chat`: a chat with a running server, in the terminal."""
