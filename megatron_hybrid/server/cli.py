@@ -6,11 +6,10 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.kv_events import KVEventsConfig
 from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.models.checkpoints.folder import ModelFolder, check_model_files
-from megatron_hybrid.rank_layout import RankLayout
+from megatron_hybrid.rank_layout import RankLayout, is_started_as_rank
 from megatron_hybrid.server import keys, tls
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.http import browsers
@@ -39,6 +38,7 @@ from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_wh
 from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions, is_loopback
 from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
+from megatron_hybrid.server.processes.ranks import check_devices, run_ranks
 from megatron_hybrid.server.sampling_defaults import describe, read_sampling_defaults
 from megatron_hybrid.watchdog import Watchdog
 
@@ -68,11 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(log_format, "engine", "%(asctime)s %(name)s: ", logging.WARNING)
         logging.getLogger("megatron_hybrid").setLevel(logging.INFO)
         config, launch = EngineConfig(**engine), launch_options(launched)
-        layout = _layout(config, given)  # before anything is downloaded
+        layout = launch_layout(config, server, launched)
+        if starts_ranks := layout.world_size > 1 and not is_started_as_rank():
+            check_devices(layout.world_size, config.device)  # before anything is downloaded
         config, launch = with_model_files(config, launch)
         check_model_files(config)
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
         options = server_options(config, server, launch, layout)
+        if starts_ranks:
+            arguments = ("-m", "megatron_hybrid.cli", "serve", *given)
+            return run_ranks(layout.world_size, config.device, arguments)
         if layout.is_first_of_replica and layout.replica == 0:
             for said in getattr(args, "aliases", ()):
                 logger.info("%s", said)
@@ -95,17 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code or 1
 
 
-def _layout(config: EngineConfig, given: list[str]) -> RankLayout:
-    """As torchrun says; ConfigurationError with its command line where it is missing."""
+def launch_layout(
+    config: EngineConfig, server: Mapping[str, Any], launched: Mapping[str, Any]
+) -> RankLayout:
+    """As torchrun says; of a process that was started alone, the first place among all ranks that
+    the model's sizes, and --data-parallel-size where no --data-parallel-rank says that each
+    replica is launched by itself, ask for."""
     sizes = config.parallel_sizes
-    try:
+    if is_started_as_rank():
         return RankLayout.from_environment(sizes)
-    except ConfigurationError as error:
-        if "WORLD_SIZE" in os.environ:
-            raise
-        flags = "..." if any("api-key" in one for one in given) else shlex.join(given)
-        command = f"torchrun --nproc-per-node {sizes.lockstep_group} -m megatron_hybrid.cli serve"
-        raise ConfigurationError(f"{error} On one machine:\n  {command} {flags}") from error
+    replicas = server.get("data_parallel_size", 1)
+    if "data_parallel_rank" in launched or not isinstance(replicas, int):
+        replicas = 1
+    return RankLayout(sizes, world_size=max(sizes.lockstep_group, sizes.replica * replicas))
 
 
 def _serve_first_rank(
