@@ -35,12 +35,15 @@ BASE = [
     "shtab>=1.13",  # completion in shells; small, and needs nothing itself
 ]
 
+# The fast kernels of attention. A wheel, which compiles what it needs when it is first needed.
+FLASHINFER = ["flashinfer-python>=0.6.14"]
+
 # These compile against CUDA and the installed torch: install torch first, then
 # `pip install --no-build-isolation ".[gpu]"`. transformer-engine without its torch part is an
 # empty shell that breaks `import megatron.core`, hence the extra's own extra.
 GPU = [
+    *FLASHINFER,
     "triton>=3.6",
-    "flashinfer-python>=0.6.14",
     "mamba-ssm>=2.3.2",
     "causal-conv1d>=1.6.2",
     "transformer-engine[pytorch]>=2.0",
@@ -67,7 +70,7 @@ TEST = [
     "mypy>=2.4.1,<2.5",
 ]
 
-DEV = [*TEST, "pre-commit>=4.0", "build>=1.2"]
+DEV = [*TEST, "pre-commit>=4.0", "build>=1.2", "twine>=6.1"]
 
 setup(
     name="megatron-hybrid",
@@ -90,7 +93,7 @@ setup(
     },
     zip_safe=False,
     install_requires=BASE,
-    extras_require={"gpu": GPU, "plot": PLOT, "test": TEST, "dev": DEV},
+    extras_require={"flashinfer": FLASHINFER, "gpu": GPU, "plot": PLOT, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["megatron-hybrid=megatron_hybrid.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

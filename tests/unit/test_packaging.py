@@ -20,21 +20,38 @@ from megatron_hybrid import cli
 from megatron_hybrid.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
-WEIGHTS = ROOT / "megatron_hybrid" / "reference_model" / "weights"
 SHELL_SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "tools").glob("*.sh"))]
 
 
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|megatron_hybrid\.egg-info/.*")  # by an sdist
+
+
+def copy_of_the_repository(target):
+    """So that the checkout stays clean. The names of the files."""
+    if (ROOT / ".git").exists():
+        list_files = "git ls-files -z --cached --others --exclude-standard".split()
+        listed = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True)
+        names = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    else:  # we are in an sdist, which says what was in it
+        listed = (ROOT / "megatron_hybrid.egg-info" / "SOURCES.txt").read_text()
+        names = {name for name in listed.splitlines() if not GENERATED.fullmatch(name)}
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
+    return names
+
+
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory):
-    """A wheel and an sdist, built from a copy so that the checkout stays clean."""
+def sources(tmp_path_factory):
+    """A copy of the repository, and the names of its files."""
     source = tmp_path_factory.mktemp("source") / "checkout"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("megatron_hybrid", "tools", "configs", "docs", "examples"):
-        shutil.copytree(
-            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-        )
+    return source, copy_of_the_repository(source)
+
+
+@pytest.fixture(scope="module")
+def distributions(sources):
+    """A wheel and an sdist."""
+    source, _ = sources
     out = source / "dist"
     build = subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist", "-d", str(out), "bdist_wheel", "-d", str(out)],
@@ -72,40 +89,25 @@ def _requirements(metadata, extra=None):
     return names
 
 
-def test_the_wheel_holds_the_reference_models_weights(wheel_names):
-    shipped = [p for p in WEIGHTS.rglob("*") if p.is_file()]
-    assert any(p.suffix == ".safetensors" for p in shipped)
-    for path in shipped:
-        assert path.relative_to(ROOT).as_posix() in wheel_names
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel_names, sources):
+    package = {name for name in sources[1] if name.startswith("megatron_hybrid/")}
+    assert {name for name in wheel_names if ".dist-info/" not in name} == package
+    assert {"megatron_hybrid/py.typed", "megatron_hybrid/kernels/linear/fp4_few.cu"} <= package
+    for kind in (".safetensors", ".html", ".css", ".js"):
+        assert any(name.endswith(kind) for name in package)
 
 
-def test_the_sdist_holds_the_reference_models_weights_and_the_tools(distributions):
+def test_the_sdist_holds_every_file_of_the_repository(distributions, sources):
     with tarfile.open(distributions[1]) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    for path in [*WEIGHTS.glob("*.safetensors"), ROOT / "tools" / "run_tests.sh"]:
-        assert path.relative_to(ROOT).as_posix() in names
-
-
-def test_the_wheel_holds_every_module_and_nothing_else(wheel_names):
-    modules = {
-        p.relative_to(ROOT).as_posix()
-        for p in (ROOT / "megatron_hybrid").rglob("*.py")
-        if "__pycache__" not in p.parts
-    }
-    assert modules <= wheel_names
-    assert {n for n in wheel_names if n.endswith(".py")} == modules
-
-
-def test_non_python_files_of_the_server_are_shipped(wheel_names):
-    for path in (ROOT / "megatron_hybrid" / "server").rglob("*"):
-        if path.is_file() and path.suffix in {".html", ".css", ".js", ".svg"}:
-            assert path.relative_to(ROOT).as_posix() in wheel_names
+        names = {one.name.partition("/")[2] for one in sdist if one.isfile()}
+    assert {name for name in names if not GENERATED.fullmatch(name)} == sources[1]
 
 
 def test_what_compiles_against_cuda_is_in_the_gpu_extra_alone(metadata):
     compiles = {"mamba-ssm", "causal-conv1d", "transformer-engine", "flashinfer-python"}
     # Triton is a wheel; megatron-core imports it on Python 3.12.
     assert _requirements(metadata, "gpu") == compiles | {"triton"}
+    assert _requirements(metadata, "flashinfer") == {"flashinfer-python"}
     for extra in (None, "test", "dev"):
         assert not _requirements(metadata, extra) & compiles
 
