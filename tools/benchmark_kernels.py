@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from bench.cases import Bench, Case
 from bench.environment import describe_environment
-from bench.kernel_cases import Bench, Case
+from bench.kernel_cases import kernel_cases
 from bench.timing import Ceilings, Timing, number_of_sets, time_calls
 from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.errors import ConfigurationError
@@ -114,7 +115,7 @@ def main() -> int:
             f"{bench.kernels.name}: copy {ceilings.bytes_per_second / 1e12:.3f} TB/s, matrix "
             f"product {ceilings.flops / 1e12:.1f} TFLOP/s\n{HEAD}"
         )
-        for case in bench.cases():
+        for case in kernel_cases(bench):
             if case.name.startswith(wanted):
                 rows.append(run(case, bench, ceilings))
                 print(describe(rows[-1], on_gpu), flush=True)

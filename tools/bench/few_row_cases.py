@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from bench.cases import Bench, Calls, Case
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.config import HybridModelConfig
@@ -22,19 +23,17 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
 
 if TYPE_CHECKING:
-    from bench.kernel_cases import Bench, Calls, Case
     from megatron_hybrid.kernels.linear.few_rows import Tile
 
 NAME = "product of few rows"
 TILED = (4, 32)  # rows of inputs that all tiles are timed with
 
 
-def few_row_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
-    """`case`: the class."""
+def few_row_cases(bench: Bench) -> Iterator[Case]:
     shapes = linear_shapes(bench.model)
     for shape in shapes:
         for tokens in [1, 3] if bench.tiny else [1, 2, 4, 8, 16, 32]:
-            yield _product(bench, case, tokens, shape)
+            yield _product(bench, tokens, shape)
     if bench.tiny:
         return
     from megatron_hybrid.kernels.linear.few_rows import choose_tile  # of GPUs alone
@@ -44,7 +43,7 @@ def few_row_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
     for shape in dict.fromkeys([max(layers), fewest]):
         for tokens in TILED:
             for tile in other_tiles(choose_tile(*shape)):
-                yield _product(bench, case, tokens, shape, tile)
+                yield _product(bench, tokens, shape, tile)
 
 
 def linear_shapes(model: HybridModelConfig) -> list[tuple[int, int]]:
@@ -78,9 +77,7 @@ def other_tiles(chosen: Tile) -> list[Tile]:
     return [tile for tile in dict.fromkeys(tiles) if tile != chosen]
 
 
-def _product(
-    bench: Bench, case: type[Case], tokens: int, shape: tuple[int, int], tile: Tile | None = None
-) -> Case:
+def _product(bench: Bench, tokens: int, shape: tuple[int, int], tile: Tile | None = None) -> Case:
     """`tile`: None: the chosen one."""
     rows, columns = shape
 
@@ -101,4 +98,4 @@ def _product(
     moved = (rows * columns + tokens * (rows + columns)) * bench.item
     which = "" if tile is None else f": {tile}"
     size = f"{tokens} x {columns} to {rows}{which}"
-    return case(NAME, size, moved, make, 2 * tokens * rows * columns)
+    return Case(NAME, size, moved, make, 2 * tokens * rows * columns)

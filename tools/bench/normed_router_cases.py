@@ -7,28 +7,23 @@ kernel, and beside it by two.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from bench.cases import EPS, Bench, Calls, Case
 from megatron_hybrid.kernels.experts.protocol import Router
 from megatron_hybrid.layers.moe import MoEConfig
 
-if TYPE_CHECKING:
-    from bench.kernel_cases import Bench, Calls, Case
-
 NAME = "norm and router"
-EPS = 1e-5
 
 
-def normed_router_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
-    """`case`: the class."""
+def normed_router_cases(bench: Bench) -> Iterator[Case]:
     if bench.model.moe is not None:
         for tokens in [1, 2, 4]:
-            yield _normed_router(bench, case, bench.model.moe, tokens)
+            yield _normed_router(bench, bench.model.moe, tokens)
 
 
-def _normed_router(bench: Bench, case: type[Case], config: MoEConfig, tokens: int) -> Case:
+def _normed_router(bench: Bench, config: MoEConfig, tokens: int) -> Case:
     number, width, kernels = config.num_experts, bench.model.hidden_size, bench.kernels
 
     def make() -> Calls:
@@ -50,4 +45,4 @@ def _normed_router(bench: Bench, case: type[Case], config: MoEConfig, tokens: in
         }
 
     moved = (number + 4 * tokens) * width * bench.item
-    return case(NAME, f"{tokens} tokens", moved, make, 2 * tokens * number * width)
+    return Case(NAME, f"{tokens} tokens", moved, make, 2 * tokens * number * width)

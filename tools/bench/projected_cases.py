@@ -7,30 +7,26 @@ kernel, and beside it by a kernel a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from bench.cases import Bench, Calls, Case
 from megatron_hybrid.kernels.convolved import LowRank
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 
-if TYPE_CHECKING:
-    from bench.kernel_cases import Bench, Calls, Case
-
 NAME = "Mamba1 decode"
 
 
-def projected_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
-    """`case`: the class."""
+def projected_cases(bench: Bench) -> Iterator[Case]:
     if bench.model.mamba1 is None:
         return
     for batch in [1, 3] if bench.tiny else [1, 2, 3, 4, 8]:
-        yield _decode(bench, case, bench.model.mamba1, batch)
+        yield _decode(bench, bench.model.mamba1, batch)
 
 
-def _decode(bench: Bench, case: type[Case], config: Mamba1Config, batch: int) -> Case:
+def _decode(bench: Bench, config: Mamba1Config, batch: int) -> Case:
     inner, size, rank = config.inner_size, config.state_size, config.dt_rank
     sections, eps, kernels = (rank, size, size), config.norms_eps, bench.kernels
     constants = Mamba1Constants(
@@ -68,4 +64,4 @@ def _decode(bench: Bench, case: type[Case], config: Mamba1Config, batch: int) ->
     moved = inner * rank * bench.item + inner * size * 4 * (2 * batch + 1)
     moved += batch * (3 * inner + sum(sections)) * bench.item
     normed = "" if config.norms == "none" else ", normed"
-    return case(NAME, f"B={batch} {rank} to {inner} x {size}{normed}", moved, make)
+    return Case(NAME, f"B={batch} {rank} to {inner} x {size}{normed}", moved, make)

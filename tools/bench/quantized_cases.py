@@ -6,22 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench import humming_products
+from bench.cases import Bench, Calls, Case
 from bench.recurrent_kinds import library
+from bench.timing import Call
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
 from megatron_hybrid.models.config import HybridModelConfig
-
-if TYPE_CHECKING:
-    from bench.kernel_cases import Bench, Calls, Case
-    from bench.timing import Call
 
 FORMATS = {
     "FP8": WeightFormat("float8_e4m3fn", activations="token"),
@@ -56,8 +53,7 @@ def widest(model: HybridModelConfig) -> int:
     return max(rows) // 16 * 16
 
 
-def linear_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
-    """`case`: the class."""
+def quantized_linear_cases(bench: Bench) -> Iterator[Case]:
     rows, columns = widest(bench.model), bench.model.hidden_size
     for name, format in FORMATS.items():
         for tokens in [*bench.batches(), bench.rows()[-1]]:
@@ -77,7 +73,7 @@ def linear_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
 
             moved = _bytes(format, rows, columns) + tokens * (rows + columns) * bench.item
             flops = 2 * tokens * rows * columns * _time_of(format)
-            yield case(f"linear {name}", f"{tokens} x {columns} to {rows}", moved, make, flops)
+            yield Case(f"linear {name}", f"{tokens} x {columns} to {rows}", moved, make, flops)
 
 
 def _linear_libraries(x: Tensor, inputs: Inputs, weight: QuantizedWeight) -> Calls:
@@ -124,10 +120,10 @@ def _by_block(x: QuantizedRows, weight: QuantizedWeight) -> Calls:
     }  # fmt: skip
 
 
-def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
-    """`case`: the class. Of a model with experts."""
+def quantized_expert_cases(bench: Bench) -> Iterator[Case]:
     config = bench.model.moe
-    assert config is not None
+    if config is None:
+        return
     inner = config.expert.intermediate_size
     rows = 2 * inner if config.expert.gated else inner
     width, number = config.latent_size or bench.model.hidden_size, config.num_experts
@@ -162,7 +158,7 @@ def expert_cases(bench: Bench, case: type[Case]) -> Iterator[Case]:
             moved += 2 * tokens * width * bench.item
             pairs = tokens * config.experts_per_token
             flops = 2 * pairs * width * (rows + inner) * _time_of(format)
-            yield case(f"experts {name}", f"{tokens} tokens", moved, make, flops)
+            yield Case(f"experts {name}", f"{tokens} tokens", moved, make, flops)
 
 
 def _expert_libraries(bench: Bench, x: Tensor, chosen: Tensor, layer: ExpertWeights) -> Calls:

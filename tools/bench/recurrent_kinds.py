@@ -23,7 +23,14 @@ from megatron_hybrid.kernels.protocols import (
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.config import (
+    MAMBA,
+    SHARED_TRANSFORMER,
+    SIDE_BY_SIDE,
+    HybridModelConfig,
+)
+
+MAMBA2_BLOCKS = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER}  # that have such a layer
 
 Tensors = tuple[Tensor, ...]
 # (inputs, state, slots) of an update, or (inputs, number of sequences) of a prefill -> calls
@@ -50,6 +57,11 @@ class RecurrentKind:
     update_libraries: UpdateCalls = field(default=lambda *_: {})
     prefill_libraries: PrefillCalls = field(default=lambda *_: {})
 
+    def layers(self, pattern: str) -> int:
+        """How many a pattern has."""
+        letters = MAMBA2_BLOCKS if self.letter == MAMBA else {self.letter}
+        return sum(letter in letters for letter in pattern)
+
 
 def recurrent_kinds(
     model: HybridModelConfig, kernels: KernelSet, device: torch.device, dtype: torch.dtype
@@ -65,7 +77,7 @@ def recurrent_kinds(
         return torch.full(shape, value, device=device)
 
     letters = set(model.pattern)
-    if letters & set("MHZ") and model.mamba is not None:
+    if letters & MAMBA2_BLOCKS and model.mamba is not None:
         yield _mamba2(model.mamba, kernels, columns, constant)
     if "S" in letters and model.mamba1 is not None:
         yield _mamba1(model.mamba1, kernels, columns, constant)

@@ -3,21 +3,11 @@ case compute the same."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from bench.few_row_cases import few_row_cases, linear_shapes, other_tiles
-from bench.kernel_cases import Bench, Case
-from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.config import HybridModelConfig
-
-CONFIGS = Path(__file__).parents[3] / "configs" / "models"
-
-
-def config(model: str) -> HybridModelConfig:
-    return ModelFolder.open(CONFIGS / model).config
+from tests.tools.bench.benches import bench_of, config
 
 
 def test_all_linear_layers_but_the_experts_are_timed() -> None:
@@ -42,10 +32,10 @@ def test_other_tiles_are_others() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_all_calls_of_a_case_compute_the_same() -> None:
-    bench = Bench(config("granite-4.0-h-tiny"), torch.device("cuda", 0), "auto")
+    bench = bench_of("granite-4.0-h-tiny", "cuda:0")
     expected: dict[str, torch.Tensor] = {}
     tiles = set()
-    for case in few_row_cases(bench, Case):
+    for case in few_row_cases(bench):
         size, _, tile = case.shape.partition(": ")
         torch.manual_seed(0)  # cases of a size have the same inputs
         calls = case.make()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from bench.kernel_cases import Bench, Case
+from bench.cases import Case
 from bench.normed_router_cases import normed_router_cases
-from megatron_hybrid.models.checkpoints.folder import ModelFolder
-
-CONFIGS = Path(__file__).parents[3] / "configs" / "models"
+from tests.tools.bench.benches import bench_of
 
 
 def cases_of(model: str, device: str) -> list[Case]:
-    config = ModelFolder.open(CONFIGS / model).config
-    return list(normed_router_cases(Bench(config, torch.device(device), "auto"), Case))
+    return list(normed_router_cases(bench_of(model, device)))
 
 
 def test_models_with_experts_alone_have_routers() -> None:
@@ -41,7 +36,7 @@ def test_without_a_kernel_for_both_there_are_two() -> None:
 @pytest.mark.parametrize("model", ["granite-4.0-h-tiny", "qwen3.5-35b-a3b"])
 @torch.inference_mode()
 def test_both_ways_choose_alike(model: str) -> None:
-    (case, *_) = cases_of(model, "cuda")
+    (case, *_) = cases_of(model, "cuda:0")
     torch.manual_seed(0)
     together = case.make()["ours"]()
     torch.manual_seed(0)

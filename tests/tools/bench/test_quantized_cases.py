@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from bench.kernel_cases import Bench
 from bench.quantized_cases import FORMATS, _expert_libraries, _linear_libraries
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
-from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from tests.tools.bench.benches import bench_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,8 +18,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def bench():
-    configs = Path(__file__).parents[3] / "configs" / "models"
-    return Bench(ModelFolder.open(configs / "nemotron-h-8b").config, DEVICE, "auto")
+    return bench_of("nemotron-h-8b", "cuda:0")
 
 
 def close(found, expected):
