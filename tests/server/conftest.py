@@ -14,6 +14,7 @@ from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, AnswerMemoryServer
+from megatron_hybrid.server.link.response_memory import ResponseMemoryClient, ResponseMemoryServer
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.loop.engine_loop import EngineLoop
 from megatron_hybrid.server.options import ServerOptions
@@ -22,6 +23,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 MAX_QUEUE = 4
+STORE_BYTES, STORE_SECONDS = 10**7, 3600.0  # of stored responses
 
 
 class RunningLoop:
@@ -35,6 +37,9 @@ class RunningLoop:
         self._socket = bind_socket(self._context, self.endpoint)
         self._answer_server = AnswerMemoryServer(f"ipc://{folder}/answers")
         self.answers = AnswerMemoryClient(f"ipc://{folder}/answers")
+        responses = f"ipc://{folder}/responses"
+        self._response_server = ResponseMemoryServer(responses, STORE_BYTES, STORE_SECONDS)
+        self.responses = ResponseMemoryClient(responses)
         self.loop = EngineLoop(engine, self._socket, max_queue=max_queue)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -48,6 +53,11 @@ class RunningLoop:
         assert engines.wait_until_ready(5)
         return engines
 
+    def serve(self, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
+        """What a front end's routes need, with both memories."""
+        answers, responses = self.answers, self.responses
+        return Serving(self.engines, tokenizer, options, answers, responses=responses)
+
     def _run(self) -> None:
         self.exit_code = self.loop.run()
 
@@ -56,25 +66,30 @@ class RunningLoop:
         self.loop._send_all = lambda reply: None  # type: ignore[method-assign]
         self.loop.request_stop()
         self.thread.join(5)
-        self.answers.close()
-        self._answer_server.close()
+        self._close_memories()
         self._socket.close(linger=0)
         self._context.term()
+
+    def _close_memories(self) -> None:
+        for one in (self.answers, self._answer_server, self.responses, self._response_server):
+            one.close()
 
     def close(self) -> None:
         self.loop.request_stop()
         self.client.send(wire.ResetPrefixCache(0))  # an idle loop looks up at once
         self.thread.join(5)
         self.client.close()
-        self.answers.close()
-        self._answer_server.close()
+        self._close_memories()
         self._socket.close()
         self._context.term()
 
 
 @contextmanager
-def reference_server(folder: Path, **changes: Any) -> Iterator[tuple[FlaskClient, RunningLoop]]:
-    """The application before the real engine with the reference model, and its loop."""
+def reference_server(
+    folder: Path, chat_template: Path | None = None, **changes: Any
+) -> Iterator[tuple[FlaskClient, RunningLoop]]:
+    """The application before the real engine with the reference model, and its loop. changes: of
+    the EngineConfig."""
     from megatron_hybrid import reference_model
     from megatron_hybrid.config import EngineConfig
     from megatron_hybrid.engine.build import build_engine
@@ -88,7 +103,7 @@ def reference_server(folder: Path, **changes: Any) -> Iterator[tuple[FlaskClient
     running = RunningLoop(build_engine(config), folder, max_queue=64)
     model = str(reference_model.path())
     options = ServerOptions(tokenizer_folder=model, model_name="reference_model")
-    serving = Serving(running.engines, Tokenizer.load(model), options, running.answers)
+    serving = running.serve(Tokenizer.load(model, chat_template), options)
     yield create_app(serving).test_client(), running
     running.close()
 
@@ -123,7 +138,7 @@ def options(tokenizer_folder: Path) -> ServerOptions:
 
 @pytest.fixture
 def serving(running: RunningLoop, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
-    return Serving(running.engines, tokenizer, options, running.answers)
+    return running.serve(tokenizer, options)
 
 
 @pytest.fixture

@@ -34,10 +34,12 @@ from megatron_hybrid.server.http.protocol.requests import (
 )
 from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
+from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
 from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
 from megatron_hybrid.server.link.messages import EngineReady
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.link.response_memory import ResponseMemoryClient
 from megatron_hybrid.text.after_thoughts import after_thoughts
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.bad_words import with_token_ids
@@ -88,7 +90,7 @@ class Preparation:
     """One process's means: tokenizer, chat template, and the memory of answers that were given.
 
     connect: makes this process's connection to that memory, when it is first needed; None: chats
-    are only their text.
+    are only their text. connect_responses: the same for stored responses; None: there are none.
     """
 
     def __init__(
@@ -97,18 +99,25 @@ class Preparation:
         options: ServerOptions,
         connect: Callable[[], AnswerMemoryClient] | None = None,
     ) -> None:
+        connect_responses: Callable[[], ResponseMemoryClient] | None = None,
         self.tokenizer = tokenizer
         self.options = options
         self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
         self.reasoning = choose(tokenizer.chat_template, options.reasoning_parser)
         self._connect = connect
 
+        self._connect_responses = connect_responses
     @cached_property
     def answers(self) -> AnswerMemoryClient | None:
         """The memory of answers."""
         return None if self._connect is None else self._connect()
 
     # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
+    @cached_property
+    def responses(self) -> ResponseMemoryClient | None:
+        """The memory of stored responses."""
+        return None if self._connect_responses is None else self._connect_responses()
+
     # fits. caller: whose the body is.
 
     def chat(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
@@ -123,11 +132,10 @@ class Preparation:
         wanted = self._in_token_ids(replace(request.generation, params=params))
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
-        prompt, message_ends = _last_of(
-            self._encode_chat(request, keys, engine), wanted.last_tokens
-        )
-        token_ids = self._checked("messages", prompt, wanted, engine)
-        _check_cache_checkpoints("messages", prompt, wanted)
+        encoded = self._encode_chat(request, keys, engine, request.field)
+        prompt, message_ends = _last_of(encoded, wanted.last_tokens)
+        token_ids = self._checked(request.field, prompt, wanted, engine)
+        _check_cache_checkpoints(request.field, prompt, wanted)
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
         begins = self._opening(token_ids, request)
@@ -138,6 +146,24 @@ class Preparation:
 
     def completion(
         self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
+    def response(
+        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
+    ) -> PreparedResponse:
+        """Of /v1/responses. Raises NotStored and StoreUnavailable, too."""
+
+        def encode(chat: Chat) -> PreparedChat:
+            try:
+                return self._prepared(chat, engine, caller)
+            except InvalidRequestError as error:
+                if error.field != "messages":
+                    raise
+                code = error.code or ""
+                raise InvalidRequestError("input", str(error), error.status, code) from error
+
+        options = self.options
+        preparer = Preparer(options, options.model_name, self.responses, caller.owner, encode)
+        return preparer.prepare(parse_body(body))
+
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
@@ -193,9 +219,11 @@ class Preparation:
         """With texts that the engine has to know in its own terms."""
         return replace(request, params=with_token_ids(request.params, self.tokenizer))
 
-    def _encode_chat(self, chat: ChatPrompt, keys: ChatKeys, engine: EngineReady) -> EncodedPrompt:
-        """The prompt of a chat, in which answers that are remembered are the tokens that they
-        were."""
+    def _encode_chat(
+        self, chat: ChatPrompt, keys: ChatKeys, engine: EngineReady, field: str = "messages"
+    ) -> EncodedPrompt:
+        """The prompt of a chat, which the client knows by that name; answers in it that are
+        remembered are the tokens that they were."""
         self.tool_calling.check(chat.tools)
         messages = chat.messages
         if self.reasoning is not None:
@@ -207,7 +235,7 @@ class Preparation:
             chat.tools.descriptions,
             answers=self._remembered(keys),
             same_calls=partial(self.tool_calling.says_the_same, chat.tools.schemas),
-            check=lambda text: self._check_length("messages", text, engine),
+            check=lambda text: self._check_length(field, text, engine),
             ending=chat.ending,
         )
 

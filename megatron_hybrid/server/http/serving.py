@@ -10,6 +10,7 @@ from megatron_hybrid.server.http.metrics import ServerMetrics
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import Preparers
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient
+from megatron_hybrid.server.link.response_memory import ResponseMemoryClient
 from megatron_hybrid.server.link.subscription import Overloaded
 from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
@@ -21,7 +22,8 @@ MOST_BYTES_HERE = 2**14  # of a body; they take 20 ms at most, in odd chats and 
 
 class Serving:
     """answers: the memory of answers that were given; without it, chats are only their text.
-    preparers: processes for large bodies; None: all are prepared here."""
+    responses: that of stored responses; None: none are stored. preparers: processes for large
+    bodies; None: all are prepared here."""
 
     def __init__(
         self,
@@ -30,13 +32,19 @@ class Serving:
         options: ServerOptions,
         answers: AnswerMemoryClient | None = None,
         preparers: Preparers | None = None,
+        responses: ResponseMemoryClient | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.options = options
         self.answers = answers
-        connect = None if answers is None else lambda: answers
-        self._preparation = Preparation(tokenizer, options, connect)
+        self.responses = responses
+        self._preparation = Preparation(
+            tokenizer,
+            options,
+            None if answers is None else lambda: answers,
+            None if responses is None else lambda: responses,
+        )
         self._preparers = preparers
         self.tool_calling = self._preparation.tool_calling
         self.reasoning = form = self._preparation.reasoning

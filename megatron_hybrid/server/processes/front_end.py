@@ -27,6 +27,7 @@ from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.preparers import PREPARERS, PreparingProcess
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
 from megatron_hybrid.server.link.parent import start_process
+from megatron_hybrid.server.link.response_memory import RESPONSES, ResponseMemoryClient
 from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, LockOwner, RunFolder
 from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings
@@ -79,10 +80,15 @@ def run(settings: FrontEndSettings) -> None:
         daemon=True,
     ).start()
     master = _make_master(settings, listener, tokenizer)
-    memory = folder.endpoint(ENDPOINT_NAME)
+    memory, responses = folder.endpoint(ENDPOINT_NAME), folder.endpoint(RESPONSES)
     preparing = PreparingProcess(
         folder.endpoint(PREPARERS),
-        Preparation(tokenizer, options, lambda: AnswerMemoryClient(memory)),
+        Preparation(
+            tokenizer,
+            options,
+            lambda: AnswerMemoryClient(memory),
+            (lambda: ResponseMemoryClient(responses)) if options.stores_responses else None,
+        ),
     )
     end_coordinator = _keep_coordinator(settings) if options.data_parallel_size > 1 else None
     try:
@@ -189,6 +195,9 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, addres
     # With an engine that serves, as for a worker that replaces another one, no client shall hear
     # that there is none yet.
     client.wait_until_ready(FIRST_CONTACT_SECONDS)
+    responses = None
+    if settings.options.stores_responses:
+        responses = ResponseMemoryClient(folder.endpoint(RESPONSES))
     return app
 
 

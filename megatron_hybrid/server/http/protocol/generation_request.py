@@ -64,10 +64,11 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat(ChatPrompt):
-    """A request of /v1/chat/completions."""
+    """A request for an answer to it. field: what the client calls the messages."""
 
     generation: GenerationRequest
 
+    field: str = "messages"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -94,7 +95,7 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         body,
         options,
         max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
-        max_tokens=_asked_or_default(old if new is None else new, body, options),
+        max_tokens=default_max_tokens(old if new is None else new, body.min_tokens, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     check_beside_tools(generation.params.grammar, prompt.tools)
@@ -111,8 +112,8 @@ def with_defaults(values: dict[str, Any], options: ParseOptions) -> dict[str, An
     return {**values, **missing} if missing else values
 
 
-def _asked_or_default(
-    max_tokens: int | None, body: ChatRequest, options: ParseOptions
+def default_max_tokens(
+    max_tokens: int | None, min_tokens: int | None, options: ParseOptions
 ) -> int | None:
     """The longest answer, or as much of the operator's default as fits; None: all that fits."""
     default = dict(options.sampling_defaults).get("max_tokens")

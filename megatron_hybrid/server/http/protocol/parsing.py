@@ -101,8 +101,14 @@ def parse_body(body: Bytes) -> dict[str, Any]:
     return value
 
 
-def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> T:
-    """The values as that structure.
+def read(
+    kind: type[T],
+    values: dict[str, Any],
+    options: ParseOptions = BY_DEFAULT,
+    *,
+    strict: bool = True,
+) -> T:
+    """The values as that structure. Not strict: numbers may be strings, as in a query.
 
     Raises InvalidRequestError naming the first that is wrong, or unknown unless the options drop
     those.
@@ -111,7 +117,11 @@ def read(kind: type[T], values: dict[str, Any], options: ParseOptions = BY_DEFAU
         values = known_fields(types_of(kind), values)
     try:
         return msgspec.convert(
-            values, kind, dec_hook=lambda own, value: own.read(value), str_keys=True
+            values,
+            kind,
+            strict=strict,
+            dec_hook=lambda own, value: own.read(value),
+            str_keys=True,
         )
     except msgspec.ValidationError as error:
         raise explain(error, kind, values) from error

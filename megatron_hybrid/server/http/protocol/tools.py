@@ -164,7 +164,8 @@ class Tools:
     """descriptions: the functions, for the chat template. schemas: of their arguments, by name, as
     answers are held to them. strict: names of those whose arguments must match their schema.
     choice: none, auto, required, or the name of the one that must be called (`named`). several:
-    more than one call is fine. fields: for what is said of them.
+    more than one call is fine. fields: for what is said of them. allowed: only these of the
+    functions may be called; None: all.
     """
 
     descriptions: list[dict[str, Any]] = field(default_factory=list)
@@ -174,6 +175,17 @@ class Tools:
     named: bool = False
     several: bool = True
     fields: ToolFields = IN_CHATS
+    allowed: frozenset[str] | None = None
+
+    @property
+    def callable(self) -> dict[str, dict[str, Any]]:
+        """The schemas of those that may be called."""
+        allowed = self.allowed
+        return {
+            name: schema
+            for name, schema in self.schemas.items()
+            if allowed is None or name in allowed
+        }
 
     @property
     def forced(self) -> bool:

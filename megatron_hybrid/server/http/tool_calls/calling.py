@@ -75,7 +75,7 @@ class ToolCalling:
         """For one answer; None if its text is all there is to it."""
         if self._format is None or not tools.read:
             return None
-        return ToolCallReader(self._format, tools.schemas)
+        return ToolCallReader(self._format, tools.callable)
 
     def says_the_same(self, schemas: Schemas, message: Message, text: str) -> bool:
         """Whether an answer in the model's words is this message with its calls."""
@@ -88,9 +88,8 @@ class ToolCalling:
         ] == [(function["name"], function["arguments"]) for function in given]
 
     def _grammar(self, tools: Tools, other: Grammar | None) -> Grammar | None:
-        constrained = tools.forced or (
-            tools.read and (tools.strict or not tools.several or other is not None)
-        )
+        some = tools.strict or not tools.several or tools.allowed is not None
+        constrained = tools.forced or (tools.read and (some or other is not None))
         if not constrained:
             return None
         if self._format is None:
@@ -104,7 +103,7 @@ class ToolCalling:
             raise InvalidRequestError(
                 "response_format", "response_format does not go with a tool_choice that forces one."
             )
-        names = [tools.choice] if tools.named else list(tools.schemas)
+        names = [tools.choice] if tools.named else list(tools.callable)
         schemas = {
             name: tools.schemas[name] if name in tools.held else _ANY_OBJECT for name in names
         }
