@@ -23,10 +23,12 @@ from megatron_hybrid.request import (
     RequestOutput,
     SamplingParams,
     validate_text,
-    validate_whole_numbers,
 )
+from megatron_hybrid.request_checks import validate_prompt, validate_whole_numbers
 from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.bad_words import with_token_ids
+from megatron_hybrid.text.reasoning import Opening, choose, opening_after
+from megatron_hybrid.text.thinking import with_marks
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
 from megatron_hybrid.values import show
 
@@ -240,7 +242,10 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise _wrong(f"params[{i}]", one, "SamplingParams")
             one.validate()  # before there are n answers of it
-        params = [self._with_token_ids(one) for one in params]
+        params = [
+            self._as_engine_knows(one, prompt.token_ids)
+            for one, prompt in zip(params, prompts, strict=True)
+        ]
         requests = [
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
             for prompt, one in zip(prompts, params, strict=True)
@@ -343,9 +348,16 @@ class LLM:
                 raise _wrong(f"{name}[{i}]", message, "a message, with its role and content")
         return self.tokenizer.encode_chat_with_ends(messages)
 
-    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+    def _as_engine_knows(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """With what has to be said in tokens."""
         if any(isinstance(word, str) for word in params.bad_words):
-            return with_token_ids(params, self.tokenizer)
+            params = with_token_ids(params, self.tokenizer)
+        if isinstance(params.thinking_token_budget, int):
+            validate_prompt(prompt, self.engine.vocab_size, self.engine.max_seq_length)
+            form, begins = choose(self.tokenizer.chat_template), Opening.UNKNOWN
+            if form is not None:
+                begins = opening_after(form, prompt, self.tokenizer)
+            params = with_marks(params, form, begins, self.tokenizer)
         return params
 
     def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:

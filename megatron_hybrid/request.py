@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from megatron_hybrid.values import (
     as_pairs,
@@ -74,6 +68,31 @@ class Grammar:
         validate_text(self.field, self.text, MAX_GRAMMAR_LENGTH)
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens an answer may think before its thoughts are ended, and what thoughts are.
+
+    tokens: of its own, between the marks. begin, end: the marks around thoughts, each in any of
+    these spellings. close: the ids of the one that ends them then. opened: the prompt has begun
+    them; else the answer thinks if it begins with a mark.
+    """
+
+    tokens: int
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
+    close: tuple[int, ...]
+    opened: bool
+
+    def validate(self, name: str) -> None:
+        """Raise InvalidRequestError, which names that field, for what can't be held to."""
+        check_integer(name, self.tokens, 0, MAX_TOKENS)
+        for mark in (*self.begin, *self.end):
+            validate_text(name, mark, MAX_NAME_LENGTH)
+        if not all((*self.begin, *self.end)) or not self.end or not self.close:
+            raise wrong(name, "must have marks that are not empty, and one that ends thoughts")
+        _validate_ids(name, self.close, MAX_NAME_LENGTH)
+
+
 class Unasked(int):
     """A number that nobody has asked for: where fewer fit, it is as many as fit."""
 
@@ -103,6 +122,9 @@ class SamplingParams:
     min_tokens: no end-of-sequence id, nor one of `stop_token_ids`, before this many tokens.
     grammar: the answer matches it, unless `max_tokens` or a stop cuts it short. It ends when the
         grammar is complete, also before `min_tokens`.
+    thinking_token_budget: after so many tokens of thoughts the mark comes that ends them, with 0 at
+        once; None: when the model wants. LLM and the server take a number; the engine has to be
+        told what thoughts are (see text/thinking.py).
     Log-probabilities are the model's own, before any of these.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
@@ -128,10 +150,11 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
+    thinking_token_budget: int | ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         """Tuples and plain numbers, where the values can be turned into them."""
-        for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos"):
+        for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos", "thinking_token_budget"):
             value = getattr(self, name)
             if type(value) not in _PLAIN_TYPES:
                 object.__setattr__(self, name, plain(value))
@@ -185,16 +208,26 @@ class SamplingParams:
             self.grammar.validate()
             if self.allowed_token_ids:
                 raise wrong("allowed_token_ids", f"does not go with {self.grammar.field}")
+        budget, name = self.thinking_token_budget, "thinking_token_budget"
+        if isinstance(budget, ThinkingBudget):
+            budget.validate(name)
+        elif budget is not None:
+            check_integer(name, budget, 0, MAX_TOKENS)
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError for a field that names an id that the model does not have, or
         that still holds texts, which only its tokenizer turns into ids."""
         if any(isinstance(word, str) for word in self.bad_words):
             raise wrong("bad_words", "holds text; where there is no tokenizer it must be token ids")
+        budget = self.thinking_token_budget
+        if isinstance(budget, int):
+            words = "is a number; the engine has to be told what thoughts are: a ThinkingBudget"
+            raise wrong("thinking_token_budget", words)
         for name, ids in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
             ("allowed_token_ids", self.allowed_token_ids),
             ("bad_words", [int(token) for word in self.bad_words for token in word]),
+            ("thinking_token_budget", () if budget is None else budget.close),
         ):
             if (largest := max(ids, default=0)) >= vocab_size:
                 words = f"names token id {largest}; the model knows 0 to {vocab_size - 1}"
@@ -214,6 +247,11 @@ class SamplingParams:
                 words = f"is {tokens}, but {prompt} has {length} tokens and the limit for both "
                 raise wrong(asked, f"{words}together is {limit} ({flag})", status=413)
         return wanted
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether the engine has to know the answer's text, for which it needs a tokenizer."""
+        return self.grammar is not None or self.thinking_token_budget is not None
 
     @property
     def is_penalised(self) -> bool:
@@ -261,7 +299,7 @@ _WHOLE_NUMBERS = {
     "min_tokens": (0, MAX_TOKENS),
 }
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_PLAIN_TYPES = (float, int, type(None), bool, Unasked)
+_PLAIN_TYPES = (float, int, type(None), bool, Unasked, ThinkingBudget)
 
 
 _SEQUENCES = {
@@ -320,8 +358,9 @@ class RequestEvent:
     that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
     `prompt_logprobs` comes with the first token of choice 0: one entry per prompt token, None for
     the first. `error` says why it failed, and `error_field` which field of the request is to blame,
-    if one is. With the last event come `counters` (see docs/prefix_cache.md) and, if it ever ran,
-    the seconds that it waited for that.
+    if one is. With the last event come `counters` (see docs/prefix_cache.md). With the first token
+    come the seconds that it waited until it ran, which the last event has again, and those from
+    there to this token.
     """
 
     request_id: str
@@ -337,6 +376,7 @@ class RequestEvent:
     error_field: str | None = None
     counters: dict[str, int] | None = None
     queue_seconds: float | None = field(default=None, compare=False)
+    prefill_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -361,17 +401,6 @@ class RequestOutput:
     choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
 
 
-def validate_priority(priority: object) -> None:
-    """Raise InvalidRequestError unless it is a priority: a smaller number runs first."""
-    check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-
-
-def validate_arrival(arrived: object) -> None:
-    """Raise InvalidRequestError unless it is a time of a clock, in seconds, or None."""
-    if arrived is not None:
-        check_number("arrived", arrived, -MAX_TIME, MAX_TIME)
-
-
 def validate_text(name: str, value: object, max_length: int | None = None) -> None:
     """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
     if not isinstance(value, str):
@@ -383,57 +412,6 @@ def validate_text(name: str, value: object, max_length: int | None = None) -> No
     except UnicodeEncodeError as error:
         words = f"is not valid Unicode: character {error.start} is half of a surrogate pair"
         raise wrong(name, words) from error
-
-
-def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any]) -> None:
-    """Raise InvalidRequestError unless it holds whole numbers alone, Python's or numpy's."""
-    if isinstance(values, np.ndarray) and values.ndim == 1:
-        if values.dtype.kind in "iu":
-            return
-    elif not isinstance(values, Sequence):
-        raise wrong(name, f"is {show(values)}; it must be a sequence of whole numbers")
-    # by type, of which there are few: there may be 100,000 values
-    kinds = set(map(type, values))
-    others = {kind for kind in kinds if kind is bool or not issubclass(kind, Integral)}
-    if others:
-        bad = next(value for value in values if type(value) in others)
-        raise wrong(name, f"holds {show(bad)}; it must hold whole numbers alone")
-
-
-def validate_cache_checkpoints(positions: Sequence[object], prompt_tokens: int) -> None:
-    """Raise InvalidRequestError unless these are positions in a prompt of that many tokens."""
-    name, limit = "cache_checkpoints", MAX_CACHE_CHECKPOINTS
-    validate_whole_numbers(name, positions)
-    if len(positions) > limit:
-        raise wrong(name, f"has {len(positions)} positions; the limit is {limit}")
-    for position in positions:
-        check_integer(name, position, 1, prompt_tokens)
-
-
-def validate_prompt(
-    token_ids: Sequence[int] | npt.NDArray[np.int32],
-    vocab_size: int,
-    max_seq_length: int,
-    field_name: str = "prompt",
-    *,
-    flag: str = CONTEXT_FLAG,
-) -> None:
-    """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
-    validate_whole_numbers(field_name, token_ids)
-    if len(token_ids) == 0:
-        raise wrong(field_name, "is empty; it needs a token at least")
-    if len(token_ids) >= max_seq_length:
-        raise wrong(
-            field_name,
-            f"has {len(token_ids)} tokens and leaves no room for an answer: the limit for prompt "
-            f"and answer together is {max_seq_length} ({flag})",
-            status=413,
-        )
-    ids = np.asarray(token_ids)
-    low, high = ids.min(), ids.max()
-    if low < 0 or high >= vocab_size:
-        bad = show(int(low if low < 0 else high))
-        raise wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
 
 
 def _validate_ids(name: str, ids: tuple[int, ...], limit: int) -> None:

@@ -224,6 +224,8 @@ class DynamicInferenceContext:
         rows.min_p[row] = params.min_p
         rows.seed[row] = request.seed
         rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        if request.thoughts is not None:
+            rows.limit(row, request.thoughts.look_at)
         if params.adjusts_logits:
             texts = request.prompt, np.asarray(request.output, dtype=np.int32)
             rows.adjust(row, params, *texts, stop_ids=request.stop_ids, grammar=request.grammar)

@@ -116,8 +116,10 @@ class Decodes:
         # An answer's last token is never that behind a draft: when it is launched, everything else
         # of the answer is in the state.
         rows = self._rows
-        written = rows.generated[decodes] + rows.accepted[decodes] + rows.unknown[decodes]
+        written = rows.most_written(decodes)
         most = (rows.max_tokens[decodes] - written - 2).clip(min=0)
+        if rows.limited:  # nor does one pass by the place where thoughts may have to end
+            most = np.minimum(most, (rows.look_at[decodes] - written - 1).clip(min=0))
         if (budget := self._context.max_tokens - len(decodes)) < most.sum():
             most = np.minimum(most, budget // len(decodes))
         return self.speculation.choose(decodes, most)

@@ -35,14 +35,17 @@ from megatron_hybrid.request import (
     PauseMode,
     RequestEvent,
     SamplingParams,
+    validate_text,
+)
+from megatron_hybrid.request_checks import (
     validate_arrival,
     validate_cache_checkpoints,
     validate_priority,
     validate_prompt,
-    validate_text,
     validate_whole_numbers,
 )
 from megatron_hybrid.text.grammar import AnswerMatcher, Grammars, no_tokenizer
+from megatron_hybrid.text.thought_limit import limit_of
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +187,7 @@ class DynamicInferenceEngine:
             raise _ResultLostError from error
         self._in_flight = None
         received = self.scheduler.receive(plan, result)
-        self.latencies.was_received(plan, len(received), result)
+        self.latencies.was_received(plan, received, result)
         return received
 
     def _fail_everything(self, error: BaseException) -> None:
@@ -296,15 +299,16 @@ class DynamicInferenceEngine:
                 hints=hints,
                 arrived=self._clock() if arrived is None else arrived,
                 grammar=self._grammar_of(params),
+                thoughts=limit_of(params, self._grammars),
             )
             for index in range(params.n)
         ]
         self.scheduler.submit(requests)
 
     def begin_grammar(self, params: SamplingParams) -> bool:
-        """Compile the grammar of a request that is to come, if it has one, beside the steps;
-        whether `add_request` need not wait for it any more."""
-        if params.grammar is None or self._grammars is None:
+        """Compile the grammar of a request that is to come, or read the tokenizer, if it needs
+        that, beside the steps; whether `add_request` need not wait for it any more."""
+        if not params.reads_answer or self._grammars is None:
             return True
         return self._grammars.begin(params.grammar)
 

@@ -33,6 +33,7 @@ from megatron_hybrid.engine.decodes import Decodes
 from megatron_hybrid.engine.prefills import Prefills
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
+from megatron_hybrid.engine.thoughts import Thoughts
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
@@ -75,6 +76,7 @@ class Scheduler:
         self.twins = twins
         self.decodes = Decodes(context, statistics, speculation)
         self._prefills = Prefills(context, statistics, self._waiting, twins)
+        self._thoughts = Thoughts(context)
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds
@@ -163,9 +165,10 @@ class Scheduler:
     @property
     def needs_tokens(self) -> bool:
         """Whether the coming step may preempt a request: its tokens in flight have to be known
-        before, or what it has computed with them could not be found again. Or whether a grammar
-        has to see them to say what may follow."""
-        return bool(self._context.rows.grammars) or self._context.lacks_blocks
+        before, or what it has computed with them could not be found again. Or whether a grammar,
+        or a budget of thoughts, has to see them to say what may follow."""
+        context = self._context
+        return bool(context.rows.grammars) or context.lacks_blocks or self._thoughts.need_tokens
 
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
@@ -189,6 +192,7 @@ class Scheduler:
             self._admit_waiting(plan, budget)
             if plan.is_empty and len(self._waiting) and self.twins.release_pins():
                 self._admit_waiting(plan, budget)
+        self._thoughts.plan()
         self.decodes.plan(plan)
         statistics.step = plan.step
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)

@@ -15,6 +15,7 @@ from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
+from megatron_hybrid.text.thought_limit import ThoughtLimit
 
 
 def stop_ids_of(
@@ -68,6 +69,7 @@ class TrackedRequest:
     skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: AnswerMatcher | None = None  # has taken all of `output`
+    thoughts: ThoughtLimit | None = None
     counters: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -1,4 +1,5 @@
-"""What changes a row's logits before a token is chosen: penalties, biases, bans and grammars.
+"""What changes a row's logits before a token is chosen: penalties, biases, bans, grammars, and
+tokens that have to come.
 
 Penalties need the tokens that a row has written, and a step is launched before the last one's are
 known on the host: so they are counted on the device, in the order of the steps.
@@ -52,6 +53,8 @@ class LogitAdjustments:
             self._keep_to_allowed(logits, who)
         self._ban_ends(logits, who)
         self._keep_to_grammars(logits, who)
+        if self._rows.forced:
+            self._force(logits, who)
 
     def ask_grammars(self, who: npt.NDArray[np.int64]) -> None:
         """What `apply` asks of these rows' grammars, on a rank without logits: one that fails ends
@@ -152,6 +155,17 @@ class LogitAdjustments:
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         banned = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocabulary] == 0
         logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(banned, -torch.inf))
+
+    def _force(self, logits: Tensor, who: npt.NDArray[np.int64]) -> None:
+        """Nothing but the token that has to come, whatever the others say."""
+        forced, width = self._rows.forced, logits.shape[1]
+        having = [
+            (i, i * width + forced[row]) for i, row in enumerate(who.tolist()) if row in forced
+        ]
+        if having:
+            at, places = upload(np.asarray(having, dtype=np.int64).T, logits.device)
+            logits.index_fill_(0, at, -torch.inf)
+            logits.view(-1).index_fill_(0, places, 0.0)
 
     def _allowed(self, row: int) -> npt.NDArray[np.uint8]:
         """See AnswerMatcher."""

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from megatron_hybrid.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from megatron_hybrid.text.grammar import AnswerMatcher
+from megatron_hybrid.text.thought_limit import NEVER
 
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
@@ -103,6 +104,10 @@ class RowTable:
         self.allowed_ids: dict[int, tuple[Ints, Ints]] = {}
         self.bad_words: dict[int, BadWords] = {}
         self.grammars: dict[int, AnswerMatcher] = {}
+        self.forced: dict[int, int] = {}  # what the coming step has to sample
+        # Rows whose thoughts have a budget; the length of their answers when that is looked at.
+        self.limited: set[int] = set()
+        self.look_at = np.full(n, NEVER, dtype=np.int64)
         # the lowest is taken first, as with live slots: a batch's rows and slots keep one order
         self._free = list(range(n))
 
@@ -121,6 +126,9 @@ class RowTable:
         self.accepted[row] = self.unknown[row] = self.unfolded[row] = 0
         if self.adjusted[row] or self.min_tokens[row]:
             self._forget_adjustments(row)
+        if row in self.limited:
+            self.limited.remove(row)
+            self.look_at[row] = NEVER
         heapq.heappush(self._free, row)
 
     def set_blocks(self, row: int, blocks: list[int]) -> None:
@@ -137,6 +145,26 @@ class RowTable:
         """Of rows [n] that decode, their next tokens' positions [n]; where nobody knows yet which
         drafts are accepted, the last one possible."""
         return self.position[rows] + self.accepted[rows] + self.unknown[rows]
+
+    def most_written(self, rows: Ints) -> Ints:
+        """Of rows [n], their answers' lengths [n] once all that is in flight is here; where nobody
+        knows yet which drafts are accepted, the longest possible."""
+        return self.generated[rows] + self.accepted[rows] + self.unknown[rows]
+
+    def limit(self, row: int, look_at: int) -> None:
+        """The row's answer is to be looked at when it is so long, until `give_back`."""
+        self.limited.add(row)
+        self.look_at[row] = look_at
+
+    def force(self, row: int, token: int) -> None:
+        """The row's next token is this one."""
+        self.forced[row] = token
+        self.adjusted[row] = True
+
+    def let_choose(self, row: int, params: SamplingParams) -> None:
+        """It is chosen again, as these params say."""
+        del self.forced[row]
+        self.adjusted[row] = params.adjusts_every_step
 
     def adjust(
         self,
@@ -177,6 +205,6 @@ class RowTable:
         self.min_tokens[row] = 0
         for column in (
             self.written, self.logit_bias, self.stop_ids, self.allowed_ids, self.bad_words,
-            self.grammars,
+            self.grammars, self.forced,
         ):  # fmt: skip
             column.pop(row, None)

@@ -195,6 +195,10 @@ class GrammarCompiler:
             raise _refusal(grammar, "no token of this model can begin an answer that matches it")
         return matcher
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What they say, special tokens too; halves of characters are replaced."""
+        return self._tokenizer.decode_bytes(list(token_ids)).decode("utf-8", "replace")
+
     def answer(self, matcher: LLMatcher, *, ignore_eos: bool = False) -> AnswerMatcher:
         """A matcher at the start of an answer; `ignore_eos`: end-of-sequence ids are never
         allowed."""
@@ -211,16 +215,22 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, "grammar", _be_nice)
-        self._begun: dict[Grammar, Future[LLMatcher]] = {}
+        # None: nothing but the compiler
+        self._begun: dict[Grammar | None, Future[Any]] = {}
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
-    def begin(self, grammar: Grammar) -> bool:
-        """Compile it in another thread, unless that was begun; whether `compile` need not wait."""
+    def begin(self, grammar: Grammar | None) -> bool:
+        """Compile it in another thread, unless that was begun; whether `compile` need not wait.
+        None: the same for `reader`."""
         if grammar in self._compiled:
             return True
         if grammar not in self._begun:
             try:
-                self._begun[grammar] = self._threads.submit(self._matcher, grammar)
+                self._begun[grammar] = (
+                    self._threads.submit(self._ready)
+                    if grammar is None
+                    else self._threads.submit(self._matcher, grammar)
+                )
             except RuntimeError:  # there can be no more threads: `compile` does without
                 return True
         return self._begun[grammar].done()
@@ -236,6 +246,11 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return self._ready().answer(self._compiled[grammar], ignore_eos=ignore_eos)
+
+    def reader(self) -> Callable[[Sequence[int]], str]:
+        """What tells the text of tokens. Raises InvalidRequestError where the folder has no
+        tokenizer."""
+        return self._ready().text_of
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         return self._ready().matcher(grammar)
@@ -279,12 +294,12 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def no_tokenizer() -> InvalidRequestError:
-    """What is said to who brings a grammar where there is no tokenizer."""
+def no_tokenizer(field: str = FIELD) -> InvalidRequestError:
+    """What is said to who asks for something by this field where there is no tokenizer."""
     return InvalidRequestError(
-        FIELD,
-        f"{FIELD} asks for an answer that matches a grammar; this model has no tokenizer.json, "
-        "so the engine can't tell which tokens match.",
+        field,
+        f"{field} asks for an answer that the engine has to read; this model has no "
+        "tokenizer.json, so it can't tell what tokens say.",
     )
 
 

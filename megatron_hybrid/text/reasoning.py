@@ -83,6 +83,11 @@ def opening(form: ReasoningFormat, prompt_end: str) -> Opening:
     return Opening.THOUGHTS if form.always or end.endswith(form.begin) else Opening.UNKNOWN
 
 
+def opening_after(form: ReasoningFormat, prompt: Sequence[int], tokenizer: Tokenizer) -> Opening:
+    """Of an answer to a prompt of these tokens."""
+    return opening(form, tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False))
+
+
 class Split(NamedTuple):
     """Pieces of the two parts of an answer."""
 

@@ -1,5 +1,5 @@
-"""Penalties, biases, min_tokens and grammars through the whole engine: the same answer in every way
-that it can be computed."""
+"""Penalties, biases, min_tokens, grammars and budgets of thoughts through the whole engine: the
+same answer in every way that it can be computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from megatron_hybrid import LLM, FinishReason, InvalidRequestError, RequestOutput, SamplingParams
 from megatron_hybrid.engine.build import build_engine
-from megatron_hybrid.request import Grammar
+from megatron_hybrid.request import Grammar, ThinkingBudget
 from tests.tiny_models import make_tiny_model
 
 OPTIONS = {
@@ -39,6 +39,13 @@ PERSON = {
 JSON = Grammar("json_schema", json.dumps(PERSON))
 WORDS = Grammar("regex", "([a-z]{1,8} ){3}[a-z]{1,8}")
 A, DOT = 72, 21  # of the shipped tokenizer
+CLOSE = (35, 22, 446, 677, 37)  # "</think>", of which each token has a step
+THOUGHTS = ThinkingBudget(3, ("<think>",), ("</think>",), CLOSE, opened=True)
+# Begun by the model, with what its answers to CHAT begin with.
+OWN_THOUGHTS = replace(THOUGHTS, begin=("I don't",), opened=False)
+AFTER_THOUGHTS = Grammar(
+    "lark", f'start: thoughts held\nthoughts[lazy]: /(.|\\n)*/ "</think>"\nheld: /{WORDS.text}/\n'
+)
 
 
 def greedy(**options: object) -> SamplingParams:
@@ -61,6 +68,11 @@ CASES = {
     "bad_words": greedy(bad_words=("don't know", "lighthouse"), max_tokens=30),
     "allowed": drawn(allowed_token_ids=range(60, 90), min_tokens=3),
     "json": greedy(grammar=JSON, max_tokens=60),
+    "thoughts": greedy(thinking_token_budget=THOUGHTS),
+    "own_thoughts": greedy(thinking_token_budget=OWN_THOUGHTS, presence_penalty=0.5),
+    "words_after_thoughts": drawn(
+        thinking_token_budget=replace(THOUGHTS, tokens=7), grammar=AFTER_THOUGHTS, max_tokens=60
+    ),
     "words": drawn(grammar=WORDS, presence_penalty=0.5, max_tokens=60),
     "everything": drawn(
         grammar=WORDS, repetition_penalty=1.1, logit_bias=((A, 2.0),), min_tokens=12, top_k=50
@@ -110,6 +122,13 @@ def test_answers_do_what_was_asked(alone):
     assert "lighthouse" not in alone["bad_words"].text
     assert alone["bad_words"].text.startswith(plain.text[:7])
     assert set(alone["allowed"].token_ids) <= set(range(60, 90))
+    for name, budget in (("thoughts", 3), ("own_thoughts", 6), ("words_after_thoughts", 7)):
+        ids = alone[name].token_ids
+        assert tuple(ids[budget : budget + len(CLOSE)]) == CLOSE
+        assert alone[name].text.count("</think>") == 1
+    assert alone["thoughts"].token_ids[:3] == plain.token_ids[:3]
+    thoughts, _, words = alone["words_after_thoughts"].text.partition("</think>")
+    assert re.fullmatch(WORDS.text, words) and not re.fullmatch(WORDS.text, thoughts)
     person = json.loads(alone["json"].text)
     assert set(person) == {"name", "age", "tags"} and 0 <= person["age"] <= 150
     assert alone["json"].finish_reason is FinishReason.STOP
@@ -238,6 +257,8 @@ def test_an_answer_that_leaves_its_grammar_ends_with_an_error_and_the_others_go_
         ({"bad_words": ((2048, 1),)}, "bad_words"),
         ({"bad_words": ("a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7",)},
          "bad_words"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"thinking_token_budget": replace(THOUGHTS, close=(2048,))}, "thinking_token_budget"),
         ({"min_tokens": 9000, "max_tokens": None}, "min_tokens"),
         ({"grammar": Grammar("regex", "(")}, "response_format"),
         ({"grammar": Grammar("json_schema", '{"type": "array", "uniqueItems": true}')},
@@ -249,6 +270,20 @@ def test_what_the_model_can_not_do_is_refused(llm, options, field):
         llm.chat(CHAT, greedy(**options))
     assert caught.value.field == field
     assert llm.engine.scheduler.num_waiting == 0
+
+
+def test_a_budget_is_a_number_where_the_template_shows_thoughts(llm, monkeypatch):
+    with pytest.raises(InvalidRequestError, match="shows no marks"):
+        llm.chat(CHAT, greedy(thinking_token_budget=3))
+    template = llm.tokenizer.chat_template
+    for end, forced in (("<think>", True), ("<think></think>", False)):
+        monkeypatch.setattr(llm.tokenizer._hf, "chat_template", f"{template}{end}{{# </think> #}}")
+        outputs = llm.chat([CHAT] * 2, [greedy(thinking_token_budget=3), greedy()])
+        ids, plain = (output.token_ids for output in outputs)
+        assert ids == plain or forced
+        assert (tuple(ids[3 : 3 + len(CLOSE)]) == CLOSE) == forced and ids[:3] == plain[:3]
+    with pytest.raises(InvalidRequestError, match="token id -1"):
+        llm.generate([5, -1], greedy(thinking_token_budget=3))
 
 
 def test_stop_ids_that_the_model_does_not_know_are_no_obstacle(llm):
@@ -280,10 +315,12 @@ def test_answers_are_those_of_transformers_with_the_same_penalties(tiny: tuple[P
     assert output.token_ids == answer
 
 
-def test_a_model_without_a_tokenizer_refuses_grammars(tiny: tuple[Path, object]):
+def test_a_model_without_a_tokenizer_refuses_what_has_to_be_read(tiny: tuple[Path, object]):
     llm = LLM(str(tiny[0]), **OPTIONS)
-    with pytest.raises(InvalidRequestError, match="no tokenizer"):
-        llm.generate([1, 2], greedy(grammar=WORDS))
+    budget = replace(THOUGHTS, close=(1,))
+    for options in ({"grammar": WORDS}, {"thinking_token_budget": budget}):
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            llm.generate([1, 2], greedy(**options))
 
 
 def test_every_id_ending_the_answer_leaves_nothing_to_write(tiny: tuple[Path, object]):

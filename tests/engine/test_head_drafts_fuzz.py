@@ -3,6 +3,7 @@ the oracle makes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.request import ThinkingBudget
 from tests.engine.test_head_drafts import OPTIONS, Watch
 from tests.mtp_models import MTP_FAMILIES, MTPOracle, make_mtp_model
 from tests.thorough import usually
 
 REQUESTS = 12
+CLOSE = (3, 5)  # what thoughts that have used their budget up are ended with
 Request = tuple[list[int], SamplingParams]
 
 
@@ -49,7 +52,36 @@ def random_request(pick: np.random.Generator, texts: list[list[int]]) -> Request
     drawn = {"temperature": 1.0, "seed": int(pick.integers(1000))}
     options: dict[str, Any] = {"temperature": 0.0} if pick.random() < 0.6 else drawn
     length = int(pick.integers(1, 40))
+    if pick.random() < 0.4:
+        tokens, opened = int(pick.integers(12)), bool(pick.random() < 0.7)
+        ends = text_of(CLOSE), text_of([int(pick.integers(160))])  # which may come by itself
+        options["thinking_token_budget"] = ThinkingBudget(
+            tokens, tuple(text_of(range(80))), ends, CLOSE, opened
+        )
     return prompt, SamplingParams(max_tokens=length, stop_token_ids=stop_ids, **options)
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """A letter for each."""
+    return "".join(chr(0x4E00 + token) for token in token_ids)
+
+
+class Reading:
+    """Stands for a tokenizer."""
+
+    def reader(self) -> Any:
+        return text_of
+
+
+def check_thoughts(budget: ThinkingBudget, answer: list[int]) -> None:
+    """That they ended by themselves, or as they had to."""
+    begin = 0 if budget.opened else 1
+    if begin and answer[:1] and text_of(answer[:1]) not in budget.begin:
+        return
+    thoughts = text_of(answer[begin : begin + budget.tokens])
+    if not any(mark in thoughts for mark in budget.end):
+        forced = answer[begin + budget.tokens :][: len(CLOSE)]
+        assert forced == list(CLOSE[: len(forced)])
 
 
 @pytest.mark.parametrize("seed", range(usually(3, 60)))
@@ -59,6 +91,7 @@ def test_random_traffic(oracles: list[MTPOracle], seed: int) -> None:
     plain = LLM(str(oracle.folder), **OPTIONS)  # type: ignore[arg-type]
     llm = LLM(str(oracle.folder), **(OPTIONS | tight_options(pick, plain)))  # type: ignore[arg-type]
     engine = llm.engine
+    engine._grammars = plain.engine._grammars = Reading()  # type: ignore[assignment]
     engine.runner.asynchronous = asynchronous
     watch = None if asynchronous else Watch(llm)
     texts = [pick.integers(0, 160, 200).tolist()]
@@ -83,5 +116,7 @@ def test_random_traffic(oracles: list[MTPOracle], seed: int) -> None:
     for number, ((prompt, params), found) in enumerate(zip(requests, said, strict=True)):
         (right,) = plain.generate([prompt], params, progress=False)
         assert (right.token_ids[: len(found)] if number in aborted else right.token_ids) == found
+        if isinstance(params.thinking_token_budget, ThinkingBudget):
+            check_thoughts(params.thinking_token_budget, found)
     if watch is not None:
         watch.check(oracle, 10)

@@ -19,6 +19,8 @@ from megatron_hybrid.request import (
     RequestEvent,
     SamplingParams,
     TokenLogprob,
+)
+from megatron_hybrid.request_checks import (
     validate_cache_checkpoints,
     validate_priority,
     validate_prompt,
@@ -33,6 +35,7 @@ else:
 
 BLOCK_SIZE = 4
 QUEUE_SECONDS = 0.0625  # that each request says it has waited
+PREFILL_SECONDS = 0.03125  # from there to its first token
 
 
 class Added(NamedTuple):
@@ -303,6 +306,8 @@ class FakeEngine(DynamicInferenceEngine):
             self._observe("inter_token_latency_seconds", one.last_token)
         one.last_token = time.monotonic()
         event.token_ids = [token]
+        if position == 0:
+            event.queue_seconds, event.prefill_seconds = QUEUE_SECONDS, PREFILL_SECONDS
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
             event.logprobs = [TokenLogprob(token, -0.5, top)]

@@ -12,7 +12,7 @@ PACKAGE = "megatron_hybrid"
 # From the bottom to the top: a module may import what is in its own room or in one further down.
 # The longest name that fits is a module's room.
 ROOMS = """
-    errors values request reference_model
+    errors values request request_checks reference_model
     cache kv_events
     settings rank_layout config flag_names arguments
     kernels parallel layers

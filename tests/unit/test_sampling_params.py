@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,11 @@ from megatron_hybrid.request import (
     MIN_TOP_P,
     Grammar,
     SamplingParams,
-    validate_prompt,
+    ThinkingBudget,
 )
+from megatron_hybrid.request_checks import validate_prompt
+
+THINKING = ThinkingBudget(5, ("<think>",), ("</think>",), (1, 2), opened=False)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,22 @@ from megatron_hybrid.request import (
         ("ignore_eos", [True, np.bool_(True)], [1, "yes", None]),
         ("grammar", [None], ["a", {"type": "json_object"}]),
         ("min_tokens", [0, 1, 128], [-1, 129, 1.0, True, None]),
+        (
+            "thinking_token_budget",
+            [None, 0, 2**31 - 1, np.int64(5), THINKING],
+            [
+                -1,
+                2**31,
+                1.5,
+                True,
+                "5",
+                replace(THINKING, tokens=-1),
+                replace(THINKING, begin=("",)),
+                replace(THINKING, end=()),
+                replace(THINKING, close=()),
+                replace(THINKING, close=(-1,)),
+            ],
+        ),
         ("allowed_token_ids", [[1, 2], {1}, None], [5, "12", [1.5], [-1], [None], range(4097)]),
         (
             "bad_words",

@@ -16,7 +16,8 @@ from itertools import takewhile
 from msgspec import json
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
-from megatron_hybrid.request import Grammar, validate_prompt
+from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams
+from megatron_hybrid.request_checks import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
 from megatron_hybrid.server.http.protocol.generation_request import (
     Chat,
@@ -44,13 +45,13 @@ from megatron_hybrid.text.after_thoughts import after_thoughts
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.reasoning import (
-    PROMPT_END_TOKENS,
     Opening,
     choose,
-    opening,
+    opening_after,
     opening_of_rest,
     with_thoughts_inside,
 )
+from megatron_hybrid.text.thinking import with_marks
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Ending, Tokenizer
 
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
@@ -142,6 +143,7 @@ class Preparation:
         if self.reasoning is not None and params.grammar is not None:
             begins, held = self._after_thoughts(params.grammar, begins)
             wanted = replace(wanted, params=replace(wanted.params, grammar=held))
+        wanted = replace(wanted, params=self._with_budget(wanted.params, request, begins))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
     def completion(
@@ -247,8 +249,7 @@ class Preparation:
             content = request.messages[-1]["content"]
             parts = [content] if isinstance(content, str) else [part["text"] for part in content]
             return opening_of_rest(self.reasoning, "\n".join(parts))
-        end = self.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        return opening(self.reasoning, end)
+        return opening_after(self.reasoning, prompt, self.tokenizer)
 
     def _after_thoughts(self, grammar: Grammar, begins: Opening) -> tuple[Opening, Grammar]:
         """How the answers begin, and what holds them; a grammar begins after the thoughts."""
@@ -257,6 +258,18 @@ class Preparation:
             return begins, grammar
         held = after_thoughts(grammar, self.reasoning, begins, self.tokenizer)
         return (Opening.CONTENT, grammar) if held is None else (begins, held)
+
+    def _with_budget(
+        self, params: SamplingParams, request: Chat, begins: Opening
+    ) -> SamplingParams:
+        """With a budget of thoughts as the engine has to know it. One that is meant for the chat
+        template holds, too, where the model thinks."""
+        if params.thinking_token_budget is None and self.reasoning is not None:
+            for name in ("thinking_token_budget", "thinking_budget"):
+                given = request.template_arguments.get(name)
+                if type(given) is int and 0 <= given <= MAX_TOKENS:
+                    params = replace(params, thinking_token_budget=given)
+        return with_marks(params, self.reasoning, begins, self.tokenizer)
 
     def _remembered(self, keys: ChatKeys) -> dict[int, GeneratedAnswer]:
         if not keys.asked or self.answers is None:

@@ -31,7 +31,8 @@ class _Owned:
 
 @dataclass(slots=True)
 class _Delayed:
-    """A request whose grammar is being compiled, and what was aborted of it meanwhile."""
+    """A request whose grammar is being compiled, or for which the tokenizer is read, and what was
+    aborted of it meanwhile."""
 
     client: bytes
     request: wire.AddRequest
@@ -62,7 +63,7 @@ class RunningRequests:
         """Take a request, or tell its client why not."""
         if (no_room := self._no_room(command)) is not None:
             self.send(client, wire.Refused(command.request_id, "", no_room, 429))
-        elif command.params.grammar is None:
+        elif not command.params.reads_answer:
             self._submit(client, command)
         else:
             # At the next turn at the earliest, when the first rank has seen that it is compiled:

@@ -23,6 +23,7 @@ _DEEPER = (
     *("chat_template_kwargs", "tools", "tool_choice", "path", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("bad_words", "allowed_token_ids", "add_generation_prompt", "continue_final_message"),
+    *("thinking_token_budget", "thinking_budget", "custom_params"),
 )
 
 

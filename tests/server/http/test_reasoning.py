@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid.request import RequestEvent, TokenLogprob
+from megatron_hybrid.request import RequestEvent, ThinkingBudget, TokenLogprob
 from megatron_hybrid.server.http import streaming
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.choice import Delta
@@ -19,7 +19,7 @@ from megatron_hybrid.server.options import REASONING_FORMATS, ServerOptions
 from megatron_hybrid.text.answer_places import GeneratedAnswer, Place, Slot, find_places
 from megatron_hybrid.text.reasoning import NAMES
 from megatron_hybrid.text.tokenizer import Tokenizer
-from tests.server.conftest import RunningLoop
+from tests.server.conftest import RunningLoop, reference_server
 from tests.server.fake_engine import FakeEngine
 from tests.text import thinking_templates as templates
 from tests.text.chat_templates import SPECIAL_TOKENS, with_template
@@ -448,3 +448,125 @@ def test_a_client_that_drops_or_changes_thoughts_gets_what_it_said(serve: Any) -
     assert server.prompt != server.tokenizer.encode_chat(
         [HELLO, {**said, "reasoning_content": THOUGHT}, AGAIN], KEPT["chat_template_kwargs"]
     )
+
+
+def budget_of(server: Server, **more: Any) -> ThinkingBudget | int | None:
+    """What the engine is told of a chat with these fields."""
+    server.ask(HELLO, **more)
+    return server.engine.added[-1].params.thinking_token_budget
+
+
+KWARGS = "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"thinking_token_budget": 7}, 7),
+        ({"thinking_budget": 0}, 0),
+        ({"custom_params": {"thinking_budget": 7}}, 7),
+        ({"thinking_token_budget": 7, "thinking_budget": 7, KWARGS: {"thinking_budget": 9}}, 7),
+        ({KWARGS: {"thinking_budget": 7}}, 7),
+        ({KWARGS: {"thinking_token_budget": 7, "enable_thinking": True}}, 7),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": None, "custom_params": {}}, None),
+        # What only the template understands.
+        ({KWARGS: {"thinking_budget": "low"}}, None),
+        ({KWARGS: {"thinking_budget": -1}}, None),
+        ({KWARGS: {"thinking_budget": True}}, None),
+        # There are to be no thoughts.
+        ({"thinking_token_budget": 7, "enable_thinking": False}, None),
+    ],
+)
+def test_a_budget_has_the_names_that_clients_have_for_it(
+    serve: Any, fields: dict[str, Any], tokens: int | None
+) -> None:
+    server = serve(templates.QWEN3_5, TO_OPENED)
+    found = budget_of(server, **fields)
+    close = tuple(server.tokenizer.encode("</think>"))
+    wanted = tokens is not None
+    assert found == (
+        ThinkingBudget(tokens or 0, ("<think>",), ("</think>",), close, True) if wanted else None
+    )
+
+
+def test_a_budget_knows_how_the_answer_begins(serve: Any) -> None:
+    asked = {"thinking_token_budget": 7}
+    for template, opened in ((templates.QWEN3, False), (templates.NEMOTRON_3, True)):
+        found = budget_of(serve(template, FOX), **asked)
+        assert isinstance(found, ThinkingBudget) and found.opened == opened
+    server = serve(templates.GRANITE, FOX)
+    found = budget_of(server, **asked)
+    assert isinstance(found, ThinkingBudget) and not found.opened
+    assert server.tokenizer.decode(found.close) == "Here is my response:"
+    assert set(found.begin) >= {"Here is my thought process:"}
+    # In thoughts that are gone on with.
+    server = serve(templates.LFM2_5, "m.</think>A")
+    last = {"role": "assistant", "content": "<think>\nH"}
+    server.ask(HELLO, last, continue_final_message=True, **asked, **INSIDE)
+    found = server.engine.added[-1].params.thinking_token_budget
+    assert isinstance(found, ThinkingBudget) and found.opened
+
+
+@pytest.mark.parametrize(
+    ("field", "fields", "reason"),
+    [
+        ("thinking_token_budget", {"thinking_token_budget": -2}, "from -1 to"),
+        ("thinking_token_budget", {"thinking_token_budget": 1.5}, "whole number"),
+        ("custom_params.other", {"custom_params": {"other": 1}}, "Unknown"),
+        (
+            "thinking_budget",
+            {"thinking_token_budget": 1, "thinking_budget": 2},
+            "thinking_token_budget is 1 and thinking_budget is 2",
+        ),
+    ],
+)
+def test_a_wrong_budget_is_refused_by_name(
+    serve: Any, field: str, fields: dict[str, Any], reason: str
+) -> None:
+    answer = serve(templates.QWEN3, FOX).http.post(CHAT, json={"messages": [HELLO], **fields})
+    error = answer.get_json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field) and reason in error["message"]
+
+
+def test_a_budget_needs_a_model_whose_thoughts_are_known(serve: Any, http: FlaskClient) -> None:
+    body = {"messages": [HELLO], "max_tokens": 4}
+    for one in (http, serve(templates.QWEN3, WRITTEN, "none").http):
+        answer = one.post(CHAT, json={**body, "thinking_budget": 7})
+        assert answer.status_code == 400 and "marks" in answer.get_json()["error"]["message"]
+        # Unless it is the template's alone, which may know what to do with it.
+        for harmless in ({"thinking_token_budget": -1}, {KWARGS: {"thinking_budget": 7}}):
+            assert one.post(CHAT, json={**body, **harmless}).status_code == 200
+    prompt = {"prompt": "Hello", "max_tokens": 4, "thinking_token_budget": 7}
+    assert http.post("/v1/completions", json=prompt).status_code == 400
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_models_thoughts_end_at_their_budget(tmp_path: Path, drafts: int) -> None:
+    """The reference model goes on thinking until it is stopped."""
+    (tmp_path / "template.jinja").write_text(
+        "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}<|end|>"
+        "{% endfor %}<|assistant|><think>\n{# </think> #}"
+    )
+    asked = {"messages": [HELLO], "temperature": 0, "max_tokens": 40, "return_token_ids": True}
+    with reference_server(tmp_path, tmp_path / "template.jinja", num_speculative_tokens=drafts) as (
+        http,
+        running,
+    ):
+        running.engine.runner.asynchronous = True
+        close = [35, 22, 446, 677, 37]
+        plain = http.post(CHAT, json=asked).get_json()["choices"][0]["token_ids"]
+        for budget in (0, 1, 9):
+            answer = http.post(CHAT, json={**asked, "thinking_budget": budget, "n": 2}).get_json()
+            for choice in answer["choices"]:
+                ids = choice["token_ids"]
+                assert ids[: budget + len(close)] == plain[:budget] + close
+                thoughts = running.engine._grammars.reader()(plain[:budget])
+                assert (choice["message"].get("reasoning") or "") == thoughts.strip()
+            thinking = answer["usage"][DETAILS]["reasoning_tokens"]
+            assert thinking == 2 * (budget + len(close))
+        asked["response_format"] = {"type": "json_object"}
+        answer = http.post(CHAT, json={**asked, "thinking_budget": 5}).get_json()
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"].startswith("{")
+        assert answer["usage"][DETAILS]["reasoning_tokens"] == 5 + len(close)

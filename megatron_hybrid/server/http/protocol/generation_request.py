@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatron_hybrid.errors import InvalidRequestError
@@ -97,6 +98,7 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
         max_tokens=default_max_tokens(old if new is None else new, body.min_tokens, options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        thinking_token_budget=_thinking_budget(body),
     )
     check_beside_tools(generation.params.grammar, prompt.tools)
     return Chat(prompt.messages, prompt.template_arguments, prompt.tools, prompt.ending, generation)
@@ -119,7 +121,24 @@ def default_max_tokens(
     default = dict(options.sampling_defaults).get("max_tokens")
     if max_tokens is not None or default is None:
         return max_tokens
-    return Unasked(max(default, body.min_tokens or 0))
+    return Unasked(max(default, min_tokens or 0))
+
+
+def _thinking_budget(body: ChatRequest) -> int | None:
+    """By whichever of its names."""
+    theirs = None if body.custom_params is None else body.custom_params.thinking_budget
+    named = {
+        "thinking_token_budget": body.thinking_token_budget,
+        "thinking_budget": body.thinking_budget,
+        "custom_params.thinking_budget": theirs,
+    }
+    given = [(name, value) for name, value in named.items() if value is not None]
+    for (one, budget), (other, value) in pairwise(given):
+        if budget != value:
+            raise InvalidRequestError(
+                other, f"{one} is {budget} and {other} is {value}; give only one of them."
+            )
+    return given[0][1] if given and given[0][1] >= 0 else None
 
 
 def check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
@@ -226,6 +245,7 @@ def _generation(
     max_tokens: int | None,
     logprobs: int | None,
     echo: bool = False,
+    thinking_token_budget: int | None = None,
 ) -> GenerationRequest:
     prompt_only = max_tokens == 0
     sampling = {name: getattr(body, name) for name in Sampling.__struct_fields__}
@@ -234,6 +254,7 @@ def _generation(
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
         grammar=grammar_of(body, options),
+        thinking_token_budget=thinking_token_budget,
         **{name: value for name, value in sampling.items() if value is not None},
     )
     params.validate()

@@ -34,6 +34,8 @@ _PLAIN = SamplingParams()
 
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_TOKENS)]
 Length = Annotated[int, Meta(ge=1, le=limits.MAX_TOKENS)]
+# -1 says the same as null, as vLLM has it.
+Budget = Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, title=TOKEN_ID)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
@@ -51,7 +53,7 @@ Choices = Annotated[list[GrammarText], Meta(min_length=1, max_length=MAX_CHOICE_
 
 _OnlyTrue, _OnlyFalse, _OnlyOne = only(True), only(False), only(1)
 _OnlyEmptyText, _OnlyTextModality = only(""), only(["text"])
-_OnlyNoneOrAuto = only("none", "auto")
+_OnlyNoneOrAuto, _OnlyNoBudget = only("none", "auto"), only(-1)
 
 
 class Sampling(Body):
@@ -186,6 +188,15 @@ class StreamOptions(Body):
     include_obfuscation: _OnlyFalse | None = None
 
 
+class CustomParams(Body):
+    """SGLang's.
+
+    thinking_budget: SGLang's name of thinking_token_budget.
+    """
+
+    thinking_budget: Budget | None = None
+
+
 class AnswerRequest(Sampling):
     """What both endpoints understand.
 
@@ -269,6 +280,10 @@ class ChatRequest(AnswerRequest, kw_only=True):
     reasoning_effort: The template's variable of this name, unless chat_template_kwargs has it;
         none also turns thoughts off.
     enable_thinking: The template's variable of this name, unless chat_template_kwargs has it.
+    thinking_token_budget: After so many tokens of thoughts they are ended; 0: at once; -1 or left
+        out: when the model ends them. Needs a model whose thoughts have marks.
+    thinking_budget: Qwen's name of thinking_token_budget.
+    custom_params: SGLang's place for its name of thinking_token_budget.
     tools: Functions that the answer may call; their names differ.
     tool_choice: Whether, or which of the tools, the answer calls.
     parallel_tool_calls: Whether an answer may hold more than one call.
@@ -286,6 +301,9 @@ class ChatRequest(AnswerRequest, kw_only=True):
     chat_template_kwargs: AnyObject | None = None
     reasoning_effort: Word | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
+    custom_params: CustomParams | None = None
     tools: ToolList | None = None
     tool_choice: AnyToolChoice = None
     parallel_tool_calls: bool | None = True
@@ -328,6 +346,8 @@ class CompletionRequest(AnswerRequest, kw_only=True):
     echo: bool | None = False
 
     suffix: _OnlyEmptyText | None = None
+    thinking_token_budget: _OnlyNoBudget | None = None
+    thinking_budget: _OnlyNoBudget | None = None
     add_special_tokens: _OnlyTrue | None = None
 
 
