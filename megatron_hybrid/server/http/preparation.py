@@ -34,13 +34,13 @@ from megatron_hybrid.server.http.protocol.requests import (
     TokenizeTextRequest,
 )
 from megatron_hybrid.server.http.protocol.tools import Tools
-from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
+from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
 from megatron_hybrid.server.link.messages import EngineReady
-from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.link.response_memory import ResponseMemoryClient
+from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.after_thoughts import after_thoughts
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.bad_words import with_token_ids
@@ -99,26 +99,26 @@ class Preparation:
         tokenizer: Tokenizer,
         options: ServerOptions,
         connect: Callable[[], AnswerMemoryClient] | None = None,
-    ) -> None:
         connect_responses: Callable[[], ResponseMemoryClient] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.options = options
         self.tool_calling = ToolCalling(tokenizer, options.tool_call_parser)
         self.reasoning = choose(tokenizer.chat_template, options.reasoning_parser)
         self._connect = connect
-
         self._connect_responses = connect_responses
+
     @cached_property
     def answers(self) -> AnswerMemoryClient | None:
         """The memory of answers."""
         return None if self._connect is None else self._connect()
 
-    # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
     @cached_property
     def responses(self) -> ResponseMemoryClient | None:
         """The memory of stored responses."""
         return None if self._connect_responses is None else self._connect_responses()
 
+    # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
     # fits. caller: whose the body is.
 
     def chat(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
@@ -146,8 +146,6 @@ class Preparation:
         wanted = replace(wanted, params=self._with_budget(wanted.params, request, begins))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
-    def completion(
-        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
     def response(
         self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
     ) -> PreparedResponse:
@@ -166,6 +164,8 @@ class Preparation:
         preparer = Preparer(options, options.model_name, self.responses, caller.owner, encode)
         return preparer.prepare(parse_body(body))
 
+    def completion(
+        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)

@@ -68,8 +68,8 @@ class Chat(ChatPrompt):
     """A request for an answer to it. field: what the client calls the messages."""
 
     generation: GenerationRequest
-
     field: str = "messages"
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
