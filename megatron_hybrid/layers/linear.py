@@ -199,6 +199,20 @@ class Linear(nn.Module):
             return self._product(x, self._runs[0], kernels)
         return torch.cat([self._product(x, run, kernels) for run in self._runs], dim=1)
 
+    def _product(self, x: Inputs, run: _Run, kernels: KernelSet) -> Tensor:
+        bias = self._bias
+        if bias is not None and len(self._runs) > 1:
+            bias = bias[run.start : run.stop]
+        return kernels.linear.multiply(x, run.weight, bias)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.bias
+
+
+class ColumnParallelLinear(Linear):
+    """This rank computes some of the outputs, and those wholly, so that it may go on with them."""
+
     def activated(
         self, x: Inputs, activation: str, gated: bool, into: Reader | None, kernels: KernelSet
     ) -> Inputs:
@@ -235,16 +249,6 @@ class Linear(nn.Module):
             return self.forward(x, kernels)[:, start:stop]
         bias = None if self.bias is None else self.bias[start:stop]
         return F.linear(x, self.weight[start:stop], bias)
-
-    def _product(self, x: Inputs, run: _Run, kernels: KernelSet) -> Tensor:
-        bias = self._bias
-        if bias is not None and len(self._runs) > 1:
-            bias = bias[run.start : run.stop]
-        return kernels.linear.multiply(x, run.weight, bias)
-
-    @property
-    def _bias(self) -> Tensor | None:
-        return self.bias
 
 
 class RowParallelLinear(Linear):

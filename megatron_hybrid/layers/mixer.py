@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.protocols import Inputs, Reader
-from megatron_hybrid.layers.linear import Linear, RowParallelLinear
+from megatron_hybrid.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_hybrid.layers.parts import Parts, inner_parts
 from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
@@ -46,9 +46,9 @@ class LayerContext:
             )
         return max(total // ranks, 1)
 
-    def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> Linear:
+    def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> ColumnParallelLinear:
         """A projection of `inputs`, by default the hidden size, to so many rows on this rank."""
-        return Linear(inputs or self.hidden_size, rows, bias=bias, dtype=self.dtype)
+        return ColumnParallelLinear(inputs or self.hidden_size, rows, bias=bias, dtype=self.dtype)
 
     def to_hidden(self, columns: int, bias: bool) -> RowParallelLinear:
         """A projection of this rank's columns to its part of a sum of the hidden size."""
