@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.execution.plan import StepPlan, StepResult
+from megatron_hybrid.request import RequestEvent
 
 Clock = Callable[[], float]  # seconds, with the zero of `time.monotonic`: front ends read it too
 
@@ -120,18 +121,25 @@ class Latencies:
         decoded = len(plan.decode_rows) + plan.num_drafts
         self.iteration_tokens.observe(decoded + plan.num_prefill_tokens)
 
-    def was_received(self, plan: StepPlan, received: int, result: StepResult) -> None:
+    def was_received(
+        self,
+        plan: StepPlan,
+        received: Sequence[tuple[TrackedRequest, RequestEvent]],
+        result: StepResult,
+    ) -> None:
         """A step's tokens are here, and nobody has ended with them yet.
 
-        received: how many requests got some; fewer than were sampled if some ended before.
+        received: the requests that got some, with what they are told, which for a first token is
+        also when it came; fewer than were sampled if some ended before.
         """
-        now = self.clock()
-        for end in plan.ended:
+        now, decoded, ended = self.clock(), len(received), plan.ended
+        events = dict(received) if ended else {}
+        for end in ended:
             if end.owner.is_open:
-                received -= 1
-                self._observe_prompt(end.row, end.owner, now)
+                decoded -= 1
+                self._observe_prompt(end.row, end.owner, events[end.owner], now)
         rows, accepted = plan.decode_rows, result.accepted
-        if received < len(rows):
+        if decoded < len(rows):
             is_open = [owner.is_open for owner in plan.decode_owners]
             rows = rows[is_open]
             accepted = None if accepted is None else accepted[is_open]
@@ -157,15 +165,19 @@ class Latencies:
         self.histograms["inter_token_latency_seconds"].observe_all(seconds)
         self._last_token[rows] = now
 
-    def _observe_prompt(self, row: int, request: TrackedRequest, now: float) -> None:
+    def _observe_prompt(
+        self, row: int, request: TrackedRequest, event: RequestEvent, now: float
+    ) -> None:
         """The token behind a computed prompt: a request's first, or its next after a preemption."""
         self._last_token[row] = now
         if request.last_token is not None:
             self._observe("inter_token_latency_seconds", now - request.last_token)
             return
         assert request.admitted is not None
+        event.queue_seconds = request.admitted - request.arrived
+        event.prefill_seconds = now - request.admitted
         self._observe("time_to_first_token_seconds", now - request.arrived)
-        self._observe("request_prefill_time_seconds", now - request.admitted)
+        self._observe("request_prefill_time_seconds", event.prefill_seconds)
 
     def _observe(self, name: str, seconds: float) -> None:
         self.histograms[name].observe(max(0.0, seconds))

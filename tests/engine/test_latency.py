@@ -117,6 +117,20 @@ def test_the_parts_of_a_requests_life_are_measured(asynchronous: bool):
     assert engine.stats()["iteration_tokens"]["sum"] == 30 + 3 + 10
 
 
+@pytest.mark.usefixtures("asynchronous")
+def test_the_first_token_says_how_long_it_took(asynchronous: bool):
+    clock = ManualClock()
+    engine = engine_at(clock, max_requests=2)
+    engine.add_request("a", T[:30], greedy(3, n=2), arrived=clock.now - 7)
+    events = run(engine, clock)
+    for index in (0, 1):
+        first, second, last = [event for event in events if event.index == index]
+        queued = 8 + index  # a step later than the twin that computes the prompt
+        assert (first.queue_seconds, first.prefill_seconds) == (queued, int(asynchronous))
+        assert (second.queue_seconds, second.prefill_seconds) == (None, None)
+        assert (last.queue_seconds, last.prefill_seconds) == (queued, None)
+
+
 def test_a_request_without_an_arrival_arrives_when_it_is_submitted():
     clock = ManualClock()
     engine = engine_at(clock)

@@ -121,4 +121,7 @@ def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
     event.prompt_logprobs = earlier.prompt_logprobs or event.prompt_logprobs
     event.prompt_tokens = max(earlier.prompt_tokens, event.prompt_tokens)
     event.cached_tokens = max(earlier.cached_tokens, event.cached_tokens)
+    if earlier.prefill_seconds is not None:
+        event.queue_seconds = earlier.queue_seconds
+        event.prefill_seconds = earlier.prefill_seconds
     return event
