@@ -49,7 +49,8 @@ environment:
 
 documentation:
   docs/ of the source distribution: docs/command_line.md has the commands, docs/server.md the routes
-  and fields. A running server describes itself: /openapi.json, and the page at /
+  and fields, docs/docker.md the images. A running server describes itself: /openapi.json, and the
+  page at /
 """
 
 
