@@ -49,6 +49,10 @@ GPU = [
     "transformer-engine[pytorch]>=2.0",
 ]
 
+# Traces of the server's requests, over HTTP or, by a larger package, gRPC.
+OTEL_HTTP = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]
+OTEL = [*OTEL_HTTP, "opentelemetry-exporter-otlp-proto-grpc>=1.30"]
+
 # For the pictures of tools/simulate_prefix_cache.py --plot.
 PLOT = ["matplotlib>=3.9"]
 
@@ -56,6 +60,7 @@ PLOT = ["matplotlib>=3.9"]
 # transformers' gated delta net models, which the tests compare with, no longer run.
 TEST = [
     *PLOT,
+    *OTEL_HTTP,
     'triton>=3.6; sys_platform == "linux"',  # its interpreter runs our kernels on a CPU
     "pytest>=9.0,<10",
     "pytest-xdist>=3.6",
@@ -93,7 +98,14 @@ setup(
     },
     zip_safe=False,
     install_requires=BASE,
-    extras_require={"flashinfer": FLASHINFER, "gpu": GPU, "plot": PLOT, "test": TEST, "dev": DEV},
+    extras_require={
+        "flashinfer": FLASHINFER,
+        "gpu": GPU,
+        "otel": OTEL,
+        "plot": PLOT,
+        "test": TEST,
+        "dev": DEV,
+    },
     entry_points={"console_scripts": ["megatron-hybrid=megatron_hybrid.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

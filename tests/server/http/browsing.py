@@ -51,7 +51,15 @@ STATS: dict[str, Any] = {
         "generated_tokens": 500,
         "requests_running": 5,
         "requests_waiting": 2,
-        "latency": {"time_to_first_token": {"count": 9, "sum": 1.0, "p50": 0.12, "p95": 0.3}},
+        "latency": {
+            "time_to_first_token_seconds": {
+                "count": 9,
+                "sum": 1.0,
+                "p50": 0.12,
+                "p95": 0.3,
+                "buckets": [[0.1, 4], [0.2, 8], [0.5, 9]],
+            }
+        },
         "preemptions": 0,
         "paused": False,
     },
@@ -74,6 +82,35 @@ class Visit:
     def _hear(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.errors.append(message.text)
+
+    def open(self, url: str) -> None:
+        """Go there, and wait until the figures have come."""
+        self.page.goto(url)
+        expect(self.page.locator("#connection")).to_have_text("live")
+
+    def set(self, **settings: str) -> None:
+        """Fill in settings, by the names of their fields."""
+        self.page.locator(".settings").evaluate("node => { node.open = true; }")
+        for name, text in settings.items():
+            self.page.locator(f"[name={name}]").fill(text)
+
+    def answers(self, *deltas: dict[str, Any]) -> list[Any]:
+        """Let all chats be answered with these deltas; the list of bodies that are sent from now
+        on."""
+        bodies: list[Any] = []
+        usage = {"prompt_tokens": 20, "completion_tokens": 4}
+        chunks = [
+            json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": usage})
+            for delta in deltas
+        ]
+
+        def fulfill(route: Any) -> None:
+            bodies.append(route.request.post_data_json)
+            body = "".join(f"data: {chunk}\r\n\r\n" for chunk in [*chunks, "[DONE]"])
+            route.fulfill(content_type="text/event-stream", body=body)
+
+        self.page.route("**/v1/chat/completions", fulfill)
+        return bodies
 
     def figures(self, answer: Callable[[], tuple[int, Any]]) -> None:
         """Answer GET /stats with this status and JSON."""
@@ -206,3 +243,15 @@ def cached_states(page: Any) -> int:
     """Of all ages."""
     rows = page.locator("#state .legend li", has_text="cached").locator("b").all_inner_texts()
     return sum(int(number.replace(",", "")) for number in rows)
+
+
+def kept_chats(page: Any) -> list[dict[str, Any]]:
+    """What the browser keeps, the newest chat first."""
+    return page.evaluate(
+        """async () => {
+          const { Store } = await import("./dashboard/store.js");
+          const store = await Store.open();
+          const list = await store.list();
+          return Promise.all(list.map(({ id }) => store.get(id)));
+        }"""
+    )

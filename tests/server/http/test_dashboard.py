@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -23,18 +24,16 @@ from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.browsing import (
     ATTACK,
-    CHROMIUM,
     CONTRASTS,
     EVIL_HOST,
-    FLAGS,
     STATS,
     Site,
     Visit,
     cached_share,
     cached_states,
     expect,
+    kept_chats,
     needs_browser,
-    playwright,
     press_until,
 )
 from tests.server.running import ROOT, ServerProcess, wait_until
@@ -44,51 +43,14 @@ IMAGE = ROOT / "docs" / "images" / "dashboard.png"
 WRITE_IMAGE = "MEGATRON_HYBRID_WRITE_IMAGES"  # set it to renew the picture in docs/
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    assert CHROMIUM is not None
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
-    visits: list[Visit] = []
-
-    def start(**settings: Any) -> Visit:
-        visits.append(Visit(browser, **settings))
-        return visits[-1]
-
-    yield start
-    for one in visits:
-        one.context.close()
-
-
-@pytest.fixture
-def site(serving: Serving) -> Iterator[Site]:
-    site = Site(serving)
-    yield site
-    site.close()
-
-
-@pytest.fixture
-def at_home(site: Site, visit: Callable[..., Visit]) -> Visit:
-    """The page of the fake engine, with figures that do not move."""
-    home = visit()
-    home.figures(lambda: (200, STATS))
-    home.page.goto(site.url)
-    expect(home.page.locator("#connection")).to_have_text("live")
-    return home
-
-
 def test_the_page_lets_the_browser_load_nothing_from_elsewhere(http: FlaskClient) -> None:
     for path in ("/", "/dashboard/main.js", "/dashboard/style.css"):
         answer = http.get(path)
         assert answer.status_code == 200
         policy = answer.headers["Content-Security-Policy"]
         rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+        assert rules.pop("require-trusted-types-for") == "'script'"
+        assert rules.pop("trusted-types") == "dompurify"
         assert rules["default-src"] == "'none'"
         assert set(rules.values()) <= {"'none'", "'self'"}
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -98,10 +60,12 @@ def test_every_file_that_the_page_names_is_served(http: FlaskClient) -> None:
     named = set(re.findall(r'(?:src|href)="([^"]+)"', http.get("/").text))
     assert "dashboard/main.js" in named
     for script in STATIC.glob("*.js"):
-        imported = re.findall(r'from "\./([^"]+)"', script.read_text())
+        imported = re.findall(r'^(?:import|.* from) "\./([^"]+)"', script.read_text(), re.M)
         named |= {f"dashboard/{name}" for name in imported}
-    assert {Path(name).name for name in named} == {
-        path.name for path in STATIC.iterdir() if path.name != "index.html"
+    assert named == {
+        f"dashboard/{path.relative_to(STATIC)}"
+        for path in STATIC.rglob("*")
+        if path.suffix in {".js", ".css", ".svg"}
     }
     for name in named:
         assert http.get(f"/{name}").status_code == 200
@@ -110,52 +74,23 @@ def test_every_file_that_the_page_names_is_served(http: FlaskClient) -> None:
 
 
 def test_scripts_never_make_markup_of_text() -> None:
-    for path in STATIC.iterdir():
+    for path in STATIC.glob("*.*"):
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert not re.search(r"<script>|<style|\son[a-z]+=\"|\sstyle=\"", text)
         assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert ("DOMPurify." in text) == (path.name == "purified.js")
 
 
-@needs_browser
-def test_what_the_model_says_is_shown_as_text(at_home: Visit) -> None:
-    markup = '<img src="/nowhere" onerror="document.title=1"><b>bold</b>'
-    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": markup}}]})
-    at_home.page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(
-            content_type="text/event-stream", body=f"data: {chunk}\r\n\r\ndata: [DONE]\n\n"
-        ),
-    )
-    turn = at_home.ask(markup)
-    expect(turn.locator(".text")).to_have_text([markup, markup])
-    assert at_home.page.locator(".log img, .log .text b").count() == 0
-    assert at_home.errors == []
-
-
-@needs_browser
-def test_thoughts_are_folded_and_go_back_with_the_answer(at_home: Visit) -> None:
-    bodies: list[Any] = []
-    deltas = [{"reasoning_content": "<b>Hm", "reasoning": "<b>Hm"}, {"content": "A fox."}]
-    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
-
-    def answer(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        body = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
-        route.fulfill(content_type="text/event-stream", body=body)
-
-    at_home.page.route("**/v1/chat/completions", answer)
-    turn = at_home.ask("Hello")
-    expect(turn.locator(".text")).to_have_text(["Hello", "A fox."])
-    thoughts = turn.locator(".thoughts-text")
-    expect(thoughts).to_be_hidden()
-    turn.locator("summary").press("Enter")
-    expect(thoughts).to_be_visible()
-    expect(thoughts).to_have_text("<b>Hm")
-    expect(at_home.ask("Again").locator(".text")).to_have_text(["Again", "A fox."])
-    said = {"role": "assistant", "content": "A fox.", "reasoning_content": "<b>Hm"}
-    assert bodies[1]["messages"][1] == said
-    assert at_home.errors == []
+def test_libraries_are_those_that_were_published_and_small() -> None:
+    listed = (STATIC / "vendor" / "README.md").read_text()
+    rows = re.findall(r"^\| (\S+\.js) \| (\S+) \| (\S+) \| .* \| ([0-9a-f]{64}) \|$", listed, re.M)
+    files = {path.name: path.read_bytes() for path in (STATIC / "vendor").glob("*.js")}
+    sums = {name: hashlib.sha256(file).hexdigest() for name, file in files.items()}
+    assert {name: checksum for name, _, _, checksum in rows} == sums
+    assert sum(map(len, files.values())) < 300_000
+    licences = (STATIC / "vendor" / "LICENSES.txt").read_text()
+    assert all(f"{package} {version}" in licences for _, package, version, _ in rows)
 
 
 @needs_browser
@@ -182,11 +117,14 @@ def test_a_server_with_a_key_is_asked_with_the_one_that_people_give(
         page.keyboard.press("Enter")
         expect(dialog).to_be_hidden()
         expect(page.locator("#connection")).to_have_text("live")
+        home.set(temperature="0")
         expect(home.ask("Hello").locator(".answer .text")).to_contain_text("Hello")
         page.reload()
         expect(page.locator("#connection")).to_have_text("live")
         expect(dialog).to_be_hidden()
         assert page.evaluate("() => localStorage.length") == 0
+        assert page.locator(".turn").count() == 1  # the chat is kept, the key with it is not
+        assert "sesame" not in json.dumps(kept_chats(page))
     finally:
         site.close()
 
@@ -362,8 +300,7 @@ def test_prefill_is_drawn_as_rates(site: Site, visit: Callable[..., Visit]) -> N
 def test_figures_that_are_missing_are_no_error(site: Site, visit: Callable[..., Visit]) -> None:
     home = visit()
     home.figures(lambda: (200, {}))
-    home.page.goto(site.url)
-    expect(home.page.locator("#connection")).to_have_text("live")
+    home.open(site.url)
     expect(home.page.locator("#tile-running")).to_have_text("–")
     assert home.errors == []
 
@@ -376,8 +313,7 @@ def test_a_hidden_page_does_not_ask(site: Site, visit: Callable[..., Visit]) -> 
     home.page.add_init_script(
         "Object.defineProperty(document, 'hidden', { get: () => window.isHidden === true })"
     )
-    home.page.goto(site.url)
-    expect(home.page.locator("#connection")).to_have_text("live")
+    home.open(site.url)
     turn = """(hidden) => {
         window.isHidden = hidden;
         document.dispatchEvent(new Event("visibilitychange"));
@@ -398,8 +334,7 @@ def test_texts_stand_out_from_their_ground(
 ) -> None:
     home = visit(color_scheme=scheme, reduced_motion="reduce")
     home.figures(lambda: (200, STATS))
-    home.page.goto(site.url)
-    expect(home.page.locator("#connection")).to_have_text("live")
+    home.open(site.url)
     home.ask("Hello")
     contrasts = home.page.evaluate(CONTRASTS)
     assert len(contrasts) > 40
@@ -415,8 +350,7 @@ def test_narrow_screens_need_no_scrolling_sideways(
 ) -> None:
     home = visit(viewport={"width": width, "height": 740}, is_mobile=True, has_touch=True)
     home.figures(lambda: (200, STATS))
-    home.page.goto(site.url)
-    expect(home.page.locator("#connection")).to_have_text("live")
+    home.open(site.url)
     home.page.get_by_text("Settings").click()
     home.page.get_by_label("Most tokens").fill("60")
     home.ask("W" * 60)
@@ -550,8 +484,7 @@ def test_a_chat_by_keyboard_with_a_real_model_shows_the_cache_at_work(
 ) -> None:
     home = visit(viewport={"width": 1280, "height": 960})
     page = home.page
-    page.goto(server.url)
-    expect(page.locator("#connection")).to_have_text("live")
+    home.open(server.url)
     expect(page.locator("#model")).to_have_text("reference_model")
     expect(page.get_by_label("Message")).to_be_focused()
     before = cached_states(page)
@@ -560,6 +493,8 @@ def test_a_chat_by_keyboard_with_a_real_model_shows_the_cache_at_work(
     page.keyboard.press("Enter")
     press_until(page, "Tab", "#system")
     page.keyboard.insert_text(SYSTEM)
+    press_until(page, "Tab", "#temperature")
+    page.keyboard.type("0")
     press_until(page, "Shift+Tab", ".settings summary")
     page.keyboard.press("Enter")
     press_until(page, "Tab", "#question")

@@ -27,6 +27,8 @@ export function setKey(value) {
   }
 }
 
+export const hasKey = () => key !== "";
+
 let onKeyWanted = () => {};
 
 /** `callback(hadKey)` is called whenever the server refuses a request for want of the right key. */

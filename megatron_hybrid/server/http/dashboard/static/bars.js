@@ -1,6 +1,7 @@
 // A bar in parts, with the parts' names and numbers below it.
 
 import { element, setText } from "./elements.js";
+import { explained } from "./explain.js";
 import { percent, whole } from "./format.js";
 
 export class StackedBar {
@@ -13,7 +14,7 @@ export class StackedBar {
     container.append(this.bar, this.legend);
   }
 
-  /** parts: [{ label, kind, count }], in order; `kind` names the colour in style.css. */
+  /** parts: [{ label, kind, count, means }], in order; `kind` names the colour in style.css. */
   show(parts) {
     const total = parts.reduce((sum, part) => sum + part.count, 0);
     if (!sameNames(parts, this.parts)) this.build(parts);
@@ -28,14 +29,15 @@ export class StackedBar {
   }
 
   build(parts) {
-    this.parts = new Map(parts.map(({ label, kind }) => [label, {
+    this.parts = new Map(parts.map(({ label, kind, means }) => [label, {
       piece: element("span", { class: `piece ${kind}` }),
       number: element("b", {}),
+      name: explained(label, means),
       key: element("i", { class: `key ${kind}`, "aria-hidden": "true" }),
     }]));
     this.bar.replaceChildren(...[...this.parts.values()].map(({ piece }) => piece));
-    this.legend.replaceChildren(...[...this.parts].map(([label, { key, number }]) =>
-      element("li", {}, key, element("span", {}, label), number)));
+    this.legend.replaceChildren(...[...this.parts.values()].map(({ key, name, number }) =>
+      element("li", {}, key, name, number)));
   }
 }
 

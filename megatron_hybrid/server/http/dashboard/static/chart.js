@@ -1,6 +1,7 @@
 // Two rates over the last two minutes, stacked, a column for each sample.
 
 import { element, setText } from "./elements.js";
+import { explained } from "./explain.js";
 import { compact, rate } from "./format.js";
 
 const SECONDS = 120;
@@ -9,7 +10,7 @@ const COLUMN_SECONDS = 0.8; // of each second: the rest is the gap between colum
 const SVG = "http://www.w3.org/2000/svg";
 
 export class RateChart {
-  /** series: two [{ key, label, kind }], the lower one first. */
+  /** series: two [{ key, label, kind, means }], the lower one first. */
   constructor(container, series) {
     this.series = series;
     this.samples = []; // { time, [key]: rate }, oldest first
@@ -26,9 +27,9 @@ export class RateChart {
     this.when = element("span", { class: "muted" });
     this.numbers = series.map(() => element("b", {}));
     const legend = element("ul", { class: "legend rates" },
-      ...series.map(({ label, kind }, i) => element("li", {},
+      ...series.map(({ label, kind, means }, i) => element("li", {},
         element("i", { class: `key ${kind}`, "aria-hidden": "true" }),
-        element("span", {}, label), this.numbers[i])),
+        explained(label, means), this.numbers[i])),
       element("li", { class: "when" }, this.when));
     container.append(
       element("div", { class: "chart" },

@@ -1,6 +1,10 @@
-// The chat: a list of turns, the form below it, and the settings above.
+// The conversation: its turns, the form below them, and the settings above.
 
+import { call } from "./api.js";
 import { byId, setText } from "./elements.js";
+import { whole } from "./format.js";
+import { newTurn, requestBody } from "./messages.js";
+import { Settings } from "./settings.js";
 import { streamAnswer } from "./stream.js";
 import { Turn } from "./turn.js";
 
@@ -8,20 +12,23 @@ const HINT = "Enter sends, Shift+Enter begins a new line.";
 const HINT_BUSY = "Esc stops the answer.";
 const HINT_EDIT = "What follows the edited message is replaced. Esc leaves it as it was.";
 const NEAR_THE_END_PIXELS = 48;
+const LITTLE_CONTEXT = 0.1; // of the whole
 
-class Chat {
-  constructor() {
+export class Chat {
+  /** on.change(chat): there is something new to keep; on.curl(body): somebody wants this request. */
+  constructor(on) {
+    this.on = on;
+    this.chat = null; // what is kept (store.js)
     this.log = byId("log");
-    this.welcome = byId("welcome");
     this.question = byId("question");
     this.sendButton = byId("send");
-    this.note = byId("composer-note");
-    this.turns = [];
+    this.settings = new Settings();
+    this.turns = []; // as they are seen
     this.edited = null; // the turn whose question is in the form
     this.draft = ""; // what was in the form before that
     this.request = null; // the AbortController of the answer that comes
+    this.contextLength = null; // tokens, of prompt and answer together
     this.listen();
-    this.showState();
   }
 
   listen() {
@@ -39,148 +46,156 @@ class Chat {
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
       if (this.request) this.request.abort();
-      else if (this.edited) this.cancelEdit();
+      else this.cancelEdit();
     });
-    byId("new-chat").addEventListener("click", () => this.clear());
-    for (const id of ["system", "temperature", "max-tokens"]) {
-      byId(id).addEventListener("input", () => this.showSettings());
-    }
-    this.showSettings();
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden && this.request) this.on.change(this.chat); // perhaps it is closed now
+    });
   }
 
-  /** Ask; after an edit, in the place of the edited turn and all that follow it. */
-  async send(text, replaced = this.edited) {
-    if (text.trim() === "" || !this.settingsAreValid()) return;
-    if (replaced) this.dropFrom(replaced);
-    this.question.value = "";
+  /** Show this one; an answer that comes in another is stopped. */
+  show(chat) {
+    this.request?.abort();
+    this.request = null;
     this.edited = null;
-    const turn = new Turn(text, {
-      onEdit: (chosen) => this.edit(chosen),
-      onAgain: (chosen) => this.askAgain(chosen),
-    });
-    const messages = [
-      ...this.systemMessage(),
-      ...this.turns.flatMap((earlier) => earlier.messages()),
-      { role: "user", content: text },
-    ];
-    this.turns.push(turn);
-    this.log.append(turn.element);
+    this.chat = chat;
+    this.settings.restore(chat.settings);
+    for (const { element } of this.turns) element.remove();
+    this.turns = chat.turns.map((turn) => this.seen(turn));
+    this.log.append(...this.turns.map(({ element }) => element));
+    this.showState();
     this.scrollToEnd();
-    await this.answer(turn, messages);
-  }
-
-  async answer(turn, messages) {
-    const request = new AbortController();
-    this.request = request;
-    this.showState();
-    const followed = (add) => (piece, seconds) => {
-      const follow = this.isAtEnd();
-      add(piece, seconds);
-      if (follow) this.scrollToEnd();
-    };
-    const ending = await streamAnswer(
-      messages,
-      this.settings(),
-      request.signal,
-      followed((piece, seconds) => turn.add(piece, seconds)),
-      followed((piece, seconds) => turn.addThoughts(piece, seconds)),
-    ).then(
-      (result) => () => turn.end(result),
-      (error) => () => (request.signal.aborted ? turn.stop() : turn.fail(error.message)),
-    );
-    const follow = this.isAtEnd();
-    ending();
-    if (follow) this.scrollToEnd();
-    if (this.request === request) this.request = null;
-    this.showState();
-  }
-
-  askAgain(turn) {
-    const draft = this.edited ? this.draft : this.question.value;
-    this.send(turn.question, turn);
-    this.question.value = draft;
     this.question.focus();
   }
 
-  edit(turn) {
+  seen(turn) {
+    return new Turn(turn, {
+      edit: (chosen) => this.edit(chosen),
+      again: (chosen) => this.askAgain(chosen),
+      results: () => this.goOn(),
+      curl: (chosen) => this.on.curl(this.bodyOf(chosen)),
+      painting: (paint) => this.following(paint),
+    });
+  }
+
+  bodyOf(chosen) {
+    const earlier = this.turns.slice(0, this.turns.indexOf(chosen));
+    return requestBody(earlier.map(({ turn }) => turn), chosen.turn);
+  }
+
+  /** What is in the form; after an edit, in the place of the edited turn and all that follow it. */
+  send(text) {
+    if (text.trim() === "" || !this.settings.areValid()) return;
+    const replaced = this.edited;
+    this.question.value = "";
+    this.edited = null;
+    this.ask(text, replaced);
+  }
+
+  askAgain(chosen) {
+    this.cancelEdit();
+    this.ask(chosen.turn.question, chosen);
+    this.question.focus();
+  }
+
+  /** With the results of calls. */
+  goOn() {
+    this.cancelEdit();
+    this.ask(null);
+    this.question.focus();
+  }
+
+  /** question: null to go on after results of calls; replaced: the first turn that goes. */
+  async ask(question, replaced = null) {
+    if (!this.settings.areValid()) return;
+    if (replaced) this.dropFrom(replaced);
+    const { chat } = this; // another one may be shown by the time the answer ends
+    const asked = this.seen(newTurn(question, this.settings.system, this.settings.request()));
+    this.turns.push(asked);
+    chat.turns.push(asked.turn);
+    chat.settings = this.settings.values();
+    this.log.append(asked.element);
+    this.scrollToEnd();
+    const request = new AbortController();
+    this.request = request;
+    this.showState();
+    this.on.change(chat);
+    const ending = await streamAnswer(this.bodyOf(asked), request.signal,
+      (delta, result) => asked.add(delta, result),
+    ).then(
+      (result) => () => asked.end("complete", result),
+      (error) => () => asked.end(request.signal.aborted ? "stopped" : error.message),
+    );
+    this.following(ending);
+    if (this.request === request) this.request = null;
+    this.on.change(chat);
+    if (this.chat !== chat) return;
+    this.showState();
+    this.showContext(await this.askContextLength());
+  }
+
+  edit(chosen) {
     if (!this.edited) this.draft = this.question.value;
-    this.edited = turn;
-    this.question.value = turn.question;
+    this.edited = chosen;
+    this.question.value = chosen.turn.question;
     this.question.focus();
     this.showState();
   }
 
   cancelEdit() {
+    if (!this.edited) return;
     this.edited = null;
     this.question.value = this.draft;
     this.showState();
   }
 
-  dropFrom(turn) {
-    for (const dropped of this.turns.splice(this.turns.indexOf(turn))) dropped.element.remove();
-  }
-
-  clear() {
-    this.request?.abort();
-    this.request = null;
-    this.edited = null;
-    for (const turn of this.turns.splice(0)) turn.element.remove();
-    this.showState();
-    this.question.focus();
-  }
-
-  systemMessage() {
-    const content = byId("system").value;
-    return content.trim() === "" ? [] : [{ role: "system", content }];
-  }
-
-  settings() {
-    const limit = byId("max-tokens").value;
-    return {
-      temperature: Number(byId("temperature").value || 1),
-      maxTokens: limit === "" ? null : Number(limit),
-    };
-  }
-
-  /** Whether the numbers can be sent; if not, the browser says what is wrong with which. */
-  settingsAreValid() {
-    const wrong = ["temperature", "max-tokens"].map(byId).find((field) => !field.validity.valid);
-    if (!wrong) return true;
-    document.querySelector(".settings").open = true;
-    wrong.reportValidity();
-    return false;
-  }
-
-  showSettings() {
-    const { temperature, maxTokens } = this.settings();
-    const limit = maxTokens === null ? "as many tokens as fit" : `at most ${maxTokens} tokens`;
-    const system = this.systemMessage().length ? ", system prompt" : "";
-    setText(byId("settings-summary"), `temperature ${temperature}, ${limit}${system}`);
+  dropFrom(chosen) {
+    const from = this.turns.indexOf(chosen);
+    for (const dropped of this.turns.splice(from)) dropped.element.remove();
+    this.chat.turns.splice(from);
   }
 
   showState() {
-    const busy = this.request !== null;
-    this.welcome.hidden = this.turns.length > 0;
-    setText(this.sendButton, busy ? "Stop" : "Send");
-    this.sendButton.classList.toggle("stop", busy);
-    setText(this.note, busy ? HINT_BUSY : this.edited ? HINT_EDIT : HINT);
+    const isBusy = this.request !== null;
+    byId("welcome").hidden = this.turns.length > 0;
+    setText(this.sendButton, isBusy ? "Stop" : "Send");
+    this.sendButton.classList.toggle("stop", isBusy);
+    setText(byId("composer-note"), isBusy ? HINT_BUSY : this.edited ? HINT_EDIT : HINT);
     const from = this.edited ? this.turns.indexOf(this.edited) : this.turns.length;
-    this.turns.forEach((turn, i) => {
-      turn.element.classList.toggle("replaced", i >= from);
-      turn.editButton.disabled = busy;
-      turn.againButton.disabled = busy;
-      turn.againButton.hidden = i !== this.turns.length - 1;
-    });
+    this.turns.forEach((turn, i) => turn.showState({
+      isLast: i === this.turns.length - 1, isBusy, isReplaced: i >= from,
+    }));
+    this.showContext(this.contextLength);
   }
 
-  isAtEnd() {
+  async askContextLength() {
+    try {
+      const { data } = await (await call("v1/models")).json();
+      this.contextLength = data[0].max_model_len;
+    } catch {
+      // Then it stays as it was: nothing is shown, or what was known.
+    }
+    return this.contextLength;
+  }
+
+  /** How much room the conversation has left. */
+  showContext(length) {
+    const last = this.turns.at(-1)?.turn.result;
+    const left = length - last?.promptTokens - last?.completionTokens;
+    const known = length !== null && Number.isFinite(left);
+    setText(byId("context"), known ? `${whole(left)} of ${whole(length)} tokens of context left` : "");
+    byId("context").classList.toggle("little", known && left < LITTLE_CONTEXT * length);
+  }
+
+  /** Change what is seen, and stay at the end if that is where people are. */
+  following(change) {
     const { scrollHeight, scrollTop, clientHeight } = this.log;
-    return scrollHeight - scrollTop - clientHeight < NEAR_THE_END_PIXELS;
+    const follow = scrollHeight - scrollTop - clientHeight < NEAR_THE_END_PIXELS;
+    change();
+    if (follow) this.scrollToEnd();
   }
 
   scrollToEnd() {
     this.log.scrollTop = this.log.scrollHeight;
   }
 }
-
-export const installChat = () => new Chat();

@@ -4,8 +4,11 @@ import { ApiError, call } from "./api.js";
 import { StackedBar } from "./bars.js";
 import { RateChart } from "./chart.js";
 import { byId, element, setText } from "./elements.js";
-import { compact, duration, percent, rate, whole } from "./format.js";
-import { blocks, latency, slots } from "./occupancy.js";
+import { explained } from "./explain.js";
+import { LOST, PREFILL } from "./explanations.js";
+import { compact, whole } from "./format.js";
+import { blocks, slots } from "./occupancy.js";
+import { Tiles } from "./tiles.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
@@ -14,14 +17,6 @@ const LONGEST_GAP_SECONDS = 5; // after a longer one a rate would be an average 
 
 const DONE = "The cache is empty now.";
 
-const TILES = [
-  ["skipped", "prompts skipped"],
-  ["running", "running"],
-  ["waiting", "waiting"],
-  ["first", "first token (p50)"],
-  ["between", "inter-token (p50)"],
-  ["generated", "tokens/s out"],
-];
 const CAUSES = {
   state_missing: "no state was kept that far",
   state_evicted: "its state had to go",
@@ -37,14 +32,13 @@ class Figures {
     this.earlier = null; // the figures before these, for rates
     this.isKeyWanted = false;
     this.failed = false; // the last time
-    this.tiles = new Map(TILES.map(([name]) => [name, element("dd", { id: `tile-${name}` }, "–")]));
-    byId("tiles").append(...TILES.map(([name, label]) =>
-      element("div", {}, element("dt", {}, label), this.tiles.get(name))));
+    this.lost = new Map(); // rows by cause
+    this.tiles = new Tiles(byId("tiles"));
     this.kv = new StackedBar(byId("kv"), "KV blocks");
     this.state = new StackedBar(byId("state"), "State slots");
     this.prefill = new RateChart(byId("prefill"), [
-      { key: "computed", label: "computed", kind: "computed" },
-      { key: "skipped", label: "skipped", kind: "cached-0" },
+      { key: "computed", label: "computed", kind: "computed", means: PREFILL.computed },
+      { key: "skipped", label: "skipped", kind: "cached-0", means: PREFILL.skipped },
     ]);
     this.showLost({});
     byId("reset").addEventListener("click", () => this.reset());
@@ -82,14 +76,10 @@ class Figures {
     this.failed = false;
     byId("cache").classList.remove("stale");
     this.showOccupancy(engine);
-    this.showRates({ ...engine, time: answer.time ?? performance.now() / 1000 });
+    const timed = { ...engine, time: answer.time ?? performance.now() / 1000 };
+    this.tiles.show(timed);
+    this.showRates(timed);
     this.showLost(engine.lost_tokens ?? {});
-    const { computed_tokens: computed, skipped_tokens: skipped } = engine;
-    this.tile("skipped", percent(skipped, computed + skipped));
-    this.tile("running", whole(engine.requests_running));
-    this.tile("waiting", whole(engine.requests_waiting));
-    this.tile("first", duration(latency(engine, "time_to_first_token")));
-    this.tile("between", duration(latency(engine, "inter_token_latency")));
   }
 
   showOccupancy(engine) {
@@ -111,7 +101,7 @@ class Figures {
       || now.computed_tokens < before.computed_tokens;
     if (!(seconds > 0) || seconds > LONGEST_GAP_SECONDS || restarted) return;
     const grown = (name) => Math.max(0, (now[name] - before[name]) / seconds || 0);
-    this.tile("generated", rate(grown("generated_tokens")));
+    this.tiles.showRate(grown("generated_tokens"));
     this.prefill.add({
       time: now.time, computed: grown("computed_tokens"), skipped: grown("skipped_tokens"),
     });
@@ -120,15 +110,28 @@ class Figures {
   showLost(lost) {
     const counts = { ...Object.fromEntries(Object.keys(CAUSES).map((cause) => [cause, 0])), ...lost };
     const most = Math.max(1, ...Object.values(counts));
-    const rows = Object.entries(counts).map(([cause, count]) => {
-      const bar = element("span", { class: "lost-bar" });
+    for (const [cause, count] of Object.entries(counts)) {
+      const { row, bar, number } = this.lostRow(cause);
+      row.classList.toggle("none", count === 0);
       bar.style.width = `${(100 * count) / most}%`;
-      return element("div", { class: count ? "" : "none" },
-        element("dt", {}, CAUSES[cause] ?? cause.replaceAll("_", " ")),
-        element("dd", {}, element("span", { class: "lost-track", "aria-hidden": "true" }, bar),
-          element("b", {}, compact(count))));
-    });
-    byId("lost").replaceChildren(...rows);
+      setText(number, compact(count));
+    }
+  }
+
+  /** Made once: whoever has its label in focus keeps it. */
+  lostRow(cause) {
+    if (!this.lost.has(cause)) {
+      const label = CAUSES[cause] ?? cause.replaceAll("_", " ");
+      const bar = element("span", { class: "lost-bar" });
+      const number = element("b", {});
+      const row = element("div", {},
+        element("dt", {}, cause in LOST ? explained(label, LOST[cause]) : label),
+        element("dd", {},
+          element("span", { class: "lost-track", "aria-hidden": "true" }, bar), number));
+      byId("lost").append(row);
+      this.lost.set(cause, { row, bar, number });
+    }
+    return this.lost.get(cause);
   }
 
   showFailure(error) {
@@ -165,10 +168,6 @@ class Figures {
     button.disabled = false;
     button.focus();
     this.poll();
-  }
-
-  tile(name, text) {
-    setText(this.tiles.get(name), text);
   }
 }
 

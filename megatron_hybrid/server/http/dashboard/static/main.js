@@ -1,9 +1,13 @@
-// The page: a chat on one side, the cache on the other.
+// The page: the chats that are kept, the one that goes on, and the cache.
 
-import { installChat } from "./chat.js";
+import { Chats } from "./chats.js";
+import { installCurl } from "./curl.js";
+import { installExplanations } from "./explain.js";
 import { installFigures } from "./figures.js";
 import { installKeyDialog } from "./key.js";
 
+installExplanations();
 const figures = installFigures();
-installChat();
+const showCurl = installCurl();
+new Chats(showCurl);
 installKeyDialog(() => figures.poll());

@@ -1,5 +1,7 @@
 // What the engine's figures say about who holds the cache's memory. Keys may be missing.
 
+import { KV, STATE } from "./explanations.js";
+
 const SHADES = 5; // of cached things, from fresh to old; style.css has as many
 
 /** KV blocks as the parts of a bar. */
@@ -7,9 +9,12 @@ export function blocks(engine) {
   const used = engine.kv_used ?? 0;
   const idle = engine.kv_evictable ?? 0; // cached and not in use: the parts make up the whole
   return [
-    { label: "in use", kind: "used", count: used },
-    ...cached(engine.kv_cached_by_age, idle),
-    { label: "free", kind: "free", count: engine.kv_free ?? free(engine.kv_blocks, used + idle) },
+    { label: "in use", kind: "used", count: used, means: KV.used },
+    ...cached(engine.kv_cached_by_age, idle, KV.cached),
+    {
+      label: "free", kind: "free", means: KV.free,
+      count: engine.kv_free ?? free(engine.kv_blocks, used + idle),
+    },
   ];
 }
 
@@ -18,26 +23,23 @@ export function slots(engine) {
   const live = engine.state_live ?? 0;
   const kept = engine.state_cached ?? 0;
   return [
-    { label: "live", kind: "used", count: live },
-    ...cached(engine.state_cached_by_age, kept),
-    { label: "free", kind: "free", count: engine.state_free ?? free(engine.state_slots, live + kept) },
+    { label: "live", kind: "used", count: live, means: STATE.used },
+    ...cached(engine.state_cached_by_age, kept, STATE.cached),
+    {
+      label: "free", kind: "free", means: STATE.free,
+      count: engine.state_free ?? free(engine.state_slots, live + kept),
+    },
   ];
-}
-
-/** The middle of a latency's distribution in seconds, whichever unit its name ends in. */
-export function latency(engine, name) {
-  const found = engine.latency?.[name] ?? engine.latency?.[`${name}_seconds`];
-  return found && found.count > 0 ? found.p50 : undefined;
 }
 
 const free = (total, taken) => Math.max(0, (total ?? 0) - taken);
 
 /** Each age a part of its own, if the engine tells ages. */
-function cached(byAge, count) {
+function cached(byAge, count, means) {
   if (!Array.isArray(byAge) || byAge.length === 0) {
-    return [{ label: "cached", kind: "cached-0", count }];
+    return [{ label: "cached", kind: "cached-0", count, means }];
   }
   return byAge.map(([age, number], i) => ({
-    label: `cached ${age}`, kind: `cached-${Math.min(i, SHADES - 1)}`, count: number,
+    label: `cached ${age}`, kind: `cached-${Math.min(i, SHADES - 1)}`, count: number, means,
   }));
 }

@@ -32,21 +32,26 @@ export async function* readEvents(body) {
 }
 
 /**
- * Ask for an answer and hand its text on as it comes.
+ * Ask for an answer and hand it on as it comes.
  *
- * onText(piece, secondsToFirst) is called for each piece, and onThoughts likewise for what a model
- * thinks before it answers. Returns what is known at the end:
- * promptTokens, cachedTokens, completionTokens, secondsToFirst, tokensPerSecond, finishReason;
- * a server may keep cachedTokens to itself, which is undefined then.
+ * onPiece(delta, so far) is called for each piece: a delta of the wire, and what is known by then.
+ * Returns what is known at the end: promptTokens, cachedTokens, completionTokens, secondsToFirst,
+ * tokensPerSecond, finishReason; a server may keep cachedTokens to itself, which is undefined then.
  * Throws ApiError, or AbortError when `signal` ends it.
  */
-export async function streamAnswer(messages, { temperature, maxTokens }, signal, onText, onThoughts) {
+export async function streamAnswer(body, signal, onPiece) {
   const begun = performance.now();
-  const body = { messages, temperature, stream: true, stream_options: { include_usage: true } };
-  if (maxTokens !== null) body.max_completion_tokens = maxTokens;
   const response = await call("v1/chat/completions", { body, signal });
   const seconds = () => (performance.now() - begun) / 1000;
   let [first, last, usage, finishReason, complete] = [null, null, null, null, false];
+  const known = () => ({
+    promptTokens: usage?.prompt_tokens ?? null,
+    cachedTokens: usage?.prompt_tokens_details?.cached_tokens,
+    completionTokens: usage?.completion_tokens ?? null,
+    secondsToFirst: first,
+    tokensPerSecond: speed(usage?.completion_tokens, first, last),
+    finishReason,
+  });
   for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") {
       complete = true;
@@ -57,25 +62,15 @@ export async function streamAnswer(messages, { temperature, maxTokens }, signal,
     usage = chunk.usage ?? usage;
     const choice = chunk.choices?.[0];
     if (!choice) continue;
-    const { content, reasoning_content: thoughts } = choice.delta ?? {};
-    if (content || thoughts) {
-      last = seconds();
-      first ??= last;
-    }
-    if (thoughts) onThoughts(thoughts, first);
-    if (content) onText(content, first);
     finishReason = choice.finish_reason ?? finishReason;
+    const { content, reasoning_content: thoughts, tool_calls: calls } = choice.delta ?? {};
+    if (!content && !thoughts && !calls?.length) continue;
+    last = seconds();
+    first ??= last;
+    onPiece(choice.delta, known());
   }
   if (!complete) throw new ApiError("The connection broke before the answer was complete.", 0);
-  const completionTokens = usage?.completion_tokens ?? null;
-  return {
-    promptTokens: usage?.prompt_tokens ?? null,
-    cachedTokens: usage?.prompt_tokens_details?.cached_tokens,
-    completionTokens,
-    secondsToFirst: first,
-    tokensPerSecond: speed(completionTokens, first, last),
-    finishReason,
-  };
+  return known();
 }
 
 function speed(tokens, first, last) {

@@ -1,110 +1,158 @@
-// One turn of the chat: what was asked, the answer as it comes, and what it cost.
+// One turn of the chat as it is seen: what was asked, the answer as it comes, and what it cost.
 
+import { addCallPieces, CallsView } from "./calls.js";
+import { codeBlock } from "./code.js";
+import { copyButton } from "./copying.js";
 import { element, setText } from "./elements.js";
+import { explained } from "./explain.js";
+import { TURN_CACHED } from "./explanations.js";
 import { duration, percent, rate, whole } from "./format.js";
+import { MarkdownView } from "./markdown.js";
 
 const WHY_ENDED = { length: "at the limit of tokens" };
+const SHORTEST_PAUSE_MS = 60; // between two paintings of an answer that comes
+const PAINTING_SHARE = 0.25; // of the time at most; long answers are painted less often
 
 export class Turn {
-  constructor(question, { onEdit, onAgain }) {
-    this.question = question;
-    this.answer = "";
-    this.thoughts = "";
-
+  /**
+   * turn: what is kept of it (messages.js), written here as the answer comes.
+   * on: { edit, again, results, curl }, called with this; { painting }, called with a function that
+   * changes what is seen.
+   */
+  constructor(turn, on) {
+    this.turn = turn;
+    this.on = on;
+    this.timer = null; // of the next painting
+    this.pause = 0;
+    this.thoughtsShown = 0; // characters
     this.thoughtsText = element("p", { class: "thoughts-text" });
     this.thoughtsBox = element("details", { class: "thoughts", hidden: "" },
       element("summary", {}, "Thoughts"), this.thoughtsText);
-    this.text = element("p", { class: "text" });
+    this.text = element("div", { class: "text markdown" });
+    this.markdown = new MarkdownView(this.text);
+    this.calls = new CallsView(turn.calls, () => on.results(this));
     this.bar = element("span", { class: "share-cached" });
     this.figures = element("p", { class: "figures" });
     this.error = element("p", { class: "error", role: "alert", hidden: "" });
-    this.editButton = element("button", { type: "button", class: "quiet small" }, "Edit");
-    this.againButton = element("button", { type: "button", class: "quiet small" }, "Ask again");
-    this.editButton.addEventListener("click", () => onEdit(this));
-    this.againButton.addEventListener("click", () => onAgain(this));
+    this.editButton = button("Edit", () => on.edit(this));
+    this.againButton = button("Ask again", () => on.again(this));
     this.answerBox = element("div", { class: "answer", "aria-busy": "true" },
-      element("h3", { class: "visually-hidden" }, "Answer"), this.thoughtsBox, this.text, this.error);
+      element("h3", { class: "visually-hidden" }, "Answer"),
+      this.thoughtsBox, this.text, this.calls.element, this.error);
     this.element = element("article", { class: "turn" },
-      element("div", { class: "question" },
-        element("h3", { class: "visually-hidden" }, "You"),
-        element("p", { class: "text" }, question)),
       this.answerBox,
       // Not read out with the answer: it changes while the answer comes.
       element("div", { class: "turn-foot", "aria-live": "off" },
         element("div", { class: "share", "aria-hidden": "true" }, this.bar),
         this.figures,
-        element("div", { class: "turn-buttons" }, this.editButton, this.againButton)));
-    this.say("reading the prompt");
+        element("div", { class: "turn-buttons" }, this.editButton, this.againButton,
+          copyButton(() => turn.answer, "Copy"), button("curl", () => on.curl(this)))));
+    if (turn.question !== null) {
+      this.element.prepend(element("div", { class: "question" },
+        element("h3", { class: "visually-hidden" }, "You"),
+        element("p", { class: "text" }, turn.question)));
+    }
+    this.editButton.hidden = turn.question === null;
+    if (turn.ending === "") this.say("reading the prompt");
+    else this.finish();
   }
 
-  /** What a next turn sends of this one; a question without an answer is left out. */
-  messages() {
-    if (this.answer === "") return [];
-    const answer = { role: "assistant", content: this.answer };
-    // The model's chat template keeps or drops them.
-    if (this.thoughts !== "") answer.reasoning_content = this.thoughts;
-    return [{ role: "user", content: this.question }, answer];
+  /** A delta of the stream, and what is known by then. */
+  add({ content, reasoning_content: thoughts, tool_calls: calls }, result) {
+    this.turn.thoughts += thoughts ?? "";
+    this.turn.answer += content ?? "";
+    addCallPieces(this.turn.calls, calls ?? []);
+    this.turn.result = result;
+    this.timer ??= setTimeout(() => {
+      const begun = performance.now();
+      this.on.painting(() => this.paint());
+      this.pause = Math.max(SHORTEST_PAUSE_MS, (performance.now() - begun) / PAINTING_SHARE);
+      this.timer = null;
+    }, this.pause);
   }
 
-  addThoughts(piece, secondsToFirst) {
-    this.begin(secondsToFirst);
-    this.thoughts += piece;
-    this.thoughtsBox.hidden = false;
-    this.thoughtsText.append(piece);
+  paint() {
+    const { answer, fields, result } = this.turn;
+    this.paintThoughts();
+    if (fields.response_format) setText(this.text, answer); // JSON is no Markdown
+    else this.markdown.show(answer);
+    this.calls.show();
+    this.say(`first token ${duration(result.secondsToFirst)} · ${speed(result)}`);
   }
 
-  add(piece, secondsToFirst) {
-    this.begin(secondsToFirst);
-    this.answer += piece;
-    this.text.append(piece);
+  paintThoughts() {
+    const { thoughts } = this.turn;
+    this.thoughtsBox.hidden = thoughts === "";
+    this.thoughtsText.append(thoughts.slice(this.thoughtsShown));
+    this.thoughtsShown = thoughts.length;
   }
 
-  begin(secondsToFirst) {
-    if (this.secondsToFirst !== undefined) return;
-    this.secondsToFirst = secondsToFirst;
-    this.say(`first token ${duration(secondsToFirst)}`);
+  /** `ending`: "complete", "stopped" or what went wrong. */
+  end(ending, result = this.turn.result) {
+    clearTimeout(this.timer);
+    this.turn.ending = ending;
+    this.turn.result = result;
+    this.finish();
   }
 
-  end(result) {
-    this.close();
-    const { promptTokens, cachedTokens, completionTokens, finishReason } = result;
+  /** Show all there is. */
+  finish() {
+    const { answer, calls, ending, fields, result } = this.turn;
+    this.paintThoughts();
+    this.thoughtsText.normalize(); // one text node, not one a painting
+    if (fields.response_format && answer !== "") this.text.replaceChildren(codeBlock(answer, "json"));
+    else this.markdown.finish(answer);
+    this.calls.finish();
+    this.answerBox.setAttribute("aria-busy", "false");
+    if (ending === "complete") {
+      this.showFigures(result);
+      if (answer === "" && calls.length === 0) this.text.append(element("em", {}, "an empty answer"));
+    } else if (ending === "stopped") {
+      this.say(result === null ? "stopped before the first token"
+        : `stopped · first token ${duration(result.secondsToFirst)} · ${speed(result)}`);
+    } else {
+      this.say("no complete answer");
+      this.error.hidden = false;
+      setText(this.error, ending);
+    }
+  }
+
+  showFigures(result) {
+    const { promptTokens, cachedTokens, finishReason } = result;
     const cached = cachedTokens === undefined ? `${whole(promptTokens)} prompt tokens`
-      : `${whole(cachedTokens)} of ${whole(promptTokens)} prompt tokens cached `
-        + `(${percent(cachedTokens, promptTokens)})`;
+      : explained(`${whole(cachedTokens)} of ${whole(promptTokens)} prompt tokens cached `
+        + `(${percent(cachedTokens, promptTokens)})`, TURN_CACHED);
     this.bar.style.width = promptTokens ? `${(100 * (cachedTokens ?? 0)) / promptTokens}%` : "0";
     this.figures.replaceChildren(
       item("cached", cached),
       item("first", `first token ${duration(result.secondsToFirst)}`),
-      item("speed", `${whole(completionTokens)} tokens at ${rate(result.tokensPerSecond)}/s`),
+      item("speed", speed(result)),
     );
     if (finishReason in WHY_ENDED) {
       this.figures.append(item("ended", `ended ${WHY_ENDED[finishReason]}`));
     }
-    if (this.answer === "") this.text.append(element("em", {}, "an empty answer"));
-  }
-
-  stop() {
-    this.close();
-    this.say(this.secondsToFirst === undefined ? "stopped before the first token"
-      : `stopped · first token ${duration(this.secondsToFirst)}`);
-  }
-
-  fail(message) {
-    this.close();
-    this.say("no complete answer");
-    this.error.hidden = false;
-    setText(this.error, message);
-  }
-
-  close() {
-    this.text.normalize(); // one text node, not one a token
-    this.thoughtsText.normalize();
-    this.answerBox.setAttribute("aria-busy", "false");
   }
 
   say(text) {
     this.figures.replaceChildren(item("state", text));
   }
+
+  /** isLast: nothing follows; isBusy: an answer comes, here or elsewhere. */
+  showState({ isLast, isBusy, isReplaced }) {
+    this.element.classList.toggle("replaced", isReplaced);
+    this.editButton.disabled = this.againButton.disabled = isBusy;
+    this.againButton.hidden = !isLast;
+    this.calls.allowResults(isLast && !isBusy);
+  }
 }
 
-const item = (name, text) => element("span", { class: name }, text);
+const item = (name, content) => element("span", { class: name }, content);
+
+const speed = ({ completionTokens, tokensPerSecond }) =>
+  `${whole(completionTokens)} tokens at ${rate(tokensPerSecond)}/s`;
+
+function button(label, onClick) {
+  const made = element("button", { type: "button", class: "quiet small" }, label);
+  made.addEventListener("click", onClick);
+  return made;
+}
