@@ -71,6 +71,7 @@ _REASONS = {
     "over several machines torchrun starts the ranks, and has this flag": "--nnodes",
     "grammars are always llguidance's": "--guided-decoding-backend --grammar-backend",
     "/metrics is always served": "--enable-metrics",
+    "traces always have the engine's part": "--collect-detailed-traces",
 }
 # By another engine's flag: ours, or why there is none.
 SAME = {name: ours for ours, names in _NAMES.items() for name in names.split()}

@@ -39,6 +39,7 @@ from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions, is_loopback
 from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.server.processes.ranks import check_devices, run_ranks
+from megatron_hybrid.server.processes.trace_exporter import check_tracing
 from megatron_hybrid.server.sampling_defaults import describe, read_sampling_defaults
 from megatron_hybrid.watchdog import Watchdog
 
@@ -294,6 +295,7 @@ def _with_access(options: ServerOptions, launch: LaunchOptions) -> ServerOptions
     """With the keys, and who may come in as it is compared; ConfigurationError for what can't
     be."""
     tls.check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    check_tracing(options)
     api_keys = [
         *keys.read_keys(
             launch.api_key, launch.api_key_file, flag="--api-key", variable=keys.API_KEY_VARIABLE

@@ -24,6 +24,7 @@ MOST_OPEN = 1_000_000  # requests and connections
 MOST_STORED_GB, MOST_STORED_HOURS = 1024, 24 * 366
 # The names in tool_calls/formats.py, which takes long to import.
 TOOL_CALL_FORMATS = ("pythonic", "nemotron_json", "jamba", "xml", "hermes", "llama3_json")
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")  # the first one unless a variable names another
 REASONING_FORMATS = ("granite", "qwen3", "deepseek_r1")  # those in text/reasoning.py
 ACCESS, REPLICAS, QUESTION = "who may come in", "replicas", "a first question"  # groups in --help
 
@@ -118,6 +119,18 @@ class ServerOptions(ParseOptions):
         LOG_FORMATS[0], "of what the server logs: text, or one JSON object a line", LOG_FORMATS
     )
     access_log: bool = option(True, "log a line for every request that has ended")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector that traces of requests are sent to, such as "
+        "http://localhost:4317; needs the extra `otel`",
+        metavar="URL",
+    )
+    otlp_traces_protocol: str | None = option(
+        None,
+        "how they are sent; left out: as the variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says, or "
+        + OTLP_PROTOCOLS[0],
+        OTLP_PROTOCOLS,
+    )
     chat_template: str | None = option(
         None,
         "file with the chat template (Jinja); left out: the one in the tokenizer's folder",

@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--policy", default="longest_prefix")
     parser.add_argument("--stalled-client-seconds", help="not two minutes; and few places")
     parser.add_argument("--log-format", default="text")
+    parser.add_argument("--otlp-traces-endpoint")
+    parser.add_argument("--otlp-traces-protocol")
     parser.add_argument("--no-access-log", dest="access_log", action="store_false")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -77,6 +79,8 @@ def main() -> int:
         http_workers=args.http_workers,
         http_connections=args.http_connections,
         log_format=args.log_format,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+        otlp_traces_protocol=args.otlp_traces_protocol,
         access_log=args.access_log,
         engine_restart_timeout=args.engine_restart_timeout,
         shutdown_timeout=args.shutdown_timeout,

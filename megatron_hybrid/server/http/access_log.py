@@ -80,8 +80,8 @@ def log_request(
     fields: dict[str, object] = {"id": identity, "client": client}
     if key_name is not None:
         fields["key"] = key_name
-    if generation is not None and status < 400:  # but what became of its stream?
-        status = generation.failure or status
+    if generation is not None:
+        status = generation.outcome(status)
     fields |= {"method": method, "route": route[:MOST_OF_A_PATH], "status": status}
     if started is not None:
         if generation is not None:

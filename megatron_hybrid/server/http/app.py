@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from megatron_hybrid.server.addresses import Addresses
-from megatron_hybrid.server.http import access_log, dashboard, openapi, routes
+from megatron_hybrid.server.http import access_log, dashboard, openapi, routes, tracing
 from megatron_hybrid.server.http.browsers import BrowserRules
 from megatron_hybrid.server.http.http_errors import WrongKey, error_response
 from megatron_hybrid.server.http.root_path import behind_root
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import CONTROL_PATHS, NOBODY, KeyRing
+from megatron_hybrid.server.link.traces import RequestTrace
 from megatron_hybrid.server.options import ServerOptions
 
 MAX_BODY_BYTES = 64 * 2**20
 
 
-def create_app(serving: Serving, address: str | None = None) -> Flask:
-    """address: that the listener is bound to; left out: as --host says."""
+def create_app(
+    serving: Serving,
+    address: str | None = None,
+    send_trace: Callable[[RequestTrace], None] | None = None,
+) -> Flask:
+    """address: that the listener is bound to; left out: as --host says. send_trace: where traces of
+    requests go, if anywhere."""
     app = Flask("megatron_hybrid")
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     access_log.install(app, Addresses(serving.options.trusted_proxies))
+    if send_trace is not None:
+        tracing.install(app, send_trace)
     app.errorhandler(Exception)(error_response)  # Flask's own, too
     _install_checks(app, serving.options, address)
     routes.install(app, serving)

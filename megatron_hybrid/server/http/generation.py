@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
@@ -21,6 +23,7 @@ from megatron_hybrid.server.link.subscription import (
     Overloaded,
     Subscription,
 )
+from megatron_hybrid.server.link.traces import AnswerTrace
 
 DISCONNECT_POLL_SECONDS = 0.5
 REASONING_USAGE = "completion_tokens_details"  # in `usage`, of models that think
@@ -49,6 +52,35 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
 
 
+class Tokens(NamedTuple):
+    """Of a request: in its prompts, and how many of these were cached; in its answers, and how many
+    of these were thoughts, None of a model without."""
+
+    prompt: int
+    cached: int
+    completion: int
+    reasoning: int | None
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of one answer: when its phases ended, in seconds since the request came; and how it did."""
+
+    begun: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    finish_reason: str | None = None
+    preemptions: int = 0
+
+    def add(self, event: RequestEvent) -> None:
+        """Its first event, or its last one."""
+        self.begun = event.queue_seconds
+        if event.queue_seconds is not None and event.prefill_seconds is not None:
+            self.first_token = event.queue_seconds + event.prefill_seconds
+        if event.counters is not None:
+            self.preemptions = event.counters.get("preemptions", 0)
+
+
 class Generation:
     """The choices of one HTTP request, in the engine from `start` to `close`, up to which it holds
     one of the server's places."""
@@ -69,7 +101,8 @@ class Generation:
         self.request_id = request_id
         self.created = int(time.time())
         self._client, self._options = serving.client, serving.options
-        self._request = request
+        self.model = serving.options.model_name
+        self.wanted = request
         self._disconnected = disconnected
         self._arrived = arrived
         self._timeout = min(
@@ -80,7 +113,8 @@ class Generation:
         self._placement: Placement | None = None
         self._subscription: Subscription | None = None
         self._prompt_tokens = 0
-        self._queued: float | None = None  # seconds, in the engine
+        self.submitted: float | None = None  # to the engine; seconds since the request came
+        self._times: defaultdict[int, _Times] = defaultdict(_Times)  # by index of the answer
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
@@ -96,7 +130,7 @@ class Generation:
 
         message_ends: where messages end in the prompt, if it is a chat.
         """
-        request = self._request
+        request = self.wanted
         n = request.params.n
         engine = self._client.check()
         request.params.validate_vocabulary(engine.vocab_size)
@@ -123,6 +157,7 @@ class Generation:
                     arrived=self._arrived,
                 )
             )
+        self.submitted = time.monotonic() - self._arrived
         packed = [add.prompt for add in self._adds]
         most, salt = request.params.max_tokens, request.cache_salt
         wanted = wire.Wanted(self.request_id, packed, n, most, salt)
@@ -130,7 +165,7 @@ class Generation:
 
     def _submit(self, placement: Placement) -> None:
         """Send the prompts there, or where there is a replica; EngineUnavailable if none is."""
-        request = self._request
+        request = self.wanted
         # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
         whole = not request.stream and not request.params.stop
         while True:
@@ -194,8 +229,8 @@ class Generation:
 
     def _advance(self, subscription: Subscription, event: RequestEvent) -> list[Delta]:
         choice = self._choices[event.request_id, event.index]
-        if event.queue_seconds is not None:  # with its last event
-            self._queued = max(self._queued or 0.0, event.queue_seconds)
+        if event.queue_seconds is not None:  # with its first event, and with its last one
+            self._times[choice.index].add(event)
         if choice.finish_reason is not None:
             return []
         if event.finish_reason is FinishReason.ERROR:
@@ -203,9 +238,11 @@ class Generation:
                 raise InvalidRequestError(event.error_field, event.error)
             raise GenerationFailed(event.error or "The engine failed and did not say why.")
         if event.prompt_logprobs is not None:
-            self.prompt_logprobs[choice.index // self._request.params.n] = event.prompt_logprobs
+            self.prompt_logprobs[choice.index // self.wanted.params.n] = event.prompt_logprobs
         delta = choice.advance(event)
         if delta.finish_reason is not None:
+            times = self._times[choice.index]
+            times.ended, times.finish_reason = time.monotonic() - self._arrived, delta.finish_reason
             # Does nothing unless a stop string ended it here.
             subscription.abort(event.request_id, event.index, FinishReason.STOP)
         return [delta]
@@ -230,9 +267,10 @@ class Generation:
         figures: dict[str, object] = {}
         if self._prompt_tokens:
             figures["prompt_tokens"] = self._prompt_tokens  # though no event may have come
-            _, figures["cached_tokens"], figures["answer_tokens"], _ = self._tokens()
-        if self._queued is not None:
-            figures["queue_seconds"] = round(self._queued, 4)
+            _, figures["cached_tokens"], figures["answer_tokens"], _ = self.tokens()
+        queued = [one.begun for one in self._times.values() if one.begun is not None]
+        if queued:
+            figures["queue_seconds"] = round(max(queued), 4)
         if self._subscription is not None and self._subscription.first_event is not None:
             figures["first_token_seconds"] = round(
                 self._subscription.first_event - self._arrived, 4
@@ -241,25 +279,46 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written."""
-        return self._usage(*self._tokens())
+        return self._usage(*self.tokens())
 
-    def _tokens(self) -> tuple[int, int, int, int | None]:
-        """Of prompts, of what was cached of them, of answers, and of thoughts in these. A prompt
-        with several choices was given once, so counts once, and what was cached of it is what was
-        found for the first of them to be computed."""
+    def outcome(self, status: int) -> int:
+        """What became of a request that was answered with this HTTP status: the one that fits what
+        broke its stream off."""
+        return (self.failure or status) if status < 400 else status
+
+    def answers(self) -> list[AnswerTrace]:
+        """What became of each so far, and when."""
+        return [
+            AnswerTrace(
+                one.prompt_tokens,
+                one.cached_tokens,
+                one.completion_tokens,
+                times.begun,
+                times.first_token,
+                times.ended,
+                times.finish_reason,
+                times.preemptions,
+            )
+            for one in self._choices.values()
+            for times in [self._times[one.index]]
+        ]
+
+    def tokens(self) -> Tokens:
+        """So far. A prompt with several choices was given once, so counts once, and what was cached
+        of it is what was found for the first of them to be computed."""
         answers = list(self._choices.values())
-        n = self._request.params.n
+        n = self.wanted.params.n
         groups = [answers[start : start + n] for start in range(0, len(answers), n)]
         prompt = sum(max(answer.prompt_tokens for answer in group) for group in groups)
         completion = sum(answer.completion_tokens for answer in answers)
         cached = sum(min(answer.cached_tokens for answer in group) for group in groups)
         thoughts = [one.reasoning_tokens for one in answers]
         known = [tokens for tokens in thoughts if tokens is not None]
-        return prompt, cached, completion, sum(known) if known else None
+        return Tokens(prompt, cached, completion, sum(known) if known else None)
 
     def usage_so_far(self, index: int) -> dict[str, object]:
         """Of the choice with this index: tokens of its prompt, and those it has written."""
-        number, own = divmod(index, self._request.params.n)
+        number, own = divmod(index, self.wanted.params.n)
         answer = self._choices[f"{self.request_id}-{number}", own]
         return self._usage(
             answer.prompt_tokens,

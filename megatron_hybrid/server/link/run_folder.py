@@ -12,6 +12,7 @@ again, so its name is a fresh one.
     answers           socket of the answers' memory
     responses         socket of the memory of stored responses
     preparers         socket of the processes that read large requests
+    traces            socket of the process that sends traces
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from megatron_hybrid.server.link.response_memory import RESPONSES, ResponseMemor
 from megatron_hybrid.server.link.run_folder import LOCK_SECONDS, LockOwner, RunFolder
 from megatron_hybrid.server.log_format import ACCESS_LOG, set_up_logging
 from megatron_hybrid.server.options import FrontEndSettings
+from megatron_hybrid.server.processes import trace_exporter
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 NO_RESTART_SECONDS = 5.0  # with port 0, where no engine could find us: to tell clients
@@ -39,8 +40,8 @@ WATCH_SECONDS = 0.1
 WORKER_SECONDS = 120  # a worker that says nothing for that long is replaced
 BACKLOG = 2048
 COORDINATOR_COMMAND = ("-m", "megatron_hybrid.server.replicas.coordinator")  # for the interpreter
-COORDINATOR_RESTART_SECONDS = 0.5  # one that fails at once shall not keep a core busy
-COORDINATOR_END_SECONDS = 2.0
+RESTART_SECONDS = 0.5  # a process that fails at once shall not keep a core busy
+END_SECONDS = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -90,39 +91,43 @@ def run(settings: FrontEndSettings) -> None:
             (lambda: ResponseMemoryClient(responses)) if options.stores_responses else None,
         ),
     )
-    end_coordinator = _keep_coordinator(settings) if options.data_parallel_size > 1 else None
+    beside = []
+    if options.data_parallel_size > 1:
+        beside.append(_keep("coordinator", COORDINATOR_COMMAND, settings))
+    if options.otlp_traces_endpoint is not None:
+        beside.append(_keep("exporter of traces", trace_exporter.COMMAND, settings))
     try:
         master.run()
     finally:
         if os.getpid() == process:  # a worker that ends comes by here, too
             preparing.end()
-            if end_coordinator is not None:
-                end_coordinator()
+            for end in beside:
+                end()
             if not folder.living_engines():  # else the last engine process removes it
                 folder.remove()
 
 
-def _keep_coordinator(settings: FrontEndSettings) -> Callable[[], None]:
-    """Run a coordinator until what this gives is called. While it is gone, workers place requests
-    by themselves."""
-    command, said = (*COORDINATOR_COMMAND, str(os.getpid())), msgspec.json.encode(settings)
+def _keep(name: str, command: tuple[str, ...], settings: FrontEndSettings) -> Callable[[], None]:
+    """Run a process beside this one until what this gives is called: a coordinator, without which
+    workers place requests by themselves, or an exporter, without which traces are dropped."""
+    command, said = (*command, str(os.getpid())), msgspec.json.encode(settings)
     # Not in the thread: a worker that is forked meanwhile would hold a pipe that this waits for.
     process = start_process(command, said)
     ending = threading.Event()
 
     def keep() -> None:
         nonlocal process
-        while not ending.wait(COORDINATOR_RESTART_SECONDS):
+        while not ending.wait(RESTART_SECONDS):
             if process.poll() is not None:
-                logger.warning("The coordinator has ended, and is started again.")
+                logger.warning("The %s has ended, and is started again.", name)
                 process = start_process(command, said)
         process.terminate()
         try:
-            process.wait(COORDINATOR_END_SECONDS)
+            process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
 
-    thread = threading.Thread(target=keep, name="coordinator", daemon=True)
+    thread = threading.Thread(target=keep, name=name, daemon=True)
     thread.start()
 
     def end() -> None:
@@ -179,6 +184,7 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, addres
     from megatron_hybrid.server.http.app import create_app
     from megatron_hybrid.server.http.preparers import Preparers, most_preparers
     from megatron_hybrid.server.http.serving import Serving
+    from megatron_hybrid.server.link.traces import TRACES, TraceSender
     from megatron_hybrid.server.replicas.coordinator_client import COORDINATOR, CoordinatorClient
     from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 
@@ -189,15 +195,19 @@ def _make_app(settings: FrontEndSettings, tokenizer: Tokenizer, url: str, addres
         coordinator = CoordinatorClient(folder.endpoint(COORDINATOR))
     client = ReplicaSet(endpoints, coordinator)
     answers = AnswerMemoryClient(folder.endpoint(ENDPOINT_NAME))
+    responses = None
+    if settings.options.stores_responses:
+        responses = ResponseMemoryClient(folder.endpoint(RESPONSES))
     preparers = Preparers(folder.endpoint(PREPARERS), most_preparers(settings.options.http_workers))
-    app = create_app(Serving(client, tokenizer, settings.options, answers, preparers), address)
+    send_trace = None
+    if settings.options.otlp_traces_endpoint is not None:
+        send_trace = TraceSender(folder.endpoint(TRACES)).send
+    serving = Serving(client, tokenizer, settings.options, answers, preparers, responses)
+    app = create_app(serving, address, send_trace)
     client.join(url)
     # With an engine that serves, as for a worker that replaces another one, no client shall hear
     # that there is none yet.
     client.wait_until_ready(FIRST_CONTACT_SECONDS)
-    responses = None
-    if settings.options.stores_responses:
-        responses = ResponseMemoryClient(folder.endpoint(RESPONSES))
     return app
 
 

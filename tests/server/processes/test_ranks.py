@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_so_many_ranks_are_started(
-    config: dict[str, int], server: dict[str, int], launched: dict[str, int], ranks: int
+    config: dict[str, Any], server: dict[str, int], launched: dict[str, int], ranks: int
 ) -> None:
     layout = cli.launch_layout(EngineConfig(**config), server, launched)
     assert (layout.world_size, layout.rank) == (ranks, 0)
