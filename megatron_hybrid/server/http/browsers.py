@@ -91,7 +91,7 @@ class BrowserRules:
 
     def _preflight(self, request: Request) -> Response:
         response = Response(status=204)
-        response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+        response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE, OPTIONS"
         # Whatever it asks for: OpenAI's clients add headers of their own with every version.
         if names := request.headers.get("Access-Control-Request-Headers"):
             response.headers["Access-Control-Allow-Headers"] = names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from inspect import cleandoc
@@ -11,17 +12,20 @@ from typing import Any, NamedTuple
 from flask import Flask, Response
 from msgspec.json import schema_components
 from msgspec.structs import fields
+from werkzeug.routing import Rule
 
 from megatron_hybrid.request import MAX_TOKENS
 from megatron_hybrid.server.http.access_log import REQUEST_ID
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.protocol import answers, requests
+from megatron_hybrid.server.http.protocol import answers, requests, response_answers
 from megatron_hybrid.server.http.protocol.parsing import (
     Body,
     JsonSchema,
     field_descriptions,
     shown_pattern,
 )
+from megatron_hybrid.server.http.protocol.response_queries import InputItemsQuery, RetrieveQuery
+from megatron_hybrid.server.http.protocol.responses import ResponsesRequest
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.options import SamplingDefaults
 
@@ -32,7 +36,7 @@ _SENTENCES = {
     400: "A field is wrong or unknown; `param` names it.",
     401: "The API key is missing or wrong.",
     403: "Switched off on this server, not for this key, or not for the web page that asks.",
-    404: "There is no such model or path.",
+    404: "There is no such model, response or path.",
     408: "The body did not come in time.",
     409: "Not possible in the engine's present state.",
     413: "The body is too large.",
@@ -44,12 +48,19 @@ _SENTENCES = {
 }
 _ASKS = (500, 503)
 _GENERATES = (404, 504, *_ASKS)
+# Bodies that ask for answers, and where each says how long these are, if not by OpenAI's default.
+_MAX_TOKENS = {
+    "ChatRequest": "max_tokens",
+    "CompletionRequest": None,
+    "ResponsesRequest": "max_output_tokens",
+}
 _CONTROLS = (409, *_ASKS)
 
 
 class Route(NamedTuple):
     """One operation. `answer`: what a 200 holds, of the content type `kind`; `events`: what a
-    stream holds; `errors`: other statuses, besides those that every route with a body or a key has.
+    stream holds, and `stream` says it; `errors`: other statuses, besides those that every route
+    with a body or a key has; `query`: the kind that has its parameters.
     """
 
     path: str
@@ -60,6 +71,8 @@ class Route(NamedTuple):
     method: str = "post"
     kind: str = _JSON
     events: Any = None
+    stream: str = ""
+    query: type[Body] | None = None
 
     @property
     def bodies(self) -> tuple[type, ...]:
@@ -77,15 +90,36 @@ _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
 _PAUSE = ("/pause", "Start no more requests; answered when none runs.")
 _UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
 _INFO = ("/server_info", "What a router wants to know: the model's name.")
+_TO_DONE = (
+    "as its data, or an Error, after which no other chunk comes; the last one's data is [DONE]."
+)
+_RESPOND = ("/v1/responses", "Answer, and store the answer.", response_answers.Response)
+_RESPONSE = "/v1/responses/{name}"
+_READ = (_RESPONSE, "A stored response.", response_answers.Response)
+_ITEMS = (f"{_RESPONSE}/input_items", "What it answers.", response_answers.ItemList)
+_DROP = (_RESPONSE, "Store it no more.", response_answers.ResponseDeleted)
+_CANCEL = (f"{_RESPONSE}/cancel", "Always refused.", response_answers.Response)
+_STORED = (400, 404, 503)
 ROUTES = [
     Route(
         *(*_CHAT, answers.ChatCompletion, requests.ChatRequest, _GENERATES),
         events=answers.ChatCompletionChunk,
+        stream=f"ChatCompletionChunk {_TO_DONE}",
     ),
     Route(
         *(*_TEXT, answers.Completion, requests.CompletionRequest, _GENERATES),
         events=answers.CompletionChunk,
+        stream=f"CompletionChunk {_TO_DONE}",
     ),
+    Route(
+        *(*_RESPOND, ResponsesRequest, _GENERATES),
+        events=response_answers.ResponseEvent,
+        stream="Response...Event as its data, and its type as its name.",
+    ),
+    Route(*_READ, method="get", errors=_STORED, query=RetrieveQuery),
+    Route(*_ITEMS, method="get", errors=_STORED, query=InputItemsQuery),
+    Route(*_DROP, method="delete", errors=_STORED),
+    Route(*_CANCEL, errors=_STORED),
     _get("/v1/models", "The model that is served.", answers.ModelList),
     _get("/v1/models/{name}", "One model.", answers.Model, 404),
     _get("/health", "Whether requests are taken.", answers.Health, 503),
@@ -151,8 +185,12 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        rules = [rule.rule.replace("<path:name>", "{name}") for rule in app.url_map.iter_rules()]
-        return json_response(describe(serving, rules))
+        return json_response(describe(serving, list(map(path_of, app.url_map.iter_rules()))))
+
+
+def path_of(rule: Rule) -> str:
+    """A route of Flask's as OpenAPI writes it."""
+    return re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
 
 
 @cache
@@ -179,6 +217,8 @@ def _components(largest_id: int, defaults: SamplingDefaults) -> dict[str, JsonSc
             found[kind.__name__]["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
             for name, text in field_descriptions(kind).items():
                 found[kind.__name__]["properties"][name]["description"] = text
+    for name in ("MessageItem", "FunctionTool"):
+        found[name]["required"].remove("type")
     # Their fields are the same, but described once.
     chat, tokenized = (found[name]["properties"] for name in ("ChatRequest", "TokenizeChatRequest"))
     tokenized.update({name: chat[name] for name in tokenized})
@@ -188,8 +228,14 @@ def _components(largest_id: int, defaults: SamplingDefaults) -> dict[str, JsonSc
     prompt["anyOf"] = [text, *({**lists, "items": one} for one in lists["items"]["anyOf"])]
     tidied = {name: _tidied(one, largest_id) for name, one in found.items()}
     for field, value in defaults:
-        for name in ("ChatRequest", *(["CompletionRequest"] if field != "max_tokens" else ())):
-            tidied[name]["properties"][field]["default"] = value
+        for name in _MAX_TOKENS:
+            own = (
+                "max_output_tokens"
+                if (name, field) == ("ResponsesRequest", "max_tokens")
+                else field
+            )
+            if (name, field) != ("CompletionRequest", "max_tokens"):
+                tidied[name]["properties"][own]["default"] = value
     return tidied
 
 
@@ -230,23 +276,19 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
     }
     contents = {route.kind: {"schema": _reference(route.answer)}}
     if route.events is not None:
-        operation["summary"] += (
-            f" With `stream`, the answer is events: each has a {route.events.__name__} as its "
-            "data, or an Error, after which no other chunk comes; the last one's data is [DONE]."
-        )
+        operation["summary"] += f" With `stream`, the answer is events: each has a {route.stream}"
         contents["text/event-stream"] = {}  # OpenAPI 3.1 has no schema for events
     errors = {429, *route.errors}
-    if "{name}" in route.path:
-        parameter = {"name": "name", "in": "path", "required": True, "schema": _reference(str)}
-        operation["parameters"] = [parameter]
+    if parameters := [*_path_parameters(route), *_query_parameters(route)]:
+        operation["parameters"] = parameters
     if route.bodies:
         operation["requestBody"] = {
             "required": all(any(one.required for one in fields(body)) for body in route.bodies),
             "content": {_JSON: {"schema": _reference(*route.bodies)}},
         }
         errors |= {400, 408, 413}
-    if route.method == "post":
-        errors |= {403, 415}
+    if route.method != "get":
+        errors |= {403, 415} if route.method == "post" else {403}
     if route.path in OPEN_ROUTES:
         operation["security"] = []
     elif with_key:
@@ -256,6 +298,26 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         **{str(status): _error_response(status) for status in sorted(errors)},
     }
     return operation
+
+
+def _path_parameters(route: Route) -> Iterator[JsonSchema]:
+    if "{name}" in route.path:
+        yield {"name": "name", "in": "path", "required": True, "schema": _reference(str)}
+
+
+def _query_parameters(route: Route) -> Iterator[JsonSchema]:
+    if route.query is None:
+        return
+    _, found = _schemas([route.query])
+    said = field_descriptions(route.query)
+    for name, schema in _tidied(found[route.query.__name__], 0)["properties"].items():
+        # A query has no null.
+        schema = {key: value for key, value in schema.items() if key != "default"}
+        if isinstance(schema.get("type"), list):
+            schema["type"] = schema["type"][0]
+        if "enum" in schema:
+            schema["enum"] = [one for one in schema["enum"] if one is not None]
+        yield {"name": name, "in": "query", "description": said.get(name, ""), "schema": schema}
 
 
 def _response(description: str, contents: dict[str, Any]) -> dict[str, Any]:

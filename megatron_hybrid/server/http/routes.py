@@ -25,6 +25,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     ResumeRequest,
     UpdateWeightsRequest,
 )
+from megatron_hybrid.server.http.responses.routes import install as install_responses
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
@@ -36,6 +37,7 @@ T = TypeVar("T", bound=Body)
 def install(app: Flask, serving: Serving) -> None:
     """OpenAI's routes, those that look after the server, and those that steer the engine."""
     _install_answers(app, serving)
+    install_responses(app, serving)
     _install_service(app, serving)
     _install_control(app, serving)
 

@@ -23,6 +23,7 @@ _DEEPER = (
     *("chat_template_kwargs", "tools", "tool_choice", "path", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("bad_words", "allowed_token_ids", "add_generation_prompt", "continue_final_message"),
+    *("input", "text", "max_output_tokens"),
     *("thinking_token_budget", "thinking_budget", "custom_params"),
 )
 
@@ -59,9 +60,21 @@ def streams_are_server_sent_events(ctx: Any, response: Any, case: Any) -> None:
     """Every line of a stream is an event with JSON, and the last one says that it is complete."""
     if "text/event-stream" not in (response.headers.get("content-type") or [""])[0]:
         return
-    *events, done, end = response.content.decode("utf-8").split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
+    *events, last, end = response.content.decode("utf-8").split("\n\n")
+    assert end == ""
+    if case.path == "/v1/responses":
+        check_events_of_a_response([*events, last])
+        return
+    assert last == "data: [DONE]"
     for event in events:
         assert event.startswith("data: ")
         chunk = json.loads(event.removeprefix("data: "))
         assert "choices" in chunk, chunk
+
+
+def check_events_of_a_response(events: list[str]) -> None:
+    for number, event in enumerate(events):
+        name, data = event.removeprefix("event: ").split("\ndata: ")
+        said = json.loads(data)
+        assert (said["type"], said["sequence_number"]) == (name, number)
+    assert name in ("response.completed", "response.incomplete"), events[-1]

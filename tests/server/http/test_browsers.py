@@ -21,6 +21,8 @@ HELLO = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
 BODIES: dict[str, Any] = {
     "/v1/completions": HELLO,
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/responses/<name>/cancel": {},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
     "/abort": {"request_id": "a"},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from megatron_hybrid.server.http.openapi import path_of
 from tests.server.running import ROOT, ServerProcess
 from tests.thorough import usually
 
@@ -90,7 +91,7 @@ def test_every_route_is_described(http: FlaskClient) -> None:
         for method in operations
     }
     installed = {
-        (rule.rule.replace("<path:name>", "{name}"), method)
+        (path_of(rule), method)
         for rule in http.application.url_map.iter_rules()
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
         if not rule.endpoint.endswith("static")
@@ -115,6 +116,8 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
     jsonschema = pytest.importorskip("jsonschema_rs")
     body = {"prompt": "Who is", "max_tokens": 3, "temperature": 0}
     assert reference_http.post("/v1/completions", json=body).status_code == 200
+    body = {"input": "Who is", "max_output_tokens": 3, "temperature": 0}
+    stored = reference_http.post("/v1/responses", json=body).get_json()["id"]
     document = exactly(description(reference_http))
     seen = []
     for path, operations in document["paths"].items():
@@ -122,13 +125,15 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
         schema = content["responses"]["200"]["content"].get("application/json", {}).get("schema")
         if schema is None:
             continue
-        answer = reference_http.get(path.replace("{name}", "reference_model"))
+        name = stored if "responses" in path else "reference_model"
+        answer = reference_http.get(path.replace("{name}", name))
         assert answer.status_code == 200
         whole = {**document, **schema, "$schema": _DIALECT}
         jsonschema.validator_for(whole).validate(answer.get_json())
         seen.append(path)
+    responses = ["/v1/responses/{name}", "/v1/responses/{name}/input_items"]
     own = "/health /ping /load /version /stats /server_info /openapi.json".split()
-    assert seen == ["/v1/models", "/v1/models/{name}", *own]
+    assert seen == [*responses, "/v1/models", "/v1/models/{name}", *own]
     health = document["components"]["schemas"]["Health"]["properties"]
     assert set(health) == {"status", "engine_pid"}
 

@@ -15,10 +15,20 @@ from megatron_hybrid.server.http.metrics import LATENCIES
 
 def shape(name: str, /, *, more: bool = False, **fields: Any) -> Any:
     """An object with exactly these fields, by their types; more: and perhaps others."""
-    parts = [
+    return defstruct(name, _parts(fields), kw_only=True, forbid_unknown_fields=not more)
+
+
+def tagged(name: str, tag: str, /, **fields: Any) -> Any:
+    """An object of one of several kinds, whose field `type` says which."""
+    return defstruct(
+        name, _parts(fields), kw_only=True, forbid_unknown_fields=True, tag=tag, tag_field="type"
+    )
+
+
+def _parts(fields: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [
         (field, *(kind if isinstance(kind, tuple) else (kind,))) for field, kind in fields.items()
     ]
-    return defstruct(name, parts, kw_only=True, forbid_unknown_fields=not more)
 
 
 def optional(kind: Any) -> tuple[Any, Any]:
@@ -75,8 +85,8 @@ _TOKEN: dict[str, Any] = {
     "logprob": float,
 }
 _LIKELY = shape("LikelyToken", **_TOKEN)
-_CHOSEN = shape("Token", **_TOKEN, top_logprobs=list[_LIKELY])
-ChatLogprobs = shape("ChatLogprobs", content=list[_CHOSEN], refusal=None)
+ChosenToken = shape("Token", **_TOKEN, top_logprobs=list[_LIKELY])
+ChatLogprobs = shape("ChatLogprobs", content=list[ChosenToken], refusal=None)
 CompletionLogprobs = shape(
     "CompletionLogprobs",
     tokens=list[str],

@@ -68,15 +68,17 @@ class RefusalText(Body, tag_field="type", tag="refusal"):
         return str(self.refusal)
 
 
-class SummaryText(Body, tag_field="type", tag="summary_text"):
+class SummaryText(Body):
     """A part of another server's summary of thoughts."""
 
+    type: Literal["summary_text"]
     text: LongText
 
 
-class ReasoningText(Body, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Body):
     """A part of what was thought."""
 
+    type: Literal["reasoning_text"]
     text: LongText
 
 
@@ -129,7 +131,7 @@ class FunctionCallOutputItem(Item, tag="function_call_output", kw_only=True):
     """
 
     call_id: Name
-    output: str | list[InputText]
+    output: str | list[InputText | OutputText]
     name: Name | None = None
     caller: AnyObject | None = None
 
@@ -166,7 +168,7 @@ def with_types(given: Any) -> Any:
         return given
     return [
         {**item, "type": "message"}
-        if isinstance(item, dict) and item.get("type") is None and "role" in item
+        if isinstance(item, dict) and "role" in item and "type" not in item
         else item
         for item in given
     ]
@@ -201,7 +203,8 @@ def _listed_parts(item: MessageItem) -> list[Listed]:
     texts = [item.content] if isinstance(item.content, str) else [one.text for one in item.content]
     if item.role != "assistant":
         return [{"type": "input_text", "text": text} for text in texts]
-    return [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    plain: Listed = {"type": "output_text", "annotations": [], "logprobs": []}
+    return [{**plain, "text": text} for text in texts]
 
 
 def messages_of(

@@ -8,27 +8,25 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported
+from megatron_hybrid.server.http.protocol.parsing import Body, only
 from megatron_hybrid.server.http.protocol.responses import Include
-from megatron_hybrid.server.http.protocol.tools import Name
 
 MOST_LISTED = 100
 DEFAULT_LISTED = 20
+MAX_ID_LENGTH = 256  # in an address, which can't be long
+_OnlyFalse = only("false")  # a response is given as a whole
 
 
 class RetrieveQuery(Body):
     """Of GET /v1/responses/{id}.
 
-    stream: Only false: a response is given as a whole.
     include: Changes nothing: all that there is is given.
     include_obfuscation: Changes nothing: it belongs to streams.
     """
 
-    stream: bool | None = None
+    stream: _OnlyFalse | None = None
     include: list[Include] | None = None
     include_obfuscation: bool | None = None
-
-    starting_after: Unsupported | None = None
 
 
 class InputItemsQuery(Body):
@@ -42,5 +40,5 @@ class InputItemsQuery(Body):
 
     limit: Annotated[int, Meta(ge=1, le=MOST_LISTED)] | None = DEFAULT_LISTED
     order: Literal["asc", "desc"] | None = "desc"
-    after: Name | None = None
+    after: Annotated[str, Meta(max_length=MAX_ID_LENGTH)] | None = None
     include: list[Include] | None = None

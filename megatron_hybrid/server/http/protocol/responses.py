@@ -80,7 +80,7 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class FunctionTool(Marked, tag_field="type", tag="function", kw_only=True):
-    """A function that the answer may call.
+    """A function that the answer may call. `type` may be left out.
 
     parameters: JSON Schema of the arguments.
     strict: The arguments always match their schema; left out: false.
@@ -98,8 +98,15 @@ class FunctionTool(Marked, tag_field="type", tag="function", kw_only=True):
 
 
 class NamedFunction(Body, tag_field="type", tag="function"):
-    """The function that has to be called, or one of those that may be."""
+    """The function that has to be called."""
 
+    name: FunctionName
+
+
+class AllowedFunction(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
     name: FunctionName
 
 
@@ -110,7 +117,7 @@ class AllowedTools(Body, tag_field="type", tag="allowed_tools"):
     """
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class SchemaFormat(Body, tag_field="type", tag="json_schema"):

@@ -36,9 +36,7 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.get("/v1/responses/<name>")
     def response(name: str) -> Response:
-        if _query(RetrieveQuery).stream:
-            words = "stream is true, which is not supported here: a response is given as a whole."
-            raise InvalidRequestError("stream", words, code="unsupported_parameter")
+        _query(RetrieveQuery)
         return Response(find(name).body, mimetype="application/json")
 
     @app.delete("/v1/responses/<name>")
