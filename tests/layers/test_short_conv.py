@@ -14,37 +14,10 @@ from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots, PrefillSeg
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs, Reader
-from megatron_hybrid.layers.inputs import LayerCaches, allocate_caches
-from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.linear import LinearPart, allocate_linears
-from megatron_hybrid.layers.mixer import LayerContext
+from megatron_hybrid.layers.inputs import LayerCaches
 from megatron_hybrid.layers.short_conv import ShortConv, ShortConvConfig
-from megatron_hybrid.parallel import initialize
 from tests.kernels.segments import Segment, int64, prefill_segments
-
-WIDTH, LAYER = 32, 2
-DTYPE = torch.bfloat16
-
-
-def layer_of(format: WeightFormat | None = None) -> ShortConv:
-    """With random weights; `format`: of the output projection's."""
-    parallel = initialize()
-    context = LayerContext(
-        WIDTH, 1e-5, LAYER, DTYPE, parallel.tensor, parallel.experts, DTYPE, torch.float32, DTYPE
-    )
-    layer = ShortConv(ShortConvConfig(conv_width=3), context)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-
-    formats = {"out_proj.weight": format}
-    allocate_linears(layer.weight_parts(), formats.get)
-    layer.conv_weight.copy_(draw(*layer.conv_weight.shape))
-    for part in layer.weight_parts():
-        if isinstance(part, LinearPart):
-            part.put(draw(part.size, WIDTH).to(DTYPE))
-    return layer
+from tests.layers.recurrent_layers import LAYER, WIDTH, caches_of, inputs, layer_of, step
 
 
 class CountedGates:
@@ -56,16 +29,6 @@ class CountedGates:
     def gate(self, x: Tensor, gate: Tensor, name: str, into: Reader | None = None) -> Inputs:
         self.readers.append(into)
         return activation.gate(x, gate, name, into)
-
-
-def caches() -> LayerCaches:
-    """Slots of an engine, all with something in them."""
-    spec = {LAYER: layer_of().spec}
-    found = allocate_caches({}, spec, 1, 1, 6, torch.device("cpu"), num_rings=2, ring_length=4)
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (found.state[LAYER].conv, found.rings[LAYER].conv):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return found
 
 
 SLOTS = DecodeSlots(int64([1, 2]), int64([1, 3]))
@@ -114,14 +77,12 @@ def apart(
 def test_gates_are_computed_with_the_convolution_but_for_a_reader_of_rounded_rows(
     format: WeightFormat | None, decodes: int, decode: Any, prompts: PrefillSegments | None
 ) -> None:
-    layer, gates = layer_of(format), CountedGates()
-    kernels, ours, theirs = replace(REFERENCE, activation=gates), caches(), caches()
-    count = decodes + (0 if prompts is None else 7)
-    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2)).to(DTYPE)
-    parts = layer.plan(decodes, decode, prompts, kernels, ours.ring_length)
-    y = layer(x, KernelPlans(ours, kernels, recurrent={layer.kind: parts}))
+    config, formats = ShortConvConfig(conv_width=3), {"out_proj.weight": format}
+    layer, gates = layer_of(ShortConv, config, formats.get), CountedGates()
+    kernels, theirs = replace(REFERENCE, activation=gates), caches_of(layer)
+    y, ours = step(layer, kernels, decode, decodes, prompts)
     assert gates.readers == ([] if format is None else [layer.out_proj.reader])
     assert isinstance(layer.out_proj.weight, QuantizedWeight) == (format is not None)
-    assert torch.equal(y, apart(layer, x, decodes, decode, prompts, theirs))
+    assert torch.equal(y, apart(layer, inputs(len(y)), decodes, decode, prompts, theirs))
     assert torch.equal(ours.state[LAYER].conv, theirs.state[LAYER].conv)
     assert torch.equal(ours.rings[LAYER].conv, theirs.rings[LAYER].conv)
