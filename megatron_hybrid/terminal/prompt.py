@@ -41,7 +41,10 @@ class Dialogue:
     def run(self) -> None:
         """Until /quit, the end of the input, or Ctrl-C twice."""
         with suppress(ImportError):
-            import readline  # noqa: F401  # input() then edits its line, and has a history
+            import readline  # input() then edits its line, and has a history
+
+            # What is pasted stays one question, which Python switches off.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         interrupted = False
         while True:
             try:
@@ -52,6 +55,7 @@ class Dialogue:
                 self._obey(line)
             except KeyboardInterrupt:
                 if interrupted:
+                    self._note("")
                     return
                 interrupted = True
                 self._note("\n[Ctrl-C again leaves]")

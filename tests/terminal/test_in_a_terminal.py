@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -70,7 +71,7 @@ class OnTerminal:
         os.close(self._ours)
 
 
-def test_a_dialogue_on_a_terminal(server: ServerProcess) -> None:
+def test_a_dialogue_on_a_terminal(server: ServerProcess, tmp_path: Path) -> None:
     chat = OnTerminal(server.url, "--max-tokens", "400", "--temperature", "0")
     try:
         chat.wait_for("Ctrl-D leaves.")
@@ -85,6 +86,12 @@ def test_a_dialogue_on_a_terminal(server: ServerProcess) -> None:
         server.wait_for_line(r"(status=499 )", 10)
         chat.type("/new")
         chat.wait_for("A new chat.")
+        chat.type("\x1b[200~blue\n  green\x1b[201~")  # as terminals send what is pasted
+        chat.wait_for("answer tokens")
+        chat.type(f"/save {tmp_path / 'chat.json'}")
+        chat.wait_for("Saved")
+        first = json.loads((tmp_path / "chat.json").read_text())["messages"][0]
+        assert first == {"role": "user", "content": "blue\n  green"}
         chat.type("/quit")
         assert chat.process.wait(10) == 0
     finally:
