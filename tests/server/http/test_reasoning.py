@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from flask.testing import FlaskClient
 
-from megatron_hybrid.request import RequestEvent, ThinkingBudget, TokenLogprob
+from megatron_hybrid.request import ThinkingBudget, TokenLogprob
 from megatron_hybrid.server.http import streaming
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.choice import Delta
@@ -20,7 +19,7 @@ from megatron_hybrid.text.answer_places import GeneratedAnswer, Place, Slot, fin
 from megatron_hybrid.text.reasoning import NAMES
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop, reference_server
-from tests.server.fake_engine import FakeEngine
+from tests.server.scripted_engine import ScriptedEngine
 from tests.text import thinking_templates as templates
 from tests.text.chat_templates import SPECIAL_TOKENS, with_template
 from tests.text.make_tokenizers import byte_level
@@ -41,47 +40,6 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 def test_the_flag_knows_every_format() -> None:
     assert REASONING_FORMATS == NAMES
-
-
-class ScriptedEngine(FakeEngine):
-    """Answers with the same text every time, in tokens of single characters where it can.
-    `burst`: how many tokens a step has, as of drafts that are accepted."""
-
-    max_seq_length = 4096
-    burst = 1
-
-    def __init__(self, tokenizer: Tokenizer, text: str, marks: tuple[str, ...] = ()) -> None:
-        super().__init__(tokenizer.vocab_size, tokenizer.eos_token_ids)
-        pieces = [text]
-        for mark in marks:
-            pieces = [part for piece in pieces for part in _around(piece, mark)]
-        parts = [[piece] if piece in marks else list(piece) for piece in pieces]
-        texts = [one for part in parts for one in part]
-        self.ids = [token_id for one in texts for token_id in tokenizer.encode(one)]
-        self._script = [*self.ids, *tokenizer.eos_token_ids]
-
-    def _advance(self, request_id: str, index: int, one: Any) -> RequestEvent:
-        event = self._advance_by_one(request_id, index, one)
-        for _ in range(self.burst - 1):
-            if event.finish_reason is None:
-                more = self._advance_by_one(request_id, index, one)
-                more.token_ids = event.token_ids + more.token_ids
-                if event.logprobs is not None and more.logprobs is not None:
-                    more.logprobs = event.logprobs + more.logprobs
-                event = more
-        return event
-
-    def _advance_by_one(self, request_id: str, index: int, one: Any) -> RequestEvent:
-        playing = replace(one, prompt=self._script[-index:] + self._script[:-index])
-        event = super()._advance(request_id, index, playing)
-        one.last_token = playing.last_token
-        event.prompt_tokens = len(one.prompt)
-        return event
-
-
-def _around(text: str, mark: str) -> list[str]:
-    before, found, after = text.partition(mark)
-    return [before, found, *_around(after, mark)] if found else [text]
 
 
 class Server(NamedTuple):
@@ -130,7 +88,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> A
     def start(template: str | Tokenizer, text: str, parser: str = "auto") -> Server:
         tokenizer = with_template(template) if isinstance(template, str) else template
         marks = [one for one in ("<think>", "</think>") if tokenizer.token_id(one) is not None]
-        engine = ScriptedEngine(tokenizer, text, tuple(marks))
+        engine = ScriptedEngine(tokenizer, text, marks=tuple(marks))
         running.append(RunningLoop(engine, tmp_path_factory.mktemp("s")))
         options = ServerOptions(
             tokenizer_folder=str(tokenizer_folder), model_name="fake", reasoning_parser=parser
