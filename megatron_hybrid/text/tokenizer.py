@@ -25,6 +25,7 @@ from megatron_hybrid.text.answer_places import (
     encode_around,
     find_places,
 )
+from megatron_hybrid.text.block_ends import BlockEnd, find_block_ends
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -36,10 +37,12 @@ LAST_ENDS = 7  # messages at a chat's end whose ends are looked for, besides the
 
 class EncodedPrompt(NamedTuple):
     """A prompt in tokens. `message_ends`: in a chat, ascending positions after which a later
-    message, or the answer, begins; those that the template lets us find."""
+    message, or the answer, begins; `block_ends`: those of the blocks that were asked for; as far
+    as the template lets us find them."""
 
     token_ids: list[int]
     message_ends: tuple[int, ...] = ()
+    block_ends: tuple[int, ...] = ()
 
 
 class Ending(enum.Enum):
@@ -201,6 +204,7 @@ class Tokenizer:
         same_calls: SameCalls | None = None,
         check: Callable[[str], None] = lambda text: None,
         ending: Ending = Ending.ANSWER,
+        block_ends: Sequence[BlockEnd] = (),
     ) -> EncodedPrompt:
         """What `encode_chat` gives, and where in it the first message and the last ones end.
 
@@ -210,19 +214,27 @@ class Tokenizer:
         answers: what is known to have been generated, by the message's number; it goes into the
         prompt as these ids wherever the rendered text holds it unchanged. `same_calls` decides that
         for messages with tool calls, which a template may spell otherwise than the model did.
-        check: raises for a rendered text that is not worth encoding.
+        check: raises for a rendered text that is not worth encoding. block_ends: what else is to be
+        found in the prompt.
         """
         conversation, arguments = self._checked_chat(messages, template_arguments, tools)
         text = self._render_chat(conversation, arguments, ending)
         check(text)
         places = self._places(conversation, arguments, text, answers or {}, same_calls, ending)
         token_ids, ends_of_tokens = encode_around(self.backend, text, places)
-        characters = self._message_ends(conversation, arguments, text)
         # Where each token has ended, and all those before it, in characters.
         token_ends = list(accumulate(ends_of_tokens, max))
-        # A token that goes on beyond the message does not belong to it.
-        ends = {bisect_right(token_ends, end) for end in characters} - {0}
-        return EncodedPrompt(token_ids, tuple(sorted(ends)))
+
+        def tokens_before(characters: list[int]) -> tuple[int, ...]:
+            # A token that goes on beyond the end does not belong to what ends there.
+            return tuple(sorted({bisect_right(token_ends, end) for end in characters} - {0}))
+
+        ends = self._message_ends(conversation, arguments, text)
+        blocks: list[int] = []
+        if block_ends:
+            render = functools.partial(self._apply_template, arguments=arguments, ending=ending)
+            blocks = find_block_ends(text, conversation, block_ends, render)
+        return EncodedPrompt(token_ids, tokens_before(ends), tokens_before(blocks))
 
     def render_chat(
         self,

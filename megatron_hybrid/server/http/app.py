@@ -9,6 +9,7 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.http import access_log, dashboard, openapi, routes, tracing
+from megatron_hybrid.server.http.anthropic import routes as anthropic_routes
 from megatron_hybrid.server.http.browsers import BrowserRules
 from megatron_hybrid.server.http.http_errors import WrongKey, error_response
 from megatron_hybrid.server.http.root_path import behind_root
@@ -35,6 +36,7 @@ def create_app(
     app.errorhandler(Exception)(error_response)  # Flask's own, too
     _install_checks(app, serving.options, address)
     routes.install(app, serving)
+    anthropic_routes.install(app, serving)
     dashboard.install(app)
     openapi.install(app, serving)
     if root := serving.options.root_path:
@@ -66,10 +68,15 @@ def _check_key(keys: KeyRing) -> None:
     if not len(keys):
         return
     caller = keys.find(request.headers.get("Authorization", ""))
+    if caller is None and (key := request.headers.get("x-api-key")):  # Anthropic's clients
+        caller = keys.find(f"Bearer {key}")
     if caller is not None:
         g.caller, g.key_name = caller, caller.key_name
     elif request.path not in openapi.OPEN_ROUTES and request.blueprint != dashboard.NAME:
-        raise WrongKey("The Authorization header must be 'Bearer' and a key of this server's.")
+        raise WrongKey(
+            "The Authorization header must be 'Bearer' and a key of this server's, or x-api-key "
+            "such a key."
+        )
     if keys.has_admins and request.path in CONTROL_PATHS and not g.caller.admin:
         raise Forbidden(f"{request.path} needs a key of --admin-api-key; this one is none.")
 

@@ -26,6 +26,7 @@ class Delta:
 
     reasoning: what was thought, all of it before the text.
     token_ids: every token that counts as generated, if the request asks for them.
+    stop: the stop string that ended it.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Delta:
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     reasoning: str = ""
+    stop: str | None = None
 
 
 class Choice(AnswerText):
@@ -105,7 +107,8 @@ class Choice(AnswerText):
         token_ids = new.token_ids if with_ids else []
         # OpenAI's have no entry for the id that ended the answer; beside the ids it has one.
         logprobs = new.logprobs if with_ids else new.logprobs[: new.num_shown]
-        delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids)
+        stop = self.stop_hit
+        delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids, stop=stop)
         if self._splitter is not None or self._reader is not None or self._on_end is not None:
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta

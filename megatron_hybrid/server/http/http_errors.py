@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from flask import Response
@@ -50,15 +51,19 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(json.encode(value), status, mimetype="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The answer to a request that ended so."""
+def error_response(
+    error: Exception,
+    shaped: Callable[[int, dict[str, Any]], tuple[int, dict[str, Any]]] | None = None,
+) -> Response:
+    """The answer to a request that ended so. shaped: makes another interface's status and body of
+    OpenAI's."""
     status, body = describe(error)
-    response = json_response(body, status)
+    response = json_response(*(body, status) if shaped is None else shaped(status, body)[::-1])
     if isinstance(error, HTTPException):
         for name, value in error.get_headers():
             if name.lower() == "allow":
                 response.headers[name] = value
-    if status in (429, 503):
+    if status in (429, 503):  # also where another interface has another number
         response.headers["Retry-After"] = "1"
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -16,8 +16,15 @@ from werkzeug.routing import Rule
 
 from megatron_hybrid.request import MAX_TOKENS
 from megatron_hybrid.server.http.access_log import REQUEST_ID
+from megatron_hybrid.server.http.anthropic.errors import OVERLOADED
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.protocol import answers, requests, response_answers
+from megatron_hybrid.server.http.protocol import (
+    answers,
+    anthropic,
+    anthropic_answers,
+    requests,
+    response_answers,
+)
 from megatron_hybrid.server.http.protocol.parsing import (
     Body,
     JsonSchema,
@@ -45,6 +52,7 @@ _SENTENCES = {
     500: "The engine failed.",
     503: "The engine is loading, busy or gone.",
     504: "The request's time is over.",
+    OVERLOADED: "Too many requests are waiting.",
 }
 _ASKS = (500, 503)
 _GENERATES = (404, 504, *_ASKS)
@@ -53,6 +61,7 @@ _MAX_TOKENS = {
     "ChatRequest": "max_tokens",
     "CompletionRequest": None,
     "ResponsesRequest": "max_output_tokens",
+    "MessagesRequest": None,
 }
 _CONTROLS = (409, *_ASKS)
 
@@ -60,7 +69,7 @@ _CONTROLS = (409, *_ASKS)
 class Route(NamedTuple):
     """One operation. `answer`: what a 200 holds, of the content type `kind`; `events`: what a
     stream holds, and `stream` says it; `errors`: other statuses, besides those that every route
-    with a body or a key has; `query`: the kind that has its parameters.
+    with a body or a key has, and `error` what they hold; `query`: the kind that has its parameters.
     """
 
     path: str
@@ -73,6 +82,7 @@ class Route(NamedTuple):
     events: Any = None
     stream: str = ""
     query: type[Body] | None = None
+    error: Any = answers.Error
 
     @property
     def bodies(self) -> tuple[type, ...]:
@@ -86,6 +96,8 @@ def _get(path: str, summary: str, answer: Any, *errors: int, kind: str = _JSON) 
 
 _CHAT = ("/v1/chat/completions", "Answer a chat.")
 _TEXT = ("/v1/completions", "Continue texts.")
+_MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
+_COUNT = ("/v1/messages/count_tokens", "How long its prompt is.", anthropic_answers.InputTokens)
 _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
 _PAUSE = ("/pause", "Start no more requests; answered when none runs.")
 _UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
@@ -115,6 +127,16 @@ ROUTES = [
         *(*_RESPOND, ResponsesRequest, _GENERATES),
         events=response_answers.ResponseEvent,
         stream="Response...Event as its data, and its type as its name.",
+    ),
+    Route(
+        *(*_MESSAGES, anthropic.MessagesRequest, (*_GENERATES, OVERLOADED)),
+        events=anthropic_answers.Event,
+        stream="Message..., ContentBlock... or Ping as its data, and its type as its name.",
+        error=anthropic_answers.MessagesError,
+    ),
+    Route(
+        *(*_COUNT, anthropic.CountTokensRequest, (404, *_ASKS)),
+        error=anthropic_answers.MessagesError,
     ),
     Route(*_READ, method="get", errors=_STORED, query=RetrieveQuery),
     Route(*_ITEMS, method="get", errors=_STORED, query=InputItemsQuery),
@@ -150,7 +172,8 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
         "info": {
             "title": "megatron_hybrid",
             "version": "1",
-            "description": "OpenAI's API for text, and routes to look after the server.",
+            "description": "OpenAI's and Anthropic's APIs for text, and routes to look after "
+            "the server.",
         },
         "paths": {},
         "components": {
@@ -210,8 +233,8 @@ def _schemas(kinds: Iterable[Any]) -> tuple[tuple[JsonSchema, ...], dict[str, Js
 def _components(largest_id: int, defaults: SamplingDefaults) -> dict[str, JsonSchema]:
     """What is under components/schemas, for a model with these token ids, and a server with these
     defaults of its own."""
-    kinds = [kind for one in ROUTES for kind in (one.answer, *one.bodies, one.events) if kind]
-    _, found = _schemas([*kinds, answers.Error])
+    parts = ((one.answer, *one.bodies, one.events, one.error) for one in ROUTES)
+    _, found = _schemas([kind for part in parts for kind in part if kind])
     for kind in _all_kinds(Body):
         if kind.__name__ in found:
             found[kind.__name__]["description"] = cleandoc(kind.__doc__ or "").partition("\n\n")[0]
@@ -228,13 +251,9 @@ def _components(largest_id: int, defaults: SamplingDefaults) -> dict[str, JsonSc
     prompt["anyOf"] = [text, *({**lists, "items": one} for one in lists["items"]["anyOf"])]
     tidied = {name: _tidied(one, largest_id) for name, one in found.items()}
     for field, value in defaults:
-        for name in _MAX_TOKENS:
-            own = (
-                "max_output_tokens"
-                if (name, field) == ("ResponsesRequest", "max_tokens")
-                else field
-            )
-            if (name, field) != ("CompletionRequest", "max_tokens"):
+        for name, longest in _MAX_TOKENS.items():
+            own = longest if field == "max_tokens" else field
+            if own is not None:
                 tidied[name]["properties"][own]["default"] = value
     return tidied
 
@@ -295,7 +314,7 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         errors.add(401)
     operation["responses"] = {
         "200": _response("Done.", contents),
-        **{str(status): _error_response(status) for status in sorted(errors)},
+        **{str(status): _error_response(status, route.error) for status in sorted(errors)},
     }
     return operation
 
@@ -325,9 +344,9 @@ def _response(description: str, contents: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "headers": headers, "content": contents}
 
 
-def _error_response(status: int) -> dict[str, Any]:
-    response = _response(_SENTENCES[status], {_JSON: {"schema": _reference(answers.Error)}})
-    if status in (429, 503):
+def _error_response(status: int, error: Any) -> dict[str, Any]:
+    response = _response(_SENTENCES[status], {_JSON: {"schema": _reference(error)}})
+    if status in (429, 503, OVERLOADED):
         retry = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
         response["headers"]["Retry-After"] = retry
     return response

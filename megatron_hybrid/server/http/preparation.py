@@ -19,6 +19,10 @@ from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams
 from megatron_hybrid.request_checks import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
+from megatron_hybrid.server.http.protocol.anthropic_chat import (
+    parse_count_tokens,
+    parse_messages,
+)
 from megatron_hybrid.server.http.protocol.generation_request import (
     Chat,
     ChatPrompt,
@@ -44,6 +48,7 @@ from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.text.after_thoughts import after_thoughts
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.bad_words import with_token_ids
+from megatron_hybrid.text.block_ends import BlockEnd
 from megatron_hybrid.text.reasoning import (
     Opening,
     choose,
@@ -127,14 +132,15 @@ class Preparation:
 
     def _prepared(self, request: Chat, engine: EngineReady, caller: Caller) -> PreparedChat:
         """A chat in whichever form it came."""
-        self._check_model(request.generation)
+        self._check_model(request.generation.model)
         params = self.tool_calling.params(request.tools, request.generation.params)
         params.validate()  # once more, with what holds it to calls
         wanted = self._in_token_ids(replace(request.generation, params=params))
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
-        encoded = self._encode_chat(request, keys, engine, request.field)
-        prompt, message_ends = _last_of(encoded, wanted.last_tokens)
+        encoded = self._encode_chat(request, keys, engine, request.field, request.marks)
+        prompt, message_ends, block_ends = _last_of(encoded, wanted.last_tokens)
+        wanted = replace(wanted, cache_checkpoints=wanted.cache_checkpoints + block_ends)
         token_ids = self._checked(request.field, prompt, wanted, engine)
         _check_cache_checkpoints(request.field, prompt, wanted)
         # What describes the tools is in the prompt by now.
@@ -145,6 +151,18 @@ class Preparation:
             wanted = replace(wanted, params=replace(wanted.params, grammar=held))
         wanted = replace(wanted, params=self._with_budget(wanted.params, request, begins))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
+
+    def messages(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
+        """Of /v1/messages."""
+        return self._prepared(parse_messages(parse_body(body), self.options), engine, caller)
+
+    def count_tokens(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> bytes:
+        """Of /v1/messages/count_tokens; the answer's body."""
+        prompt, asked = parse_count_tokens(parse_body(body), self.options)
+        self._check_model(asked.model)
+        keys = ChatKeys(caller.salt_for(asked.cache_salt or ""), prompt.messages)
+        tokens = self._encode_chat(prompt, keys, engine).token_ids
+        return json.encode({"input_tokens": len(tokens)})
 
     def response(
         self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
@@ -169,7 +187,7 @@ class Preparation:
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
-        self._check_model(request.generation)
+        self._check_model(request.generation.model)
         wanted = _salted(self._in_token_ids(request.generation), caller)
         prompts = []
         for number, given in enumerate(request.prompts):
@@ -208,9 +226,8 @@ class Preparation:
             validate_prompt(tokens, engine.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    def _check_model(self, request: GenerationRequest) -> None:
-        """Raise UnknownModel unless it asks for the one that is served."""
-        name = request.model
+    def _check_model(self, name: str | None) -> None:
+        """Raise UnknownModel unless it is the one that is served, or none."""
         if name not in (None, *self.options.model_names, self.options.tokenizer_folder):
             raise UnknownModel(
                 f"The model {name!r} is not served here; this server has "
@@ -222,7 +239,12 @@ class Preparation:
         return replace(request, params=with_token_ids(request.params, self.tokenizer))
 
     def _encode_chat(
-        self, chat: ChatPrompt, keys: ChatKeys, engine: EngineReady, field: str = "messages"
+        self,
+        chat: ChatPrompt,
+        keys: ChatKeys,
+        engine: EngineReady,
+        field: str = "messages",
+        marks: Sequence[BlockEnd] = (),
     ) -> EncodedPrompt:
         """The prompt of a chat, which the client knows by that name; answers in it that are
         remembered are the tokens that they were."""
@@ -239,6 +261,7 @@ class Preparation:
             same_calls=partial(self.tool_calling.says_the_same, chat.tools.schemas),
             check=lambda text: self._check_length(field, text, engine),
             ending=chat.ending,
+            block_ends=marks,
         )
 
     def _opening(self, prompt: Sequence[int], request: Chat) -> Opening:
@@ -332,7 +355,8 @@ def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:
     if not cut:
         return prompt
     ends = tuple(end - cut for end in prompt.message_ends if end > cut)
-    return EncodedPrompt(prompt.token_ids[cut:], ends)
+    block_ends = tuple(end - cut for end in prompt.block_ends if end > cut)
+    return EncodedPrompt(prompt.token_ids[cut:], ends, block_ends)
 
 
 def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:

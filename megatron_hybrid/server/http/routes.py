@@ -57,9 +57,9 @@ def _install_answers(app: Flask, serving: Serving) -> None:
 
     @app.get("/v1/models")
     def models() -> Response:
-        return json_response(
-            {"object": "list", "data": [card(name) for name in serving.options.model_names]}
-        )
+        names = serving.options.model_names
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": [*map(card, names)], **pages})
 
     @app.get("/v1/models/<path:name>")
     def model(name: str) -> Response:
@@ -75,6 +75,11 @@ def _install_answers(app: Flask, serving: Serving) -> None:
             "created": 0,
             "owned_by": "megatron_hybrid",
             "max_model_len": ready.max_seq_length if ready is not None else None,
+            # What Anthropic's clients look for.
+            "type": "model",
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
         }
 
 

@@ -187,6 +187,7 @@ def _joined(pieces: list[Delta]) -> Delta:
         [call for piece in pieces for call in piece.calls],
         [token_id for piece in pieces for token_id in piece.token_ids],
         "".join(piece.reasoning for piece in pieces),
+        pieces[-1].stop,
     )
 
 

@@ -46,6 +46,9 @@ def refusals_of_valid_bodies_have_a_reason(ctx: Any, response: Any, case: Any) -
     ):
         return
     error = response.json()["error"]
+    if "code" not in error:  # Anthropic's errors say no more than a sentence
+        assert error["type"] == "invalid_request_error", error
+        return
     # JSON Schema counts 2.0 as an integer; the server takes whole numbers without a fraction.
     _, is_one, rule = error["message"].partition(".0; it must be ")
     if error["code"] == "invalid_type" and is_one and "a whole number" in rule:
@@ -65,6 +68,9 @@ def streams_are_server_sent_events(ctx: Any, response: Any, case: Any) -> None:
     if case.path == "/v1/responses":
         check_events_of_a_response([*events, last])
         return
+    if case.path == "/v1/messages":
+        check_events_of_a_message([*events, last])
+        return
     assert last == "data: [DONE]"
     for event in events:
         assert event.startswith("data: ")
@@ -78,3 +84,10 @@ def check_events_of_a_response(events: list[str]) -> None:
         said = json.loads(data)
         assert (said["type"], said["sequence_number"]) == (name, number)
     assert name in ("response.completed", "response.incomplete"), events[-1]
+
+
+def check_events_of_a_message(events: list[str]) -> None:
+    for event in events:
+        name, data = event.removeprefix("event: ").split("\ndata: ")
+        assert json.loads(data)["type"] == name
+    assert events[0].startswith("event: message_start") and name == "message_stop"

@@ -36,7 +36,7 @@ def begins(*pieces: str) -> list[str]:
 
 
 def texts_before_the_ends(tokenizer: Tokenizer, messages: Chat, **arguments: Any) -> list[str]:
-    ids, ends = tokenizer.encode_chat_with_ends(messages, arguments)
+    ids, ends, _ = tokenizer.encode_chat_with_ends(messages, arguments)
     assert ids == tokenizer.encode_chat(messages, arguments)
     return [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in ends]
 
@@ -171,7 +171,7 @@ def test_any_chat_keeps_its_tokens_and_has_ascending_ends(
         hf.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer = Tokenizer(hf)
     messages = [{"role": "user", "content": content} for content in contents]
-    ids, ends = tokenizer.encode_chat_with_ends(messages)
+    ids, ends, _ = tokenizer.encode_chat_with_ends(messages)
     assert ids == tokenizer.encode_chat(messages)
     assert list(ends) == sorted({*ends})
     assert len(ends) <= 1 + LAST_ENDS

@@ -152,7 +152,7 @@ def test_a_broken_message_does_not_end_the_memory(
 def spliced(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], answers: dict[int, GeneratedAnswer]
 ) -> list[int]:
-    ids, ends = tokenizer.encode_chat_with_ends(messages, answers=answers)
+    ids, ends, _ = tokenizer.encode_chat_with_ends(messages, answers=answers)
     assert list(ends) == sorted({*ends})
     assert all(0 < end <= len(ids) for end in ends)
     return ids
@@ -181,7 +181,7 @@ def test_the_next_prompt_begins_with_the_last_one_and_its_answer(template: str) 
         expected = before + list(answers[len(messages) - 2].token_ids)
         assert after[: len(expected)] == expected
     # Ends of messages: after the last answer as well as after the last question.
-    ids, ends = tokenizer.encode_chat_with_ends(messages, answers=answers)
+    ids, ends, _ = tokenizer.encode_chat_with_ends(messages, answers=answers)
     whole = tokenizer.decode(ids, skip_special_tokens=False)
     plain = tokenizer.encode_chat(messages)
     texts = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in ends]

@@ -69,9 +69,26 @@ Usage = shape(
     ),
 )
 Model = shape(
-    "Model", id=str, object=Literal["model"], created=Count, owned_by=str, max_model_len=int | None
+    "Model",
+    id=str,
+    object=Literal["model"],
+    created=Count,
+    owned_by=str,
+    max_model_len=int | None,
+    # What Anthropic's clients look for.
+    type=Literal["model"],
+    display_name=str,
+    created_at=str,
+    lifecycle=Literal["active"],
 )
-ModelList = shape("ModelList", object=Literal["list"], data=list[Model])
+ModelList = shape(
+    "ModelList",
+    object=Literal["list"],
+    data=list[Model],
+    has_more=Literal[False],
+    first_id=str,
+    last_id=str,
+)
 ToolCall = shape(
     "ToolCall",
     index=optional(Count),

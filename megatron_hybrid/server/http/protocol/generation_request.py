@@ -26,6 +26,7 @@ from megatron_hybrid.server.http.protocol.requests import (
 )
 from megatron_hybrid.server.http.protocol.tools import Tools, make_tools
 from megatron_hybrid.server.options import ParseOptions
+from megatron_hybrid.text.block_ends import BlockEnd
 from megatron_hybrid.text.tokenizer import Ending
 
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
@@ -51,6 +52,7 @@ class GenerationRequest:
     last_tokens: int | None = None  # of the prompt, which the others are not part of
     show_special: bool = False  # special tokens are part of the text
     show_stop: bool = False  # so is what ended the answer
+    hide_thoughts: bool = False  # clients see that there were some, and no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,12 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat(ChatPrompt):
-    """A request for an answer to it. field: what the client calls the messages."""
+    """A request for an answer to it. field: what the client calls the messages. marks: ends of
+    blocks at which the model's state will be wanted, besides `cache_checkpoints`."""
 
     generation: GenerationRequest
     field: str = "messages"
+    marks: tuple[BlockEnd, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,11 @@ def explain(
         name = _joined(name, step)
         types = types_inside(types, value, step)
         value = value[step]  # type: ignore[index]
-    if found := _UNKNOWN.fullmatch(complaint):
+    found = _UNKNOWN.fullmatch(complaint)
+    if found and (kinds := _other_types(types, value)):
+        complaint, found = "", None
+        name, value, types = _joined(name, "type"), value["type"], kinds
+    if found:
         name = _joined(name, found[1])
         return InvalidRequestError(name, f"Unknown field: {name}.", code="unknown_parameter")
     if found := _MISSING.fullmatch(complaint):
@@ -228,6 +232,14 @@ def _plain(kind: inspect.Type) -> tuple[inspect.Type, ...]:
     if isinstance(kind, inspect.UnionType):
         return tuple(one for part in kind.types for one in _plain(part))
     return (kind,)
+
+
+def _other_types(types: Sequence[inspect.Type], value: dict[str, Any]) -> tuple[inspect.Type, ...]:
+    """What the `type` of an object may be, if its own is none of these: then other fields of it,
+    which may be found first, are unknown for that reason."""
+    kinds = types_inside(types, value, "type")
+    known = [one for kind in kinds if isinstance(kind, inspect.LiteralType) for one in kind.values]
+    return kinds if known and value.get("type") not in (None, *known) else ()
 
 
 def _joined(path: str, step: Step) -> str:

@@ -56,26 +56,15 @@ _OnlyEmptyText, _OnlyTextModality = only(""), only(["text"])
 _OnlyNoneOrAuto, _OnlyNoBudget = only("none", "auto"), only(-1)
 
 
-class Sampling(Body):
-    """How tokens are chosen, by the names of SamplingParams.
+class Drawing(Body):
+    """How the next token is drawn, by the names of SamplingParams.
 
     temperature: 0 takes the most likely token.
     top_p: Only the likeliest tokens that together have this probability.
     top_k: Only this many of the likeliest tokens; 0 or -1: all.
     min_p: Only tokens this likely in relation to the likeliest one.
-    seed: The same seed gives the same tokens, whatever else runs beside it.
-    n: Answers to each prompt.
-    stop: Strings that end the answer; not part of it.
-    stop_token_ids: Token ids that end the answer.
-    ignore_eos: Go on after the model's own end of the answer.
-    min_tokens: The answer does not end by itself before these.
-    presence_penalty: Subtracted from the logits of tokens that the answer holds.
-    frequency_penalty: Subtracted from a token's logit as often as the answer holds it.
     repetition_penalty: Makes tokens of prompt and answer less likely if above 1.
-    logit_bias: By token id, what is added to its logit.
-    allowed_token_ids: The answer has no other ids. Not beside a form of the answer.
-    bad_words: Texts that the answer does not hold, unless nothing else may come: neither as they
-        begin a text nor as they stand behind a space.
+    seed: The same seed gives the same tokens, whatever else runs beside it.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=limits.MAX_TEMPERATURE)] | None = (
@@ -84,10 +73,29 @@ class Sampling(Body):
     top_p: Annotated[float, Meta(ge=limits.MIN_TOP_P, le=1.0)] | None = _PLAIN.top_p
     top_k: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)] | None = _PLAIN.top_k
     min_p: Share | None = _PLAIN.min_p
+    repetition_penalty: Factor | None = _PLAIN.repetition_penalty
     # SamplingParams checks it: msgspec's own limits are below 2**63.
     seed: (
         Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})] | None
     ) = None
+
+
+class Sampling(Drawing):
+    """How tokens are chosen, and what ends an answer.
+
+    n: Answers to each prompt.
+    stop: Strings that end the answer; not part of it.
+    stop_token_ids: Token ids that end the answer.
+    ignore_eos: Go on after the model's own end of the answer.
+    min_tokens: The answer does not end by itself before these.
+    presence_penalty: Subtracted from the logits of tokens that the answer holds.
+    frequency_penalty: Subtracted from a token's logit as often as the answer holds it.
+    logit_bias: By token id, what is added to its logit.
+    allowed_token_ids: The answer has no other ids. Not beside a form of the answer.
+    bad_words: Texts that the answer does not hold, unless nothing else may come: neither as they
+        begin a text nor as they stand behind a space.
+    """
+
     n: Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)] | None = _PLAIN.n
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
@@ -95,7 +103,6 @@ class Sampling(Body):
     min_tokens: Count | None = _PLAIN.min_tokens
     presence_penalty: Penalty | None = _PLAIN.presence_penalty
     frequency_penalty: Penalty | None = _PLAIN.frequency_penalty
-    repetition_penalty: Factor | None = _PLAIN.repetition_penalty
     logit_bias: (
         Annotated[
             dict[Count, Bias],
