@@ -3,7 +3,7 @@
 
 from megatron_hybrid import LLM, SamplingParams
 
-llm = LLM()  # or LLM("path/to/a/hugging-face/folder")
+llm = LLM()  # or LLM("a/hugging-face/folder"), or a name on the hub: LLM("OWNER/NAME")
 question = "The code of the gate is 7315, and the cat is called Pixel. What is the cat called?"
 (out,) = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0.0))
 print(out.text)

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Number
 from typing import Any, NamedTuple, TypeGuard
 
@@ -16,6 +17,7 @@ from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
+from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.request import (
     FinishReason,
@@ -28,6 +30,7 @@ from megatron_hybrid.request_checks import validate_prompt, validate_whole_numbe
 from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.reasoning import Opening, choose, opening_after
+from megatron_hybrid.text.structural_tags import as_lark
 from megatron_hybrid.text.thinking import with_marks
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
 from megatron_hybrid.values import show
@@ -50,12 +53,19 @@ class _Options(NamedTuple):
 class LLM:
     """A model, ready to generate.
 
-    `load`: a Hugging Face folder; None: the reference model. Keyword arguments: EngineConfig's
-    fields; or `config`, a whole EngineConfig. Under torchrun every rank makes the same calls.
+    `load`: a Hugging Face folder, or a model's name on the Hugging Face hub (OWNER/NAME), whose
+    files are downloaded unless the cache has them, and of which `revision` may name a branch, tag
+    or commit; None: the reference model. Keyword arguments: EngineConfig's fields; or `config`, a
+    whole EngineConfig. Under torchrun every rank makes the same calls.
     """
 
     def __init__(
-        self, load: str | None = None, *, config: EngineConfig | None = None, **options: Any
+        self,
+        load: str | None = None,
+        *,
+        revision: str | None = None,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> None:
         if config is None:
             config = EngineConfig.from_mapping({"load": load, **options}, "LLM")
@@ -63,7 +73,7 @@ class LLM:
             raise ConfigurationError("LLM takes either config or single options, not both.")
         if not isinstance(config, EngineConfig):
             raise ConfigurationError(f"config is {show(config)}; it must be an EngineConfig.")
-        self.config = config
+        self.config = config = hub.with_files(config, revision)
         self.engine: DynamicInferenceEngine = build_engine(config)
         self._folder = ModelFolder.of(config).tokenizer
         self._tokenizer: Tokenizer | ConfigurationError | None = None
@@ -352,6 +362,9 @@ class LLM:
         """With what has to be said in tokens."""
         if any(isinstance(word, str) for word in params.bad_words):
             params = with_token_ids(params, self.tokenizer)
+        if params.grammar is not None and params.grammar.kind == "structural_tag":
+            added = self.tokenizer.added_tokens
+            params = replace(params, grammar=as_lark(params.grammar, added))
         if isinstance(params.thinking_token_budget, int):
             validate_prompt(prompt, self.engine.vocab_size, self.engine.max_seq_length)
             form, begins = choose(self.tokenizer.chat_template), Opening.UNKNOWN

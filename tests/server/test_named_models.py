@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid import reference_model
+from megatron_hybrid import LLM, SamplingParams, reference_model
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.checkpoints import hub
@@ -223,6 +223,22 @@ def test_a_named_model_is_served_under_its_name(monkeypatch: pytest.MonkeyPatch)
     _, launch = cli.with_model_files(dummy, LaunchOptions(served_model_name=("mine", "yours")))
     assert launch.served_model_name == ("mine", "yours")
     assert seen == [(NAME, "v2", True), (NAME, None, False)]
+
+
+def test_offline_a_model_goes_by_its_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fetch(name: str, revision: str | None, *, weights: bool) -> Path:
+        seen.append((name, revision, weights))
+        return reference_model.path()
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    llm = LLM(NAME, revision="v2", inference_max_seq_length=64)
+    assert llm.config.load == str(reference_model.path()) and seen == [(NAME, "v2", True)]
+    (out,) = llm.generate(["The cat"], SamplingParams(max_tokens=2), progress=False)
+    assert out.token_ids
+    with pytest.raises(ConfigurationError, match="--revision is v2, which is of a model on the"):
+        LLM(str(reference_model.path()), revision="v2")
 
 
 def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
