@@ -8,14 +8,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field
-from decimal import Decimal
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.flag_names import VALUES, aliases_of, elsewhere
+from megatron_hybrid.flag_names import VALUES, aliases_of, elsewhere, read_count
 from megatron_hybrid.settings import Settings, flag_of, options_of, plain_type, read_yaml
 
 
@@ -93,27 +92,13 @@ class ArgumentParser(argparse.ArgumentParser):
 _HELP = "--help lists all."
 OTHER_NAMES = "vLLM's names of flags"
 _ALIAS = "alias|"  # dest of a flag's other name: alias|--other-name|field_of_the_flag
-_UNITS = {
-    unit: base**power
-    for units, base in (("kmg", 1000), ("KMG", 1024))
-    for power, unit in enumerate(units, start=1)
-}
 
 
-def _read(kind: type[int] | type[float], what: str, text: str) -> int | float:
+def _read(kind: Callable[[str], int | float], what: str, text: str) -> int | float:
     try:
         return kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-
-
-def _read_count(text: str) -> int:
-    """A whole number, as vLLM takes it: also 8k (8000), 8K (8192), 25.6k."""
-    parts = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text)
-    number = Decimal(parts[1]) * _UNITS.get(parts[2], 1) if parts else None
-    if number is None or number % 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(number)
 
 
 def _reader(flag: str, read: Callable[[str], Any], choices: tuple[str, ...]) -> Callable[..., Any]:
@@ -132,6 +117,7 @@ def _reader(flag: str, read: Callable[[str], Any], choices: tuple[str, ...]) -> 
 
 
 _TYPES = {"int": partial(_read, int, "a whole number"), "float": partial(_read, float, "a number")}
+_COUNT = partial(_read, read_count, "a whole number")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +177,7 @@ def _add_aliases(
     for name, value in aliases_of(flag):
         known = {one.title: one for one in parser._action_groups}
         group = known.get(OTHER_NAMES) or parser.add_argument_group(OTHER_NAMES)
-        read = _read_count if kind == "int" else _TYPES.get(kind, str)
+        read = _COUNT if kind == "int" else _TYPES.get(kind, str)
         own: dict[str, Any] = {
             key: settings[key] for key in ("action", "default", "metavar") if key in settings
         }
@@ -227,7 +213,9 @@ def values_from_args(args: argparse.Namespace, *kinds: type[Settings]) -> list[d
                 f"Two models are named: {model}, and {args.load} (--load); leave one of them out."
             )
         args.load = model
-    found = read_yaml(args.config, kinds) if args.config else [{} for _ in kinds]
+    notes = list(getattr(args, "aliases", ()))
+    found = read_yaml(args.config, kinds, notes.append) if args.config else [{} for _ in kinds]
+    args.aliases = notes
     for kind, values in zip(kinds, found, strict=True):
         for option in options_of(kind):
             if hasattr(args, option.name):

@@ -4,6 +4,9 @@ too."""
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
+
 _BATCHING = "inference-dynamic-batching-"
 _BUFFER, _STATES = f"--{_BATCHING}buffer-size-gb", f"--{_BATCHING}prefix-caching-mamba-gb"
 _GRAPHS, _DRAFTS = f"--{_BATCHING}num-cuda-graphs", "--num-speculative-tokens"
@@ -87,6 +90,20 @@ VALUES: dict[str, dict[str, str | None]] = {
     "--kv-cache-dtype": {"fp8": "fp8_e4m3"},
     "--max-model-len": {"auto": None, "-1": None},
 }
+_UNITS = {
+    unit: base**power
+    for units, base in (("kmg", 1000), ("KMG", 1024))
+    for power, unit in enumerate(units, start=1)
+}
+
+
+def read_count(text: str) -> int:
+    """A whole number, as vLLM takes it: also 8k (8000), 8K (8192), 25.6k. ValueError for others."""
+    parts = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    number = Decimal(parts[1]) * _UNITS.get(parts[2], 1) if parts else None
+    if number is None or number % 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number)
 
 
 def aliases_of(flag: str) -> list[tuple[str, str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +14,9 @@ from typing import Any, Self
 import yaml
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.flag_names import VALUES, aliases_of, elsewhere, read_count
+
+logger = logging.getLogger(__name__)
 
 # Upper limit of whole numbers where more would do nothing.
 MOST = 2**31 - 1
@@ -86,25 +91,78 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+Note = Callable[[str], None]
+
+
 def split_values(
-    values: Mapping[str, Any], kinds: Iterable[type[Settings]], source: str
+    values: Mapping[str, Any],
+    kinds: Iterable[type[Settings]],
+    source: str,
+    note: Note = logger.info,
 ) -> list[dict[str, Any]]:
-    """Values by field or flag names (without the dashes in front), divided among `kinds` of
-    settings by field names. ConfigurationError for a key that is in none; `source` says where it
-    stands."""
+    """Values by field or flag names (without the dashes in front), ours or vLLM's, divided among
+    `kinds` of settings by field names. note: told what other names set. ConfigurationError for a
+    key that is in none; `source` says where it stands."""
     divided: list[dict[str, Any]] = []
-    left = {key.replace("-", "_"): key for key in values}
+    spelled = {key.replace("-", "_"): key for key in values}
+    left = {name: values[key] for name, key in spelled.items()}
     for kind in kinds:
-        names = {one.name for one in options_of(kind)} & left.keys()
-        divided.append({name: values[left.pop(name)] for name in names})
-    for key in left.values():
-        raise ConfigurationError(f"{source} sets {key!r}, which is not an option.")
+        found: dict[str, Any] = {}
+        for one in options_of(kind):
+            if one.name in left:
+                value = left.pop(one.name)
+                names = VALUES.get(flag_of(one.name), {})
+                found[one.name] = names.get(value, value) if isinstance(value, str) else value
+            for key, value in _take_aliases(one, left, source).items():
+                if found.get(one.name, value) not in (value, None):
+                    raise ConfigurationError(
+                        f"{source} sets {key} to {value}, and {one.name}, which it stands for, to "
+                        f"{found[one.name]}; leave one of them out."
+                    )
+                found[one.name] = value
+                shown = "left out" if value is None else value
+                note(f"{source}: {key} sets {flag_of(one.name)}: {shown}")
+        divided.append(found)
+    for key in left:
+        ours, reason = elsewhere("--" + key.replace("_", "-"))
+        why = f": {reason}" if reason else f"; it is called {ours}" if ours else ""
+        raise ConfigurationError(f"{source} sets {spelled[key]!r}, which is not an option{why}.")
     return divided
 
 
-def read_yaml(path: str | Path, kinds: Iterable[type[Settings]]) -> list[dict[str, Any]]:
+def _take_aliases(
+    one: dataclasses.Field[Any], values: dict[str, Any], source: str
+) -> dict[str, Any]:
+    """What vLLM's names of an option say, by these; they are taken out of `values`."""
+    found: dict[str, Any] = {}
+    for flag, constant in aliases_of(flag_of(one.name)):
+        key = flag.lstrip("-").replace("-", "_")
+        no = f"no_{key}"
+        if plain_type(one) == "bool" and isinstance(values.get(no), bool):
+            found[no] = not values.pop(no)
+        if key not in values:
+            continue
+        value = values.pop(key)
+        if constant and not isinstance(value, bool):
+            raise ConfigurationError(f"{source} sets {key} to {value!r}; it must be true or false.")
+        if not constant:
+            names = VALUES.get(flag, {})
+            value = names.get(str(value), value)
+            if isinstance(value, str) and plain_type(one) == "int":
+                with contextlib.suppress(ValueError):  # it is refused by its name below
+                    value = read_count(value)
+            found[key] = value
+        elif value:
+            found[key] = read_count(constant)
+    return found
+
+
+def read_yaml(
+    path: str | Path, kinds: Iterable[type[Settings]], note: Note = logger.info
+) -> list[dict[str, Any]]:
     """What a YAML file sets, divided among `kinds`, as keyword arguments of each. Names of files in
-    it are relative to its folder.
+    it are relative to its folder; vLLM's `model` is so if it is there, and else as it stands. note:
+    as in split_values.
 
     Raises ConfigurationError that says what is wrong with the file.
     """
@@ -118,14 +176,17 @@ def read_yaml(path: str | Path, kinds: Iterable[type[Settings]]) -> list[dict[st
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigurationError(f"--config {path} must hold option names and their values.")
-    kinds = list(kinds)
-    divided = split_values(values, kinds, f"--config {path}")
+    kinds, folder = list(kinds), Path(path).parent
+    files = {one.name for kind in kinds for one in options_of(kind) if one.metadata["is_file"]}
+    for key, value in values.items():
+        is_file = key.replace("-", "_") in files
+        if isinstance(value, str) and (is_file or (key == "model" and (folder / value).exists())):
+            values[key] = str(folder / value)  # an absolute path stays as it is
+    divided = split_values(values, kinds, f"--config {path}", note)
     for kind, found in zip(kinds, divided, strict=True):
         for one in options_of(kind):
             value = found.get(one.name)
-            if one.metadata["is_file"] and isinstance(value, str):
-                found[one.name] = str(Path(path).parent / value)  # an absolute path stays as it is
-            elif plain_type(one) == "tuple" and isinstance(value, list | str):
+            if plain_type(one) == "tuple" and isinstance(value, list | str):
                 found[one.name] = (value,) if isinstance(value, str) else tuple(value)
     return divided
 

@@ -134,6 +134,66 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str):
         parse("--config", str(tmp_path / "none.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("max-model-len: 8192", "inference_max_seq_length", 8192),
+        ("max_model_len: 8K", "inference_max_seq_length", 8192),
+        ("max_model_len: auto", "inference_max_seq_length", None),
+        ("max_model_len: -1", "inference_max_seq_length", None),
+        ("tensor_parallel_size: 2", "tensor_model_parallel_size", 2),
+        ("tp: 2", "tensor_model_parallel_size", 2),
+        ("max-num-seqs: 7", "inference_dynamic_batching_max_requests", 7),
+        ("enable-prefix-caching: false", "inference_dynamic_batching_prefix_caching", False),
+        ("no-enable-prefix-caching: true", "inference_dynamic_batching_prefix_caching", False),
+        ("enforce-eager: true", "inference_dynamic_batching_num_cuda_graphs", 0),
+        ("model: some-one/Small", "load", "some-one/Small"),
+    ],
+)
+def test_vllms_names_in_a_file_set_ours_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, field: str, value: object
+):
+    path = tmp_path / "c.yaml"
+    path.write_text(text + "\n")
+    with caplog.at_level("INFO", "megatron_hybrid"):
+        assert getattr(EngineConfig.from_yaml(path), field) == value
+    flag, said = "--" + field.replace("_", "-"), "left out" if value is None else value
+    name = text.split(":")[0].replace("-", "_")
+    (record,) = caplog.records
+    assert record.getMessage() == f"--config {path}: {name} sets {flag}: {said}"
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    args = parser.parse_args(["--config", str(path)])
+    assert getattr(engine_config_from_args(args), field) == value
+    assert args.aliases == [record.getMessage()]
+
+
+def test_a_file_may_have_vllms_values_and_what_it_switches_off(tmp_path: Path):
+    (tmp_path / "m").mkdir()
+    path = tmp_path / "c.yaml"
+    path.write_text("dtype: half\nkv-cache-dtype: fp8\nenforce-eager: false\nmodel: m\n")
+    config = EngineConfig.from_yaml(path)
+    assert (config.dtype, config.kv_cache_dtype) == ("float16", "fp8_e4m3")
+    assert config.inference_dynamic_batching_num_cuda_graphs == 16
+    assert config.load == str(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_model_len": 8, "inference-max-seq-length": 9}, "sets max_model_len to 8, and infer"),
+        ({"tp": 2, "tensor_parallel_size": 4}, "sets tp to 2, and tensor_model_parallel_size, wh"),
+        ({"max_model_len": "8q"}, "--inference-max-seq-length is '8q'; it must be of type int"),
+        ({"enforce_eager": 1}, "sets enforce_eager to 1; it must be true or false"),
+        ({"trust-remote-code": True}, "'trust-remote-code', which is not an option: no code of a"),
+        ({"page_size": 16}, f"is not an option; it is called --{BLOCK.replace('_', '-')}"),
+    ],
+)
+def test_mistakes_in_vllms_names_are_refused_in_a_sentence(values, message):
+    with pytest.raises(ConfigurationError, match=message):
+        EngineConfig.from_mapping(values, "here")
+
+
 def test_what_a_file_says_has_the_same_limits(tmp_path: Path):
     path = tmp_path / "c.yaml"
     for text, words in ((".nan", "is nan; it must be a finite"), (".inf", "is inf; it must be a")):

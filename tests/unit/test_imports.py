@@ -14,7 +14,7 @@ PACKAGE = "megatron_hybrid"
 ROOMS = """
     errors values request request_checks reference_model
     cache kv_events
-    settings rank_layout config flag_names arguments
+    flag_names settings rank_layout config arguments
     kernels parallel layers
     models models.families models.checkpoints
     text execution engine
