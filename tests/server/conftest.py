@@ -55,8 +55,8 @@ class RunningLoop:
 
     def serve(self, tokenizer: Tokenizer, options: ServerOptions) -> Serving:
         """What a front end's routes need, with both memories."""
-        answers, responses = self.answers, self.responses
-        return Serving(self.engines, tokenizer, options, answers, responses=responses)
+        responses = self.responses if options.stores_responses else None
+        return Serving(self.engines, tokenizer, options, self.answers, responses=responses)
 
     def _run(self) -> None:
         self.exit_code = self.loop.run()
