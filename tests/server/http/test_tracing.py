@@ -11,6 +11,7 @@ from werkzeug.test import TestResponse
 
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.tracing import OPERATIONS
 from megatron_hybrid.server.link.traces import RequestTrace
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import PREFILL_SECONDS, QUEUE_SECONDS
@@ -41,7 +42,7 @@ def http(serving: Serving, traces: list[RequestTrace]) -> FlaskClient:
 def test_a_chat_has_its_parent_its_settings_its_tokens_and_its_times(
     http: FlaskClient, traces: list[RequestTrace]
 ) -> None:
-    asked = {"temperature": 0, "seed": 5, "top_p": 0.5, "model": "fake", "stop": ["~~"]}
+    asked = {"temperature": 0, "seed": 5, "top_p": 0.5, "model": "fake"}
     headers = {"traceparent": PARENT, "tracestate": "a=b", "x-request-id": "mine"}
     for _ in range(2):  # the second time some of the prompt is cached
         answer = post(http, "/v1/chat/completions", {**CHAT, **asked}, **headers)
@@ -102,10 +103,11 @@ def test_every_answer_of_a_stream_is_told_of_when_it_was_sent(
 def test_an_answer_that_a_stop_string_ends_has_its_times(
     http: FlaskClient, traces: list[RequestTrace]
 ) -> None:
-    body = {"prompt": "abcabc", "stop": ["b"], "max_tokens": 5, "temperature": 0}
+    body = {"prompt": "abcabc", "stop": ["b", SECRET], "max_tokens": 5, "temperature": 0}
     post(http, "/v1/completions", body)
     (trace,) = traces
     assert trace.answers[0].finish_reason == "stop"
+    assert SECRET not in msgspec.json.encode(trace).decode()
     assert trace.answers[0].first_token == QUEUE_SECONDS + PREFILL_SECONDS
 
 
@@ -136,6 +138,31 @@ def test_a_stream_that_breaks_off_has_the_status_that_fits(
     assert trace.status == 504 and trace.attributes["error.type"] == "504"
     (one,) = trace.answers
     assert one.first_token and one.tokens and one.ended is None and one.finish_reason is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "one two", "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 2}),
+    ],
+)
+def test_every_interface_is_traced(
+    http: FlaskClient, traces: list[RequestTrace], path: str, fields: dict[str, Any]
+) -> None:
+    assert post(http, path, {"model": "fake", **fields}).status_code == 200
+    (trace,) = traces
+    assert trace.name == "chat fake" and trace.attributes["http.route"] == path
+    assert [one.tokens for one in trace.answers] == [2]
+
+
+def test_a_route_that_answers_is_traced_or_is_known_not_to_be(http: FlaskClient) -> None:
+    posts = {
+        rule.rule
+        for rule in http.application.url_map.iter_rules()
+        if rule.rule.startswith("/v1/") and "POST" in (rule.methods or ())
+    }
+    assert posts - OPERATIONS.keys() == {"/v1/messages/count_tokens", "/v1/responses/<name>/cancel"}
 
 
 def test_other_requests_are_not_traced(http: FlaskClient, traces: list[RequestTrace]) -> None:
