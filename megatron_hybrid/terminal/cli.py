@@ -13,6 +13,7 @@ from typing import Any
 from megatron_hybrid.arguments import ArgumentParser, add_arguments, values_from_args
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.keys import API_KEY_VARIABLE
+from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.settings import Settings, option
 from megatron_hybrid.terminal.client import Server, ServerError
 from megatron_hybrid.terminal.conversation import Conversation
@@ -26,7 +27,11 @@ INTERRUPTED = 130  # the exit code, as shells have it
 class ChatOptions(Settings):
     """Whom to ask, and what is shown."""
 
-    url: str = option("http://127.0.0.1:5000", "where the server is; /v1 may follow", metavar="URL")
+    url: str = option(
+        f"http://{ServerOptions.host}:{ServerOptions.port}",
+        "where the server is; /v1 may follow",
+        metavar="URL",
+    )
     model: str | None = option(
         None, "name of the model; left out: the first that is served", metavar="NAME"
     )

@@ -34,6 +34,9 @@ def answer(*pieces: str) -> bytes:
     return stream(*parts, chunk("stop"), {"choices": [], "usage": USAGE})
 
 
+NOT_HERE = 404, b""
+
+
 class Scripted:
     """`answers`: (status, body) of the chats to come, the last one again and again."""
 
@@ -55,13 +58,13 @@ def scripted_server() -> Iterator[Scripted]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, script.models)
+            self._send(*(200, script.models) if self.path == "/v1/models" else NOT_HERE)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             script.asked.append(json.loads(body))
             script.headers.append(dict(self.headers))
-            self._send(*script.next())
+            self._send(*script.next() if self.path == "/v1/chat/completions" else NOT_HERE)
 
         def _send(self, status: int, body: bytes) -> None:
             self.send_response(status)
