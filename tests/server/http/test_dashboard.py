@@ -7,6 +7,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +40,26 @@ from tests.server.http.browsing import (
     press_until,
 )
 from tests.server.running import ROOT, ServerProcess, wait_until
+from tests.thorough import thorough
 
 STATIC = Path(dashboard.__file__).parent / "static"
 IMAGE = ROOT / "docs" / "images" / "dashboard.png"
+AXE = "axe-core@4.14.1"
+TEXT = """# Heading
+
+A [link](https://example.com), `code`, $x_1$ and
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+def double(n: int) -> int:
+    return 2 * n  # "twice", not 3 times
+```
+
+> A quote
+"""
 WRITE_IMAGE = "MEGATRON_HYBRID_WRITE_IMAGES"  # set it to renew the picture in docs/
 
 
@@ -217,116 +237,10 @@ def test_what_the_server_refuses_is_said_and_the_next_question_is_served(at_home
 
 
 @needs_browser
-def test_an_engine_that_is_down_is_shown_and_so_is_its_return(
-    site: Site, visit: Callable[..., Visit]
-) -> None:
-    down = {"error": {"message": "The engine restarts.", "type": "server_error"}}
-    answers = {"now": (503, down)}
-    home = visit()
-    home.figures(lambda: answers["now"])
-    home.page.goto(site.url)
-    connection = home.page.locator("#connection")
-    expect(connection).to_have_text("engine down")
-    expect(home.page.locator("#notice")).to_have_text("The engine restarts.")
-    answers["now"] = (200, STATS)
-    expect(connection).to_have_text("live")
-    expect(home.page.locator("#notice")).to_be_empty()
-    answers["now"] = (200, {**STATS, "engine": {**STATS["engine"], "paused": True}})
-    expect(connection).to_have_text("engine paused")
-    home.page.unroute("**/stats")
-    home.context.set_offline(True)
-    expect(connection).to_have_text("no connection")
-    home.context.set_offline(False)
-    expect(connection).to_have_text("live")
-
-
 @needs_browser
-def test_the_picture_shows_the_figures_of_the_server(at_home: Visit) -> None:
-    page = at_home.page
-    for name, shown in (
-        ("skipped", "75 %"),
-        ("running", "5"),
-        ("waiting", "2"),
-        ("first", "120 ms"),
-        ("between", "–"),
-    ):
-        expect(page.locator(f"#tile-{name}")).to_have_text(shown)
-    expect(page.locator("#kv .legend li")).to_have_text(
-        ["in use150", "cached < 10 s200", "cached older50", "free600"]
-    )
-    expect(page.locator("#state .legend li")).to_have_text(
-        ["live5", "cached < 10 s8", "cached older3", "free24"]
-    )
-    widths = page.locator("#kv .piece").evaluate_all(
-        "pieces => pieces.map((piece) => piece.getBoundingClientRect().width)"
-    )
-    assert widths[3] == max(widths) and widths[2] == min(widths)
-    assert widths[1] / widths[3] == pytest.approx(200 / 600, rel=0.1)
-    expect(page.get_by_role("img", name=re.compile("^KV blocks: in use 150"))).to_be_visible()
-    rows = dict(
-        zip(
-            page.locator("#lost dt").all_inner_texts(),
-            page.locator("#lost dd").all_inner_texts(),
-            strict=True,
-        )
-    )
-    assert rows["behind the last grid position"] == "48"
-    assert rows["a new cause"] == "7"
-    assert rows["its state had to go"] == "0"
-    assert at_home.errors == []
-
-
 @needs_browser
-def test_prefill_is_drawn_as_rates(site: Site, visit: Callable[..., Visit]) -> None:
-    asked = {"times": 0}
-
-    def answer() -> tuple[int, Any]:
-        n = asked["times"] = asked["times"] + 1
-        engine = {**STATS["engine"], "computed_tokens": 100 * n, "skipped_tokens": 400 * n}
-        return 200, {**STATS, "time": 2.0 * n, "engine": engine}
-
-    home = visit()
-    home.figures(answer)
-    home.page.goto(site.url)
-    numbers = home.page.locator("#prefill .legend b")
-    expect(numbers).to_have_text(["50", "200"])
-    drawn = home.page.locator("#prefill path").evaluate_all(
-        "paths => paths.map((path) => path.getBBox().height)"
-    )
-    assert drawn[1] / drawn[0] == pytest.approx(4, rel=0.05)
-
-
 @needs_browser
-def test_figures_that_are_missing_are_no_error(site: Site, visit: Callable[..., Visit]) -> None:
-    home = visit()
-    home.figures(lambda: (200, {}))
-    home.open(site.url)
-    expect(home.page.locator("#tile-running")).to_have_text("–")
-    assert home.errors == []
-
-
 @needs_browser
-def test_a_hidden_page_does_not_ask(site: Site, visit: Callable[..., Visit]) -> None:
-    asked: list[bool] = []
-    home = visit()
-    home.figures(lambda: asked.append(True) or (200, STATS))
-    home.page.add_init_script(
-        "Object.defineProperty(document, 'hidden', { get: () => window.isHidden === true })"
-    )
-    home.open(site.url)
-    turn = """(hidden) => {
-        window.isHidden = hidden;
-        document.dispatchEvent(new Event("visibilitychange"));
-    }"""
-    home.page.evaluate(turn, True)
-    home.page.wait_for_timeout(200)  # one may be on its way
-    before = len(asked)
-    home.page.wait_for_timeout(2500)
-    assert len(asked) == before
-    with home.page.expect_request("**/stats"):
-        home.page.evaluate(turn, False)
-
-
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_their_ground(
@@ -341,6 +255,59 @@ def test_texts_stand_out_from_their_ground(
     assert {text: ratio for text, ratio in contrasts if ratio < 4.5} == {}
     moving = home.page.evaluate("() => document.getAnimations().length")
     assert moving == 0
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script of axe-core, which finds what keeps people from using a page."""
+    folder = tmp_path_factory.mktemp("axe")
+    if (npm := shutil.which("npm")) is None:
+        pytest.skip("there is no npm on this machine")
+    fetched = subprocess.run([npm, "pack", AXE], cwd=folder, capture_output=True, timeout=120)
+    if fetched.returncode:
+        pytest.skip(f"npm could not fetch {AXE}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as package:
+        script = package.extractfile("package/axe.min.js")
+        assert script is not None
+        return script.read().decode()
+
+
+@thorough
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_axe_core_finds_nothing(
+    site: Site, visit: Callable[..., Visit], axe: str, scheme: str, width: int
+) -> None:
+    # Whose own script makes markup of text.
+    home = visit(bypass_csp=True, color_scheme=scheme, viewport={"width": width, "height": 900})
+    page = home.page
+    home.figures(lambda: (200, STATS))
+    home.open(site.url)
+    page.evaluate(axe)
+
+    def check() -> None:
+        found = page.evaluate("() => axe.run().then(({ violations }) => violations)")
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+
+    check()
+    called = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    home.answers(
+        {"reasoning_content": "Hm."}, {"content": TEXT}, {"tool_calls": [{"index": 0, **called}]}
+    )
+    home.set(temperature="0")
+    turn = home.ask("Hello")
+    turn.locator(".thoughts summary").click()
+    check()
+    page.locator(".explained").first.focus()
+    check()
+    turn.get_by_role("button", name="curl").click()
+    check()
+    page.keyboard.press("Escape")
+    if width < 1000:
+        page.get_by_role("button", name="Chats").click()
+    page.get_by_role("button", name="Options of").click()
+    check()
 
 
 @needs_browser

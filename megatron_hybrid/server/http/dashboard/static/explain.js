@@ -32,7 +32,7 @@ export function installExplanations() {
     if (!box.contains(target)) show(labelAt(target) ?? labelAt(document.activeElement));
   });
   document.addEventListener("scroll", ({ target }) => {
-    if (target.contains(shown)) show(null);
+    if (target.contains(shown)) place(shown); // also when Tab leads to a label out of sight
   }, { capture: true, passive: true });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || !shown) return;
@@ -52,6 +52,11 @@ function show(label) {
   }
   setText(box, byId(label.getAttribute("aria-describedby")).textContent);
   box.showPopover();
+  place(label);
+}
+
+/** Below the label, or above it where there is no room below. */
+function place(label) {
   const { left, top, bottom } = label.getBoundingClientRect();
   const { width, height } = box.getBoundingClientRect();
   const below = bottom + GAP_PIXELS;

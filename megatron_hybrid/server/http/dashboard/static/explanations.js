@@ -25,7 +25,7 @@ export const STATE = {
     + "it overwrites word by word.",
   cached: "Copies of such memories at chosen places, by the time since somebody last used them. A "
     + "prompt can only be skipped up to a place where one was kept.",
-  free: "Room for more of them.",
+  free: "Memory for such states that nothing has been kept in yet.",
 };
 
 export const PREFILL = {
