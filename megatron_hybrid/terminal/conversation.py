@@ -58,12 +58,12 @@ class Conversation:
                 for chunk in chunks:
                     answer.take(chunk)
         finally:
-            self.screen.end()
             self.is_kept = bool(answer.text or answer.finish_reason)
             if self.is_kept:
                 self.turns.append(answer.message())
             else:
                 self.turns.pop()
+            self.screen.end()  # last: Ctrl-C may come again here
         if self.shows_figures:
             self.screen.note(f"[{answer.figures()}]")
 
