@@ -25,6 +25,7 @@ from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.requests import (
     MAX_TIMEOUT,
     AnswerRequest,
+    Budget,
     JsonObject,
     Length,
     Logprobs,
@@ -202,6 +203,8 @@ class ResponsesRequest(Sampling, kw_only=True):
     structured_outputs: The answer's form in vLLM's words; not beside text.format.
     chat_template_kwargs: Variables of the model's chat template.
     enable_thinking: The template's variable of this name, unless chat_template_kwargs has it.
+    thinking_token_budget: After so many tokens of thoughts they are ended; -1 or left out: when the
+        model ends them.
     cache_salt: Requests share cached prefixes only if their salts are equal.
     priority: A smaller number runs first.
     cache_checkpoints: Positions in the prompt to keep a state at.
@@ -238,6 +241,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: AnyObject | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
     cache_salt: Name | None = None
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = 0
     cache_checkpoints: (
@@ -318,11 +322,13 @@ def _generation(body: ResponsesRequest, options: ParseOptions) -> GenerationRequ
     if body.top_logprobs and not with_logprobs:
         words = f'top_logprobs needs include to have "{LOGPROBS}".'
         raise InvalidRequestError("top_logprobs", words)
+    budget = body.thinking_token_budget
     sampling = {name: getattr(body, name) for name in Sampling.__struct_fields__ if name != "n"}
     params = SamplingParams(
         max_tokens=default_max_tokens(body.max_output_tokens, body.min_tokens, options),
         logprobs=(body.top_logprobs or 0) if with_logprobs else None,
         grammar=_grammar(body, options),
+        thinking_token_budget=None if budget is None or budget < 0 else budget,
         **{name: value for name, value in sampling.items() if value is not None},
     )
     params.validate()

@@ -162,6 +162,27 @@ def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whole_resp
         assert event["response"]["status"] == "in_progress" and not event["response"]["output"]
 
 
+@pytest.mark.parametrize("scene", ["everything", "log-probabilities", "cut in its text"])
+def test_responses_and_events_are_as_the_server_describes_them(serve: Serve, scene: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    template, text, more, _ = SCENES[scene]
+    server = serve(template, text)
+    document = server.http.get("/openapi.json").get_json()
+    names = {
+        schema["properties"]["type"]["enum"][0]: name
+        for name, schema in document["components"]["schemas"].items()
+        if name.startswith("Response") and name.endswith("Event")
+    }
+
+    def check(name: str, value: Any) -> None:
+        schema = {**document, "$ref": f"#/components/schemas/{name}"}
+        jsonschema.validator_for(schema).validate(value)
+
+    for event in server.stream(**more):
+        check(names[event["type"]], event)
+    check("Response", server.ask(**more))
+
+
 def test_a_response_says_what_the_model_said(serve: Serve) -> None:
     server = serve(templates.QWEN3_5, f"{OPENED}Look.\n{CALL}")
     response = server.ask(tools=[ADD])
