@@ -21,12 +21,15 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_experts", [8, 11, 64])
-def test_choose(num_experts: int, kind: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # with equal logits among 16 bits
+@pytest.mark.parametrize("num_experts", [8, 11, 64, 512])
+def test_choose(num_experts: int, dtype: torch.dtype, kind: str) -> None:
     if num_experts % KINDS[kind].get("num_groups", 1):
         pytest.skip("no groups of one size")
     to = router(num_experts, 4, **KINDS[kind])
     logits = torch.randn(11, num_experts, generator=torch.Generator().manual_seed(0))
+    logits[1::2] -= 8  # all negative
+    logits = logits.to(dtype)
     experts, weights = routing.choose(logits, to)
     expected, expected_weights = chosen_by_hand(logits, to)
     assert experts.tolist() == expected
@@ -36,7 +39,10 @@ def test_choose(num_experts: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "width"),
-    [(1, 64, 1100), (3, 8, 24), (9, 8, 24), (9, 64, 300), (40, 32, 512)],
+    [
+        *[(1, 64, 1100), (3, 8, 24), (1, 100, 16), (1, 200, 16)],
+        *[(9, 8, 24), (9, 64, 300), (40, 32, 512)],
+    ],
 )
 def test_route(tokens: int, num_experts: int, width: int, kind: str) -> None:
     to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
@@ -106,19 +112,39 @@ def test_rows_that_are_no_numbers_stay_within_the_experts(normalize: bool) -> No
     assert experts.min() >= 0 and experts.max() < 5
 
 
-def test_logits_of_both_signs_and_both_zeros() -> None:
-    logits = torch.tensor([[-0.0, -3.0, 0.0, -1e-30], [-2.0, -0.5, -torch.inf, -0.25]])
-    experts, weights = routing.choose(logits, router(4, 3))
+def routed(logits: torch.Tensor, to: Router) -> tuple[torch.Tensor, torch.Tensor]:
+    """`routing.route` of tokens with these logits [tokens, experts]."""
+    one = torch.ones(1, 1, dtype=logits.dtype)
+    found = [routing.route(one, to._replace(weight=row[:, None].contiguous())) for row in logits]
+    experts, weights = zip(*found, strict=True)
+    return torch.cat(experts), torch.cat(weights)
+
+
+# Of float32 and of 16 bits, and the choice of programs of several warps.
+WAYS = [(routing.choose, torch.float32), (routing.choose, torch.float16), (routed, torch.float16)]
+
+
+@pytest.mark.parametrize(("choose", "dtype"), WAYS)
+def test_logits_of_both_signs_and_both_zeros(choose, dtype) -> None:  # type: ignore[no-untyped-def]
+    logits = torch.tensor([[-0.0, -3.0, 0.0, -1e-30], [-2.0, -0.5, -torch.inf, -0.25]]).to(dtype)
+    experts, weights = choose(logits, router(4, 3))
     assert experts.tolist() == [[0, 2, 3], [3, 1, 0]]
     expected = torch.tensor([[0.0, 0.0, -1e-30], [-0.25, -0.5, -2.0]]).softmax(1)
     torch.testing.assert_close(weights, expected)
 
 
+@pytest.mark.parametrize(("choose", "dtype"), WAYS)
+@pytest.mark.parametrize("value", [0.0, 1.5, -1.5])
 @pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])
-def test_equal_logits_go_to_the_lower_expert(normalize: bool, share: float) -> None:
-    experts, weights = routing.choose(torch.zeros(2, 6), router(6, 3, normalize=normalize))
+def test_equal_logits_go_to_the_lower_expert(  # type: ignore[no-untyped-def]
+    normalize: bool, share: float, value: float, choose, dtype
+) -> None:
+    logits = torch.full((2, 6), value).to(dtype)
+    experts, weights = choose(logits, router(6, 3, normalize=normalize))
     assert experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights, torch.full((2, 3), share))
+    experts, _ = choose(logits, router(6, 3, scoring="sigmoid", bias=False))
+    assert experts.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
