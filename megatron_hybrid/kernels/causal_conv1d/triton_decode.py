@@ -25,9 +25,13 @@ class Tile(NamedTuple):
     warps: int
 
 
+# Of runs, whose windows are partly in rings: for more sequences there are not enough registers.
+_RUNS_TILE = Tile(256, 1, warps=2)
+
+
 def decode_tile(sequences: int, channels: int) -> Tile:
-    """16 bytes a thread; of several sequences, which share taps, where that leaves enough programs
-    to keep a device's memory busy."""
+    """Of whole windows: 16 bytes a thread; several sequences, which share taps, where that leaves
+    enough programs to keep a device's memory busy."""
     return Tile(256, 4 if sequences * channels >= 2**19 else 1, warps=1)
 
 
@@ -86,7 +90,7 @@ def decode_runs(
             *arguments, **sizes, BLOCK_C=256, num_warps=4, **OPTIONS
         )
         return out
-    tile = decode_tile(sequences, channels) if tile is None else tile
+    tile = _RUNS_TILE if tile is None else tile
     rows = max(tokens, sequences)  # padding among the one or the other
     _single_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
         *arguments, sequences, **sizes, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
