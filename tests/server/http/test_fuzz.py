@@ -9,8 +9,10 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid.server.http.protocol.anthropic import MessagesRequest
 from megatron_hybrid.server.http.protocol.requests import ChatRequest, CompletionRequest
 
+MESSAGES = "/v1/messages"
 FIELDS = [
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n seed",
     "stop stop_token_ids stream stream_options logprobs top_logprobs ignore_eos cache_salt user",
@@ -19,6 +21,7 @@ FIELDS = [
 names = st.sampled_from(" ".join(FIELDS).split()) | st.sampled_from(
     sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__})
 )
+anthropics_names = st.sampled_from([*MessagesRequest.__struct_fields__, "other"])
 scalars = (
     st.none()
     | st.booleans()
@@ -47,9 +50,11 @@ def check(http: FlaskClient, path: str, data: bytes) -> None:
     answer = http.post(path, data=data, content_type="application/json")
     if answer.status_code != 200:
         assert answer.status_code in (400, 404), (data, answer.data)
-        assert answer.get_json()["error"]["param"]
+        error = answer.get_json()["error"]
+        assert error["message"] if path == MESSAGES else error["param"]
     elif answer.mimetype == "text/event-stream":
-        assert answer.data.endswith(b"data: [DONE]\n\n")
+        last = b"event: message_stop" if path == MESSAGES else b"data: [DONE]"
+        assert answer.data.split(b"\n\n")[-2].startswith(last)
         assert b'"error"' not in answer.data
 
 
@@ -68,15 +73,28 @@ def test_random_fields_never_break_the_server(
 
 
 @fuzz
-@given(messages=st.lists(values, max_size=3), role=st.sampled_from(["user", "system", "x"]))
+@given(extra=st.dictionaries(anthropics_names, values, max_size=3))
+def test_random_fields_of_anthropics_never_break_the_server(
+    http: FlaskClient, extra: dict[str, Any]
+) -> None:
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}], **extra}
+    check(http, MESSAGES, json.dumps(body).encode())
+
+
+@fuzz
+@given(
+    messages=st.lists(values, max_size=3),
+    role=st.sampled_from(["user", "system", "x"]),
+    path=st.sampled_from(["/v1/chat/completions", MESSAGES]),
+)
 def test_random_messages_never_break_the_server(
-    http: FlaskClient, messages: list[Any], role: str
+    http: FlaskClient, messages: list[Any], role: str, path: str
 ) -> None:
     messages = [
         {"role": role, **message} if isinstance(message, dict) else message for message in messages
     ]
     body = {"messages": messages, "max_tokens": 2}
-    check(http, "/v1/chat/completions", json.dumps(body).encode())
+    check(http, path, json.dumps(body).encode())
 
 
 @fuzz

@@ -188,7 +188,7 @@ def refused(answer: Any, status: int, kind: str) -> str:
     """The message of an error in Anthropic's form."""
     assert answer.status_code == status, answer.data
     body = answer.get_json()
-    assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    assert body["type"] == "error" and set(body["error"]) <= {"type", "message", "details"}
     assert body["error"]["type"] == kind
     assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     return str(body["error"]["message"])

@@ -208,6 +208,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("context_management.edits[0].type", {"context_management": CLEAR}),
     ("cache_control.type", {"cache_control": {"type": "for ever"}}),
     ("cache_control", {"system": [{**text("a"), **MARK}] * 4, **MARK}),
+    ("thread", {"thread": {"type": "create"}}),
     ("n", {"n": 2}),
 ]  # fmt: skip
 

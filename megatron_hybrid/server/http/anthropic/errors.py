@@ -29,7 +29,9 @@ def as_anthropic(status: int, body: dict[str, Any], request_id: str) -> tuple[in
     error, message = body["error"], body["error"]["message"]
     if error["code"] == "context_length_exceeded":  # by these words clients know that they have to
         message = f"prompt is too long: {message}"  # shorten the chat
-    said = {"type": kind, "message": message}
+    said: dict[str, Any] = {"type": kind, "message": message}
+    if error["code"] is not None:
+        said["details"] = {"error_code": error["code"]}
     return status, {"type": "error", "error": said, "request_id": request_id}
 
 

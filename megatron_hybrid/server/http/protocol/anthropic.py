@@ -29,6 +29,16 @@ ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
 _OnlyFalse, _OnlyEmptyList, _OnlyDirect = only(False), only([]), only([], ["direct"])
 
 
+class Thread(Unsupported):
+    """A chat that the server keeps. The official client's tool runner asks for one, and goes on
+    without when it is refused in these words."""
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        words = "is not supported: no chat is kept here; send all of its messages."
+        raise ValueError(words, "thread_unsupported_request")
+
+
 class CacheControl(Body, kw_only=True):
     """Marks the end of what other prompts will begin with.
 
@@ -293,6 +303,7 @@ class CountTokensRequest(Drawing, kw_only=True):
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     chat_template_kwargs: AnyObject | None = None
 
+    thread: Thread | None = None
     container: Unsupported | None = None
     mcp_servers: _OnlyEmptyList | None = None
     inference_geo: Unsupported | None = None

@@ -11,7 +11,12 @@ from megatron_hybrid.server.http.protocol.answers import Count, optional, says, 
 MessagesError = shape(
     "MessagesError",
     type=Literal["error"],
-    error=shape("MessagesErrorObject", type=str, message=str),
+    error=shape(
+        "MessagesErrorObject",
+        type=str,
+        message=str,
+        details=optional(shape("MessagesErrorDetails", error_code=str)),
+    ),
     request_id=says(str, "The same as in the header request-id."),
 )
 InputTokens = shape("InputTokens", input_tokens=Count)
