@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
-from megatron_hybrid.server.http.tool_calls.reader import ToolCallReader
+from megatron_hybrid.server.http.tool_calls.reader import Piece, ToolCallReader
 from megatron_hybrid.text.answer_places import GeneratedAnswer
 from megatron_hybrid.text.answer_text import AnswerText, NewText
 from megatron_hybrid.text.reasoning import ReasoningSplitter
@@ -27,6 +27,7 @@ class Delta:
     reasoning: what was thought, all of it before the text.
     token_ids: every token that counts as generated, if the request asks for them.
     stop: the stop string that ended it.
+    in_order: where there are calls, these and the text as they were said.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     reasoning: str = ""
     stop: str | None = None
+    in_order: list[Piece] = field(default_factory=list)
 
 
 class Choice(AnswerText):
@@ -135,6 +137,7 @@ class Choice(AnswerText):
                 pieces += self._reader.flush()
             delta.text = "".join(piece for piece in pieces if isinstance(piece, str))
             delta.calls = [piece for piece in pieces if isinstance(piece, Call)]
+            delta.in_order = pieces if delta.calls else []
         self._shown.append(delta.text)
         self._calls += delta.calls
         if self._on_end and self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -179,15 +179,18 @@ def _by_choice(batch: list[Delta], waiting: dict[int, list[Delta]]) -> list[Delt
 
 
 def _joined(pieces: list[Delta]) -> Delta:
+    calls = [call for piece in pieces for call in piece.calls]
+    in_order = [said for piece in pieces for said in piece.in_order or [piece.text]]
     return Delta(
         pieces[0].index,
         "".join(piece.text for piece in pieces),
         [entry for piece in pieces for entry in piece.logprobs],
         pieces[-1].finish_reason,
-        [call for piece in pieces for call in piece.calls],
+        calls,
         [token_id for piece in pieces for token_id in piece.token_ids],
         "".join(piece.reasoning for piece in pieces),
         pieces[-1].stop,
+        in_order if calls else [],
     )
 
 

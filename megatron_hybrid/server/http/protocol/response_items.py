@@ -50,11 +50,13 @@ class OutputText(Marked, tag_field="type", tag="output_text", kw_only=True):
 
     annotations: Changes nothing.
     logprobs: Changes nothing.
+    parsed: Changes nothing: what a client has read in the text.
     """
 
     text: str
     annotations: Notes | None = None
     logprobs: Notes | None = None
+    parsed: Any = None
 
 
 class RefusalText(Body, tag_field="type", tag="refusal"):
@@ -113,12 +115,14 @@ class FunctionCallItem(Item, tag="function_call", kw_only=True):
 
     call_id: By which its output names it.
     caller: Changes nothing.
+    parsed_arguments: Changes nothing: what a client has read in the arguments.
     """
 
     call_id: Name
     name: FunctionName
     arguments: Arguments
     caller: AnyObject | None = None
+    parsed_arguments: Any = None
 
 
 class FunctionCallOutputItem(Item, tag="function_call_output", kw_only=True):

@@ -87,10 +87,12 @@ class ResponseAnswers(Answers):
         logprobs = self._logprobs_of_text(delta)
         if delta.reasoning:
             events += self._grow("reasoning", delta.reasoning)
-        if delta.text:
-            events += self._grow("message", delta.text, logprobs)
-        for call in delta.calls:
-            events += self._finish(_COMPLETED) + self._call(call)
+        for said in delta.in_order or [delta.text]:
+            if isinstance(said, Call):
+                events += self._finish(_COMPLETED) + self._call(said)
+            elif said:
+                events += self._grow("message", said, logprobs)
+                logprobs = []
         self._finish_reason = delta.finish_reason
         return events
 

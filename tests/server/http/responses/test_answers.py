@@ -125,6 +125,10 @@ SCENES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
         {"tools": [ADD]},
         ["reasoning", "message", "function_call", "function_call"],
     ),
+    "text after a call": (
+        *(templates.QWEN3, f"Look.\n{CALL}\nDone.\n{CALL}\n<tool_call>\n", {"tools": [ADD]}),
+        ["message", "function_call", "message", "function_call", "message"],
+    ),
     "nothing": (templates.QWEN3, "", {}, ["message"]),
     "thoughts alone": (templates.QWEN3_5, OPENED, {}, ["reasoning", "message"]),
     "cut in its text": (templates.QWEN3, FOX, {"max_output_tokens": 5}, ["message"]),
@@ -209,12 +213,6 @@ def test_log_probabilities_are_those_of_the_text(serve: Serve) -> None:
         tokens = bytes(byte for one in part["logprobs"] for byte in one["bytes"]).decode()
         assert tokens == f"\n\n{FOX}"  # white space after the thoughts is no part of the text
         assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
-
-
-def test_text_after_a_call_is_a_message_of_its_own(serve: Serve) -> None:
-    server = serve(templates.QWEN3, f"Look.\n{CALL}\nDone.")
-    kinds = [item["type"] for item in check_order(server.stream(tools=[ADD]))]
-    assert kinds == ["message", "function_call", "message"]
 
 
 def test_every_response_repeats_its_request(serve: Serve) -> None:
