@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -14,6 +15,7 @@ from werkzeug.serving import make_server
 
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.serving import Serving
+from tests.server.running import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -24,6 +26,8 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+IMAGES = ROOT / "docs" / "images"
+WRITE_IMAGES = bool(os.environ.get("MEGATRON_HYBRID_WRITE_IMAGES"))  # set it to renew those there
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
     --disable-background-networking --disable-component-update --disable-sync""".split()
 EVIL_HOST = "evil.example"  # a name whose owner lets it point to the visitor's own machine
@@ -98,7 +102,11 @@ class Visit:
         """Let all chats be answered with these deltas; the list of bodies that are sent from now
         on."""
         bodies: list[Any] = []
-        usage = {"prompt_tokens": 20, "completion_tokens": 4}
+        usage = {
+            "prompt_tokens": 20,
+            "completion_tokens": 4,
+            "prompt_tokens_details": {"cached_tokens": 12},
+        }
         chunks = [
             json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": usage})
             for delta in deltas

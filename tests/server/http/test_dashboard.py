@@ -29,7 +29,9 @@ from tests.server.http.browsing import (
     ATTACK,
     CONTRASTS,
     EVIL_HOST,
+    IMAGES,
     STATS,
+    WRITE_IMAGES,
     Site,
     Visit,
     cached_share,
@@ -39,11 +41,10 @@ from tests.server.http.browsing import (
     needs_browser,
     press_until,
 )
-from tests.server.running import ROOT, ServerProcess, wait_until
-from tests.thorough import thorough
+from tests.server.running import ServerProcess, wait_until
+from tests.thorough import thorough, usually
 
 STATIC = Path(dashboard.__file__).parent / "static"
-IMAGE = ROOT / "docs" / "images" / "dashboard.png"
 AXE = "axe-core@4.14.1"
 TEXT = """# Heading
 
@@ -60,7 +61,6 @@ def double(n: int) -> int:
 
 > A quote
 """
-WRITE_IMAGE = "MEGATRON_HYBRID_WRITE_IMAGES"  # set it to renew the picture in docs/
 
 
 def test_the_page_lets_the_browser_load_nothing_from_elsewhere(http: FlaskClient) -> None:
@@ -311,7 +311,7 @@ def test_axe_core_finds_nothing(
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [360, 390, 768])
+@pytest.mark.parametrize("width", usually([360], [360, 390, 768, 1000, 1251]))
 def test_narrow_screens_need_no_scrolling_sideways(
     site: Site, visit: Callable[..., Visit], width: int
 ) -> None:
@@ -449,7 +449,7 @@ The cat is called Pixel. The meeting is in Oslo. """
 def test_a_chat_by_keyboard_with_a_real_model_shows_the_cache_at_work(
     server: ServerProcess, visit: Callable[..., Visit]
 ) -> None:
-    home = visit(viewport={"width": 1280, "height": 960})
+    home = visit(viewport={"width": 1440, "height": 960})
     page = home.page
     home.open(server.url)
     expect(page.locator("#model")).to_have_text("reference_model")
@@ -487,8 +487,8 @@ def test_a_chat_by_keyboard_with_a_real_model_shows_the_cache_at_work(
     wait_until(lambda: cached_states(page) > before)
     expect(page.locator("#tile-skipped")).to_have_text(re.compile(r"^[1-9]\d? %$"))
     assert page.locator("#prefill path.cached-0").get_attribute("d")
-    if os.environ.get(WRITE_IMAGE):
-        page.screenshot(path=IMAGE, full_page=True)
+    if WRITE_IMAGES:
+        page.screenshot(path=IMAGES / "dashboard.png", full_page=True)
 
     press_until(page, "Tab", "#reset")
     page.keyboard.press("Enter")

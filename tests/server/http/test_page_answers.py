@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.server.http.browsing import Site, Visit, expect, needs_browser
+from tests.server.http.browsing import IMAGES, WRITE_IMAGES, Site, Visit, expect, needs_browser
 
 TEXT = """# A heading
 
@@ -46,6 +46,16 @@ E = \\sum_i a_i
 2 is no item
 
 [d]: https://example.com/d
+"""
+WEATHER = """It is, **all day**:
+
+| city | rain |
+|---|--:|
+| Oslo | 7 mm |
+
+```python
+umbrella = rain > 1  # mm
+```
 """
 # What people try, each with a script that would leave a mark.
 MARKUP = """<script>window.ran = 1</script><img src="/nowhere" onerror="window.ran = 1"><b>bold</b>
@@ -209,12 +219,13 @@ def test_calls_are_shown_and_their_results_given_back(at_home: Visit) -> None:
     ]
     bodies = at_home.answers(*({"tool_calls": [piece]} for piece in pieces))
     at_home.set(tools=json.dumps([weather, framed]))
-    turn = at_home.ask("Is it raining?")
+    at_home.ask("Is it raining?")
+    turn = page.locator(".turn").first
     assert bodies[0]["tools"] == [framed, framed]
     expect(turn.locator(".call code").first).to_have_text('{\n  "city": "Oslo"\n}')
     expect(turn.locator(".call strong")).to_have_text(["weather", "weather"])
     page.unroute("**/v1/chat/completions")
-    bodies = at_home.answers({"content": "It is."})
+    bodies = at_home.answers({"content": WEATHER})
     turn.get_by_label("Result of weather").first.focus()
     page.keyboard.type('{"rain": true}')
     page.keyboard.press("Tab")
@@ -223,7 +234,7 @@ def test_calls_are_shown_and_their_results_given_back(at_home: Visit) -> None:
     page.keyboard.type("dry")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    expect(page.locator(".turn").last.locator(".text")).to_have_text("It is.")
+    expect(page.locator(".turn").last.locator(".answer td")).to_have_text(["Oslo", "7 mm"])
     expect(turn.get_by_role("button", name="Give results back")).to_be_hidden()
     asked, answer, *results = bodies[0]["messages"]
     assert asked == {"role": "user", "content": "Is it raining?"}
@@ -241,6 +252,14 @@ def test_calls_are_shown_and_their_results_given_back(at_home: Visit) -> None:
     expect(page.locator(".turn").last.locator(".answer")).to_have_attribute("aria-busy", "false")
     assert bodies[1]["messages"] == bodies[0]["messages"]
     assert at_home.errors == []
+    if WRITE_IMAGES:
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.locator(".settings").evaluate("node => { node.open = false; }")
+        turn.locator(".call").last.evaluate(
+            "node => { node.closest('.log').scrollTop = node.offsetTop - 80; scrollTo(0, 0); }"
+        )
+        page.screenshot(path=IMAGES / "dashboard_phone.png")
 
 
 @needs_browser
