@@ -34,6 +34,7 @@ from megatron_hybrid.kernels.linear.products import counters, sum_of_splits
 MOST_ROWS = 1
 LARGEST = 64
 _WARPS = 4
+_PROCESSORS = 132  # of an H200
 
 
 class Tile(NamedTuple):
@@ -69,9 +70,12 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 def choose_tile(rows: int, columns: int) -> Tile:
     """Of a weight. By its shape alone: a token's bits are the same among any number of others.
-    There are about two programs for a processor of an H200, if there is work for so many."""
+    All programs should be there at once: a few that begin when others have ended would leave the
+    memory idle. A processor has memory for two of 64 rows, or for six of 32."""
     tiles = cdiv(rows, 64)
-    return Tile(64, 128, 5, splits=max(1, min(8, 256 // tiles, columns // 512)))
+    if tiles > 2 * _PROCESSORS:
+        return Tile(32, 128, 4)
+    return Tile(64, 128, 5, splits=max(1, min(8, 2 * _PROCESSORS // tiles, columns // 512)))
 
 
 def multiply(
