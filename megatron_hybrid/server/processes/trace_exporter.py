@@ -154,14 +154,13 @@ class Spans:
             trace.attributes,
             start_time=_at(trace, 0.0),
         )
-        if span.is_recording():  # which its client, or the sampler, may not want
-            if trace.status >= 500:
-                span.set_status(Status(StatusCode.ERROR))
-            context = set_span_in_context(span)
-            if trace.submitted is not None:
-                self._add_phase(context, trace, "prepare", 0.0, trace.submitted)
-            for number, answer in enumerate(trace.answers[:MOST_ANSWERS]):
-                self._add_answer(context, trace, number, answer)
+        if trace.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        context = set_span_in_context(span)
+        if trace.submitted is not None:
+            self._add_phase(context, trace, "prepare", 0.0, trace.submitted)
+        for number, answer in enumerate(trace.answers[:MOST_ANSWERS]):
+            self._add_answer(context, trace, number, answer)
         span.end(_at(trace, trace.seconds))
 
     def _add_answer(
