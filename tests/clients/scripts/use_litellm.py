@@ -1,4 +1,5 @@
-"""litellm: chats and completions through its OpenAI provider, streamed, with tools and a schema."""
+"""litellm: chats and completions through its OpenAI provider, streamed, with tools and a schema;
+responses, and chats by its bridge to them."""
 
 import json
 import sys
@@ -79,3 +80,37 @@ completed = litellm.text_completion(
     logprobs=1,
 )
 assert len(completed.choices) == 2 and completed.usage.completion_tokens > 0, completed
+
+# /v1/responses, and what litellm makes of a chat for it.
+RESPOND = {**COMMON, "max_output_tokens": 16}
+said = "My name is Anna. What is my name?"
+response = litellm.responses(input=said, **RESPOND)
+assert response.output[-1].content[0].text == text, response
+again = litellm.responses(input="Who?", previous_response_id=response.id, **RESPOND)
+assert again.usage.input_tokens_details.cached_tokens > response.usage.input_tokens, again
+kinds = [event.type for event in litellm.responses(input=said, stream=True, **RESPOND)]
+assert kinds[0] == "response.created" and kinds[-1].startswith("response."), kinds
+assert kinds.count("response.output_text.delta") > 3, kinds
+
+BRIDGE = {**COMMON, "model": f"openai/responses/{model}"}
+bridged = litellm.completion(messages=MESSAGES, max_tokens=16, **BRIDGE)
+assert bridged.choices[0].message.content == text, bridged
+chunks = list(litellm.completion(messages=MESSAGES, max_tokens=16, stream=True, **BRIDGE))
+assert text == "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
+called = litellm.completion(
+    messages=MESSAGES,
+    tools=[{"type": "function", "function": FUNCTION}],
+    tool_choice={"type": "function", "function": {"name": "look_up"}},
+    max_tokens=200,
+    **BRIDGE,
+)
+(call,) = called.choices[0].message.tool_calls
+assert set(json.loads(call.function.arguments)) == {"city", "days"}, call
+result = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+after = litellm.completion(
+    messages=[*MESSAGES, called.choices[0].message, result],
+    tools=[{"type": "function", "function": FUNCTION}],
+    max_tokens=16,
+    **BRIDGE,
+)
+assert after.choices[0].message.content is not None, after

@@ -1,4 +1,5 @@
-"""openai-agents' chat completions model: a tool's result goes back; typed output; streams."""
+"""openai-agents with its default model class, which speaks /v1/responses, and with the one for
+chats: a tool's result goes back; typed output; streams; conversations by the server's memory."""
 
 import asyncio
 import sys
@@ -6,10 +7,12 @@ from typing import Annotated
 
 from agents import (
     Agent,
+    Model,
     ModelSettings,
     OpenAIChatCompletionsModel,
     Runner,
     function_tool,
+    set_default_openai_client,
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
@@ -17,9 +20,8 @@ from pydantic import BaseModel, Field
 
 url, name = sys.argv[1:3]
 set_tracing_disabled(True)
-model = OpenAIChatCompletionsModel(
-    model=name, openai_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-)
+client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+set_default_openai_client(client)
 called = []
 
 
@@ -40,7 +42,8 @@ class City(BaseModel):
     people: Annotated[int, Field(ge=0, le=10**9)]
 
 
-async def main() -> None:
+async def use(model: str | Model) -> None:
+    called.clear()
     settings = ModelSettings(
         temperature=0, max_tokens=200, tool_choice="required", parallel_tool_calls=False
     )
@@ -75,6 +78,28 @@ async def main() -> None:
     events = [event.type async for event in streamed.stream_events()]
     assert called and streamed.final_output, events
     assert events.count("raw_response_event") > 5, events
+
+
+async def remember() -> None:
+    """A second run that goes on from the first one's last response."""
+    settings = ModelSettings(temperature=0, max_tokens=40)
+    agent = Agent(name="memory", model=name, model_settings=settings)
+    first = await Runner.run(agent, "The cat is called Pixel.")
+    assert first.last_response_id is not None
+    second = await Runner.run(
+        agent, "What is the cat called?", previous_response_id=first.last_response_id
+    )
+    assert "Pixel" in second.final_output, second
+    usage = second.context_wrapper.usage
+    before = first.context_wrapper.usage
+    assert usage.input_tokens_details.cached_tokens >= before.total_tokens - 2, usage
+    print(second.final_output)
+
+
+async def main() -> None:
+    await use(name)
+    await use(OpenAIChatCompletionsModel(model=name, openai_client=client))
+    await remember()
 
 
 asyncio.run(main())

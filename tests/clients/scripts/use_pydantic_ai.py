@@ -1,17 +1,20 @@
-"""pydantic-ai: typed answers by tool, by the server's schema and by prompt; a tool; streaming."""
+"""pydantic-ai, whose `openai:` models speak /v1/responses, and with its model for chats: typed
+answers by tool and by the server's schema; a tool; streaming; a conversation that goes on."""
 
 import asyncio
+import os
 import sys
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models import Model
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 url, name = sys.argv[1:3]
-model = OpenAIChatModel(name, provider=OpenAIProvider(base_url=url, api_key="none"))
+os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY="none")
 
 
 Name = Annotated[str, Field(max_length=20)]
@@ -27,8 +30,8 @@ class FirstCallsTheTool(AbstractCapability[Any]):
         return lambda run: {"tool_choice": ["count_people"] if run.run_step == 1 else "none"}
 
 
-async def main() -> None:
-    settings = {"temperature": 0.0, "max_tokens": 400, "parallel_tool_calls": False}
+async def use(model: str | Model) -> None:
+    settings: Any = {"temperature": 0.0, "max_tokens": 400, "parallel_tool_calls": False}
     for output in (ToolOutput(City), NativeOutput(City)):
         agent = Agent(model, output_type=output, model_settings=settings, retries=0)
         result = await agent.run("Which city is large?")
@@ -58,6 +61,30 @@ async def main() -> None:
         pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
     assert len(pieces) > 1 and stream.usage.output_tokens > 0, (pieces, stream.usage)
     print("".join(pieces))
+
+    # The second run, whose history comes back, finds all of the first one in the cache.
+    first = await plain.run("The cat is called Pixel.")
+    second = await plain.run("What is the cat called?", message_history=first.all_messages())
+    total = first.usage.input_tokens + first.usage.output_tokens
+    assert "Pixel" in second.output and second.usage.cache_read_tokens >= total - 2, second
+    print(second.output)
+
+
+async def remember() -> None:
+    """The history stays with the server."""
+    model = OpenAIResponsesModel(name)
+    settings: Any = {"temperature": 0.0, "openai_previous_response_id": "auto"}
+    agent = Agent(model, model_settings=settings)
+    first = await agent.run("The cat is called Pixel.")
+    second = await agent.run("What is the cat called?", message_history=first.all_messages())
+    assert "Pixel" in second.output, second
+    print(second.output)
+
+
+async def main() -> None:
+    await use(f"openai:{name}")
+    await use(OpenAIChatModel(name, provider=OpenAIProvider(base_url=url, api_key="none")))
+    await remember()
 
 
 asyncio.run(main())
