@@ -41,7 +41,7 @@ MIN_REPETITION_PENALTY = 0.01
 MIN_TOP_P = 1e-10
 MAX_TIME = 1e12  # seconds of a clock
 MAX_NAME_LENGTH = 1024  # characters of a salt or an id
-GRAMMAR_KINDS = ("json_schema", "regex", "lark")
+GRAMMAR_KINDS = ("json_schema", "regex", "lark", "structural_tag")
 MAX_GRAMMAR_LENGTH = 2**20
 
 
@@ -49,8 +49,9 @@ MAX_GRAMMAR_LENGTH = 2**20
 class Grammar:
     """What an answer has to look like.
 
-    kind: "json_schema" (text: the schema as JSON), "regex", or "lark" (llguidance's dialect, in
-    which a rule can be `%json {schema}`).
+    kind: "json_schema" (text: the schema as JSON), "regex", "lark" (llguidance's dialect, in which
+    a rule can be `%json {schema}`), or "structural_tag" (xgrammar's format as JSON; see
+    text/structural_tags.py).
     field: what the client calls it, for what is said of it.
     """
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import Grammar
+from megatron_hybrid.text import lark
 from megatron_hybrid.text.grammar import check
 from megatron_hybrid.text.reasoning import Opening, ReasoningFormat
 from megatron_hybrid.text.tokenizer import Tokenizer
 
-# As text/grammar.py has it for JSON alone.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # Models write at most two lines' ends there; small ones would never end free white space.
 _SPACE = r"after_mark: /\s{0,4}/"
 
@@ -47,25 +45,19 @@ def _held(grammar: Grammar) -> str | None:
         schema = json.loads(grammar.text)
         if not isinstance(schema, dict):
             return None
-        return f"held: %json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
+        return f"held: {lark.json_value(schema)}"
     if grammar.kind == "regex" and grammar.text:
-        return f"held: /{_escaped(grammar.text)}/"
-    if grammar.kind == "lark":  # with names of its own
-        return f"held: %lark {{\n{grammar.text}\n}}"
+        return f"held: {lark.regex(grammar.text)}"
+    if grammar.kind == "lark":
+        return f"held: {lark.nested(grammar.text)}"
     return None
-
-
-def _escaped(pattern: str) -> str:
-    """Between slashes, on one line."""
-    special = {"/": r"\/", "\n": r"\n"}
-    return re.sub(r"\\.|[/\n]", lambda found: special.get(found[0], found[0]), pattern, flags=re.S)
 
 
 def _thoughts(form: ReasoningFormat, tokenizer: Tokenizer) -> str:
     """The rule of thoughts up to the first mark that ends them."""
     ends = [_mark(mark, tokenizer) for mark in form.end]
     # A token of its own is in no text; of marks in text, a lazy rule ends with the first.
-    if not any(one.startswith("<[") for one in ends):
+    if not any(map(lark.is_token, ends)):
         return f"thoughts[lazy]: /(.|\\n)*/ ({' | '.join(ends)})"
     return f"thoughts: anything ({' | '.join(ends)})\nanything: /(.|\\n)*/"
 
@@ -74,5 +66,5 @@ def _mark(mark: str, tokenizer: Tokenizer) -> str:
     """An added token by its id, anything else as text."""
     token_id = tokenizer.token_id(mark)
     if token_id is not None and tokenizer.is_added(token_id):
-        return f"<[{token_id}]>"
-    return json.dumps(mark)
+        return lark.token(token_id)
+    return lark.quoted(mark)

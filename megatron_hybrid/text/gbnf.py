@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_hybrid.text.lark import quoted
+
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
     |(?P<head>[A-Za-z0-9_][A-Za-z0-9_-]*)(?=\s*::=)
@@ -116,7 +118,7 @@ def _right_side(pieces: Sequence[_Piece], names: dict[str, str]) -> str:
             case "name":
                 written.append(names[text])
             case "literal":
-                written.append(_string(_characters(text[1:-1])))
+                written.append(quoted("".join(one for one, _ in _characters(text[1:-1]))))
             case "characters":
                 written.append(_class(text[1:-1]))
             case "any":
@@ -144,12 +146,6 @@ def _characters(text: str) -> list[tuple[str, bool]]:
         else:
             found.append((plain, False))
     return found
-
-
-def _string(characters: Sequence[tuple[str, bool]]) -> str:
-    """As JSON without DEL, which Lark wants escaped."""
-    text = "".join(character for character, _ in characters)
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def regex_of(text: str) -> str:

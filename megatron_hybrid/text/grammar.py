@@ -1,4 +1,5 @@
-"""Answers that match a JSON schema, a regular expression or a Lark grammar, by llguidance.
+"""Answers that match a JSON schema, a regular expression, a Lark grammar or a structural tag, by
+llguidance.
 
 Imports no torch: front ends check grammars with it before they send them to the engine. llguidance
 itself is imported by the first grammar: every engine imports this module.
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.request import Grammar
+from megatron_hybrid.text.structural_tags import as_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -309,7 +311,8 @@ def _source(grammar: Grammar) -> str:
 
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "lark":
+    if grammar.kind in ("lark", "structural_tag"):
+        grammar = as_lark(grammar)
         return LLMatcher.grammar_from_lark(grammar.text)
     try:
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)

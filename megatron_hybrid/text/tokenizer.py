@@ -162,6 +162,12 @@ class Tokenizer:
         and not by its text."""
         return token_id in self._added_ids
 
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of all of these, by spelling."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of an id; None if it has none (a padded vocabulary)."""
         token: str | None = self.backend.id_to_token(token_id)

@@ -56,6 +56,7 @@ from megatron_hybrid.text.reasoning import (
     opening_of_rest,
     with_thoughts_inside,
 )
+from megatron_hybrid.text.structural_tags import as_lark
 from megatron_hybrid.text.thinking import with_marks
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Ending, Tokenizer
 
@@ -146,8 +147,8 @@ class Preparation:
         # What describes the tools is in the prompt by now.
         tools = replace(request.tools, descriptions=[])
         begins = self._opening(token_ids, request)
-        if self.reasoning is not None and params.grammar is not None:
-            begins, held = self._after_thoughts(params.grammar, begins)
+        if self.reasoning is not None and wanted.params.grammar is not None:
+            begins, held = self._after_thoughts(wanted.params.grammar, begins)
             wanted = replace(wanted, params=replace(wanted.params, grammar=held))
         wanted = replace(wanted, params=self._with_budget(wanted.params, request, begins))
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
@@ -236,7 +237,11 @@ class Preparation:
 
     def _in_token_ids(self, request: GenerationRequest) -> GenerationRequest:
         """With texts that the engine has to know in its own terms."""
-        return replace(request, params=with_token_ids(request.params, self.tokenizer))
+        params = with_token_ids(request.params, self.tokenizer)
+        if params.grammar is not None:
+            grammar = as_lark(params.grammar, self.tokenizer.added_tokens)
+            params = replace(params, grammar=grammar)
+        return replace(request, params=params)
 
     def _encode_chat(
         self,

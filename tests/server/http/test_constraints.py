@@ -75,6 +75,24 @@ def test_other_forms(
     assert (None if found is None else (found.kind, found.text)) == wanted
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_structural_tag_has_many_names(
+    http: FlaskClient, engine: FakeEngine, path: str, older: bool
+) -> None:
+    fields = {"structures": [OLDER], "triggers": ["<"]} if older else {"format": TRIGGERED}
+    for body in (
+        tagged(fields),
+        tag_of(fields),
+        tag_of(json.dumps(fields)),
+        tag_of({"type": "structural_tag", **fields}),
+    ):
+        found = grammar(http, engine, path, body)
+        assert found is not None and found.kind == "lark"
+        assert found.text.startswith('start: (r0 "call>" %json {')
+        assert '"additionalProperties": false' in found.text
+
+
 def test_schemas_inside_a_grammar_are_closed_as_others(
     http: FlaskClient, engine: FakeEngine
 ) -> None:
@@ -98,10 +116,74 @@ def references(count: int) -> str:
     return json.dumps({"$ref": "#/$defs/a0", "$defs": {**chained, f"a{count}": {"type": "string"}}})
 
 
+A = {"type": "const_string", "value": "a"}
+ANY, ONE_OF = {"type": "any_text"}, {"type": "or"}
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+DEEP = {**JSON, "json_schema": json.loads('{"items":' * 130 + "{}" + "}" * 130)}
+OLDER = {"begin": "<call>", "schema": SCHEMA, "end": "</call>"}
+TRIGGERED = {
+    "type": "triggered_tags",
+    "triggers": ["<"],
+    "tags": [{"type": "tag", "begin": "<call>", "content": JSON, "end": "</call>"}],
+}
+
+
+def nested(count: int) -> dict[str, Any]:
+    return json.loads('{"type":"star","content":' * count + json.dumps(A) + "}" * count)
+
+
+def tagged(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "structural_tag", **fields}}
+
+
+def tag_of(fields: dict[str, Any] | str) -> dict[str, Any]:
+    return {"structured_outputs": {"structural_tag": fields}}
+
+
 REFUSED = [
     ("structured_outputs", {"structured_outputs": "json"}, "an object"),
     ("structured_outputs.surprise", {"structured_outputs": {"surprise": 1}}, "Unknown"),
-    ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{}"}}, "supp"),
+    ("structured_outputs.structural_tag", tag_of("{}"), "needs either format or structures"),
+    ("structured_outputs.structural_tag", tag_of("{"), "no JSON object"),
+    ("structured_outputs.structural_tag.b", tag_of({"b": 1}), "Unknown field: structured_outputs"),
+    (
+        "structured_outputs.structural_tag.format.value",
+        tag_of({"format": {**A, "value": 1}}),
+        "is 1",
+    ),
+    ("response_format", tagged({"format": A, "structures": [OLDER], "triggers": ["<"]}), "either"),
+    ("response_format.format.type", tagged({"format": {"type": "dispatch"}}), "any_text, const"),
+    (
+        "response_format.format.max_tokens",
+        tagged({"format": {**ANY, "max_tokens": 5}}),
+        "supported",
+    ),
+    (
+        "response_format.format.style",
+        tagged({"format": {**JSON, "style": "qwen_xml"}}),
+        "supported",
+    ),
+    ("response_format.format", tagged({"format": {**ONE_OF, "elements": [A] * 1000}}), "too many"),
+    ("response_format.format", tagged({"format": nested(65)}), "too many formats"),
+    ("response_format.format", tagged({"format": nested(900)}), "too many formats"),
+    (
+        "response_format.format",
+        tagged({"format": {"type": "sequence", "elements": [ANY, A]}}),
+        "endl",
+    ),
+    ("response_format.format.json_schema", tagged({"format": DEEP}), "inside each other"),
+    ("response_format.format", tagged({"format": {**JSON, "json_schema": {"not": {}}}}), "not"),
+    (
+        "response_format.format.grammar",
+        tagged({"format": {"type": "grammar", "grammar": "a ::= b"}}),
+        "root",
+    ),
+    ("response_format.structures", tagged({"structures": [OLDER]}), "0 triggers"),
+    (
+        "response_format.structures[0].schema",
+        tagged({"structures": [{**OLDER, "schema": "["}], "triggers": ["<"]}),
+        "no JSON",
+    ),
     ("structured_outputs.json", {"structured_outputs": {"json": []}}, "object"),
     ("structured_outputs.json", {"structured_outputs": {"json": "[1]"}}, "no JSON object"),
     ("structured_outputs.json", {"structured_outputs": {"json": "{"}}, "no JSON object"),
@@ -169,6 +251,8 @@ def test_beside_tools_only_a_schema_goes(reference_http: FlaskClient) -> None:
         ({"structured_outputs": {"json": SCHEMA}}, "required", "structured_outputs.json"),
         ({"guided_regex": "a"}, "none", None),
         ({"structured_outputs": {"json": SCHEMA}}, "auto", None),
+        (tagged({"format": A}), "auto", "response_format.format"),
+        (tagged({"format": A}), "none", None),
     ):
         answer = reference_http.post(CHAT, json={**body, **fields, "tool_choice": choice})
         found = answer.get_json()
@@ -183,6 +267,10 @@ def test_beside_tools_only_a_schema_goes(reference_http: FlaskClient) -> None:
         ({"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}}, "[0-9]{3}-[0-9]{2}"),
         ({"structured_outputs": {"grammar": 'root ::= "<" [a-f]{4} ">"'}}, "<[a-f]{4}>"),
         ({"guided_json": SCHEMA}, r'\{"a": ?(true|false)\}'),
+        (
+            tagged({"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}}),
+            r'<call>\{"a": ?(true|false)\}</call>',
+        ),
         ({"response_format": {"type": "grammar", "grammar": LARK}}, "yes|no"),
     ],
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import MAX_GRAMMAR_LENGTH, Grammar, validate_text
 from megatron_hybrid.server.http.json_schemas import served_schema
+from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, read
 from megatron_hybrid.server.http.protocol.requests import (
     AnswerRequest,
     GrammarFormat,
@@ -17,9 +18,16 @@ from megatron_hybrid.server.http.protocol.requests import (
     JsonSchemaFormat,
     RegexFormat,
 )
+from megatron_hybrid.server.http.protocol.structural_tags import (
+    MAX_FORMATS,
+    HasFormat,
+    StructuralTag,
+    Structure,
+)
 from megatron_hybrid.server.options import ParseOptions
 from megatron_hybrid.text import gbnf
 from megatron_hybrid.text.grammar import check
+from megatron_hybrid.text.structural_tags import MAX_DEPTH
 
 # Of rules and groups in a client's grammar: so deep may they stand inside each other, and five
 # times as many crash llguidance.
@@ -37,6 +45,7 @@ _LARK = re.compile(
 )
 _DECODER = json.JSONDecoder()
 
+T = TypeVar("T", bound=Body)
 Made = Callable[[str, Any, ParseOptions], Grammar]
 
 
@@ -81,6 +90,8 @@ def _asked(body: AnswerRequest) -> Iterator[tuple[str, Any, Made]]:
             yield "response_format.grammar", text, _grammar
         case RegexFormat(value=text):
             yield "response_format.value", text, _regex
+        case StructuralTag() as asked:
+            yield "response_format", asked, _structural_tag
     for kind, made in _KINDS.items():
         if (value := getattr(body, f"guided_{kind}")) is not None:
             yield f"guided_{kind}", value, made
@@ -90,6 +101,8 @@ def _asked(body: AnswerRequest) -> Iterator[tuple[str, Any, Made]]:
         for kind, made in _KINDS.items():
             if (value := getattr(outputs, kind)) is not None:
                 yield f"structured_outputs.{kind}", value, made
+        if (tag := outputs.structural_tag) is not None:
+            yield "structured_outputs.structural_tag", tag, _structural_tag_in
 
 
 def _any_object(path: str, value: None, options: ParseOptions) -> Grammar:
@@ -97,21 +110,21 @@ def _any_object(path: str, value: None, options: ParseOptions) -> Grammar:
 
 
 def _json_schema(path: str, value: dict[str, Any] | str, options: ParseOptions) -> Grammar:
-    schema = _schema_in(path, value) if isinstance(value, str) else value
+    schema = _object_in(path, value) if isinstance(value, str) else value
     # What is said of OpenAI's own field names it as a whole.
     field = "response_format" if path.startswith("response_format.") else path
     return Grammar("json_schema", json.dumps(served_schema(schema, path, options)), field)
 
 
-def _schema_in(path: str, text: str) -> dict[str, Any]:
-    """vLLM takes a schema as text, too."""
+def _object_in(path: str, text: str) -> dict[str, Any]:
+    """vLLM takes objects as text, too."""
     try:
-        schema = json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        schema = None
-    if not isinstance(schema, dict):
+        found = None
+    if not isinstance(found, dict):
         raise InvalidRequestError(path, f"{path} is text that holds no JSON object.")
-    return schema
+    return found
 
 
 def _regex(path: str, value: str, options: ParseOptions) -> Grammar:
@@ -164,6 +177,89 @@ def _json_at(text: str, at: int, path: str) -> tuple[Any, int]:
         raise InvalidRequestError(
             path, f"{path} holds a grammar that can't be served: no JSON follows in line {line}."
         ) from error
+
+
+def _structural_tag_in(path: str, value: dict[str, Any] | str, options: ParseOptions) -> Grammar:
+    found = _object_in(path, value) if isinstance(value, str) else value
+    tag = _read_in(f"{path}.", StructuralTag, {"type": "structural_tag", **found}, options)
+    return _structural_tag(path, tag, options)
+
+
+def _read_in(path: str, kind: type[T], values: dict[str, Any], options: ParseOptions) -> T:
+    """A part of the body, which stands there, as that structure. What is wrong with it is no matter
+    of the body's own shape."""
+    try:
+        return read(kind, values, options)
+    except InvalidRequestError as error:
+        if error.field == "body":
+            raise
+        name = path + error.field
+        raise InvalidRequestError(name, str(error).replace(error.field, name, 1)) from error
+
+
+def _structural_tag(path: str, tag: StructuralTag, options: ParseOptions) -> Grammar:
+    """In either of its shapes, of which the older one says the same as triggered_tags."""
+    if (tag.format is None) == (tag.structures is None and tag.triggers is None):
+        raise InvalidRequestError(
+            path, f"{path} holds a structural tag, which needs either format or structures."
+        )
+    if tag.format is not None:
+        form = _read_in(f"{path}.", HasFormat, {"format": tag.format}, options).format
+        path = f"{path}.format"
+        written = _Formats(path, options).written(form, path)
+    else:
+        path = f"{path}.structures"
+        tags = [
+            _older_tag(f"{path}[{number}].schema", one, options)
+            for number, one in enumerate(tag.structures or ())
+        ]
+        written = {"type": "triggered_tags", "triggers": tag.triggers or [], "tags": tags}
+    return Grammar("structural_tag", json.dumps(written), path)
+
+
+def _older_tag(path: str, one: Structure, options: ParseOptions) -> dict[str, Any]:
+    """As the newer shape has it; its schema stands there."""
+    schema = json.loads(_json_schema(path, one.schema, options).text)
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": one.begin, "content": content, "end": one.end}
+
+
+class _Formats:
+    """Formats of one structural tag as they are served: with schemas as others, and grammars in
+    Lark."""
+
+    def __init__(self, path: str, options: ParseOptions) -> None:
+        """path: where they stand in the body."""
+        self._path = path
+        self._options = options
+        self._count = 0
+
+    def written(self, form: Body, path: str, depth: int = 0) -> dict[str, Any]:
+        """The format, which stands there in the body, as text/structural_tags.py knows it."""
+        self._count += 1
+        if self._count > MAX_FORMATS or depth > MAX_DEPTH:
+            raise InvalidRequestError(
+                self._path,
+                f"{self._path} has too many formats; the limit is {MAX_FORMATS}, and {MAX_DEPTH} "
+                "inside each other.",
+            )
+        served: dict[str, Any] = {"type": form.__struct_config__.tag}
+        for name in form.__struct_fields__:
+            here, value = f"{path}.{name}", getattr(form, name)
+            if name == "json_schema":
+                value = served_schema(value, here, self._options)
+            elif name == "grammar":
+                value = _grammar(here, value, self._options).text
+            elif isinstance(value, Body):
+                value = self.written(value, here, depth + 1)
+            elif name in ("elements", "tags"):
+                value = [
+                    self.written(one, f"{here}[{number}]", depth + 1)
+                    for number, one in enumerate(value)
+                ]
+            if value is not None and not isinstance(value, Unsupported):
+                served[name] = value
+        return served
 
 
 _KINDS: dict[str, Made] = {

@@ -29,6 +29,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _A_KEY = "key` in `"
+_TOO_DEEP = "The body is nested too deeply."
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,9 +114,9 @@ def read(
     Raises InvalidRequestError naming the first that is wrong, or unknown unless the options drop
     those.
     """
-    if options.ignore_unknown_fields:
-        values = known_fields(types_of(kind), values)
     try:
+        if options.ignore_unknown_fields:
+            values = known_fields(types_of(kind), values)
         return msgspec.convert(
             values,
             kind,
@@ -125,6 +126,8 @@ def read(
         )
     except msgspec.ValidationError as error:
         raise explain(error, kind, values) from error
+    except RecursionError as error:
+        raise InvalidRequestError("body", _TOO_DEEP) from error
 
 
 def show(value: Any) -> str:
@@ -312,7 +315,7 @@ def _parse_slowly(body: Bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise InvalidRequestError("body", "The body is nested too deeply.") from error
+        raise InvalidRequestError("body", _TOO_DEEP) from error
     except ValueError as error:
         reason = str(error).encode("utf-8", "replace").decode()
         message = f"The body is not valid JSON: {reason}."

@@ -12,6 +12,7 @@ from megatron_hybrid import request as limits
 from megatron_hybrid.request import PauseMode, SamplingParams
 from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
+from megatron_hybrid.server.http.protocol.structural_tags import StructuralTag
 from megatron_hybrid.server.http.protocol.tools import (
     AnyObject,
     AnyToolChoice,
@@ -168,6 +169,7 @@ class StructuredOutputs(Body):
     choice: The answer is one of these texts.
     grammar: In GBNF (with a rule named root) or in llguidance's Lark (with one named start).
     json_object: Any JSON object.
+    structural_tag: What response_format of this type has besides, as an object or as text.
     disable_any_whitespace: Changes nothing: JSON comes without free white space.
     """
 
@@ -176,9 +178,9 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
+    structural_tag: AnyObject | GrammarText | None = None
     disable_any_whitespace: bool | None = None
 
-    structural_tag: Unsupported | None = None
     disable_additional_properties: Unsupported | None = None
     whitespace_pattern: Unsupported | None = None
 
@@ -241,8 +243,9 @@ class AnswerRequest(Sampling):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: (
-        PlainText | JsonObject | JsonSchemaFormat | GrammarFormat | RegexFormat | None
-    ) = None
+        PlainText | JsonObject | JsonSchemaFormat | GrammarFormat | RegexFormat | StructuralTag
+        | None
+    ) = None  # fmt: skip
     structured_outputs: StructuredOutputs | None = None
     guided_json: AnyObject | GrammarText | None = None
     guided_regex: GrammarText | None = None
