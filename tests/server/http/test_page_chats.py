@@ -170,6 +170,7 @@ def test_settings_go_with_the_request_and_empty_ones_are_left_to_the_server(
         frequency_penalty="-0.5",
         repetition_penalty="1.1",
         min_tokens="2",
+        thinking_token_budget="5",
         max_completion_tokens="9",
         stop="END\n\n***",
         more='{"logit_bias": {"42": -5}}',
@@ -194,6 +195,7 @@ def test_settings_go_with_the_request_and_empty_ones_are_left_to_the_server(
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.1,
         "min_tokens": 2,
+        "thinking_token_budget": 5,
         "max_completion_tokens": 9,
         "stop": ["END", "***"],
         "logit_bias": {"42": -5},
@@ -244,6 +246,27 @@ def test_the_command_of_a_request_is_what_was_sent_without_the_key(at_home: Visi
         assert words[7] == "-d" and json.loads(words[8]) == body
         page.keyboard.press("Escape")
         expect(page.locator("#curl-dialog")).to_be_hidden()
+
+
+@needs_browser
+def test_other_tabs_list_what_is_new_and_settings_are_kept_once(at_home: Visit) -> None:
+    other = at_home.context.new_page()
+    other.goto(at_home.page.url)
+    at_home.answers({"content": "A fox."})
+    at_home.set(system="Be kind. " * 1000)
+    at_home.ask("Hello")
+    at_home.ask("Again")
+    expect(other.locator("#chat-list a")).to_have_text(["Hello"])
+    other.locator("#chat-list a").click()
+    expect(other.locator(".answer .text")).to_have_text(["A fox.", "A fox."])
+    shared = other.evaluate(
+        """async () => {
+          const { Store } = await import("./dashboard/store.js");
+          const { turns } = await (await Store.open()).get(location.hash.slice(1));
+          return turns.length === 2 && turns[0].request === turns[1].request;
+        }"""
+    )
+    assert shared
 
 
 @needs_browser

@@ -110,7 +110,7 @@ export class Chat {
     if (!this.settings.areValid()) return;
     if (replaced) this.dropFrom(replaced);
     const { chat } = this; // another one may be shown by the time the answer ends
-    const asked = this.seen(newTurn(question, this.settings.system, this.settings.request()));
+    const asked = this.seen(newTurn(question, this.settings.request(), chat.turns.at(-1)));
     this.turns.push(asked);
     chat.turns.push(asked.turn);
     chat.settings = this.settings.values();

@@ -35,10 +35,8 @@ export function installExplanations() {
     if (target.contains(shown)) place(shown); // also when Tab leads to a label out of sight
   }, { capture: true, passive: true });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || !shown) return;
-    event.stopPropagation(); // it does not also stop the answer
-    show(null);
-  }, { capture: true });
+    if (event.key === "Escape") show(null);
+  });
 }
 
 const labelAt = (node) => node?.closest?.(".explained") ?? null;

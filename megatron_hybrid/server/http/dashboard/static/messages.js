@@ -1,23 +1,29 @@
 // What a chat is kept as, and what is sent of it.
 //
-// A turn is { question, answer, thoughts, calls, system, fields, result, ending }: the question is
-// null where the answer goes on after results of calls; `calls` are { id, name, arguments, result };
-// `system` and `fields` are the settings it was asked with; `result` is what streamAnswer gives;
+// A turn is { question, answer, thoughts, calls, request, result, ending }: the question is null where
+// the answer goes on after results of calls; `calls` are { id, name, arguments, result }; `request` is
+// { system, fields }, what the settings added to the messages; `result` is what streamAnswer gives;
 // `ending` is "complete", "stopped" or what went wrong.
 
-export function newTurn(question, system, fields) {
-  return { question, answer: "", thoughts: "", calls: [], system, fields, result: null, ending: "" };
+/** A turn after `last`. Long settings that did not change are one object, and kept once. */
+export function newTurn(question, request, last) {
+  const isSame = last && JSON.stringify(last.request) === JSON.stringify(request);
+  return {
+    question, answer: "", thoughts: "", calls: [], request: isSame ? last.request : request,
+    result: null, ending: "",
+  };
 }
 
 /** The body of the request that asked for the answer of this turn. */
 export function requestBody(earlier, turn) {
+  const { system, fields } = turn.request;
   return {
     messages: [
-      ...(turn.system.trim() === "" ? [] : [{ role: "system", content: turn.system }]),
+      ...(system.trim() === "" ? [] : [{ role: "system", content: system }]),
       ...earlier.flatMap(messagesOf),
       ...asked(turn),
     ],
-    ...turn.fields,
+    ...fields,
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
   };

@@ -64,18 +64,14 @@ export class Settings {
     }
   }
 
-  get system() {
-    return byId("system").value;
-  }
-
-  /** What a request has of them besides messages; a field that is empty is left to the server. */
+  /** { system, fields }: the system prompt, and a request's fields; what is empty is left out. */
   request() {
-    const { system, schema, more, ...fields } = Object.fromEntries(
+    const { system = "", schema, more, ...fields } = Object.fromEntries(
       this.fields.filter(({ value }) => value.trim() !== "").map((field) => [field.name, read(field)]));
     if (schema) {
       fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
     }
-    return { ...fields, ...more };
+    return { system, fields: { ...fields, ...more } };
   }
 
   showSummary() {

@@ -72,9 +72,9 @@ export class Turn {
   }
 
   paint() {
-    const { answer, fields, result } = this.turn;
+    const { answer, request, result } = this.turn;
     this.paintThoughts();
-    if (fields.response_format) setText(this.text, answer); // JSON is no Markdown
+    if (request.fields.response_format) setText(this.text, answer); // JSON is no Markdown
     else this.markdown.show(answer);
     this.calls.show();
     this.say(`first token ${duration(result.secondsToFirst)} · ${speed(result)}`);
@@ -97,11 +97,14 @@ export class Turn {
 
   /** Show all there is. */
   finish() {
-    const { answer, calls, ending, fields, result } = this.turn;
+    const { answer, calls, ending, request, result } = this.turn;
     this.paintThoughts();
     this.thoughtsText.normalize(); // one text node, not one a painting
-    if (fields.response_format && answer !== "") this.text.replaceChildren(codeBlock(answer, "json"));
-    else this.markdown.finish(answer);
+    if (request.fields.response_format && answer !== "") {
+      this.text.replaceChildren(codeBlock(answer, "json"));
+    } else {
+      this.markdown.finish(answer);
+    }
     this.calls.finish();
     this.answerBox.setAttribute("aria-busy", "false");
     if (ending === "complete") {
