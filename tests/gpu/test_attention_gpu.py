@@ -408,6 +408,17 @@ def test_what_attention_takes(
     check_batches(rope, attention, shape, 64, "cuda")
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 256, 8192])
+def test_angles_have_the_bits_of_torchs(tokens: int) -> None:
+    from megatron_hybrid.kernels.rope import triton as rope
+
+    frequencies = 1e6 ** -torch.linspace(0, 1, 48, device="cuda")
+    positions = torch.randint(0, 2**20, (tokens,), device="cuda", dtype=torch.int32)
+    angles = positions[:, None].float() * frequencies
+    expected = torch.cat((angles.cos(), angles.sin()), dim=1)
+    assert torch.equal(rope.plan(positions, frequencies, BF16), expected)
+
+
 def test_what_attention_takes_in_float32() -> None:
     from megatron_hybrid.kernels.rope import triton as rope
 

@@ -81,6 +81,15 @@ def test_a_norm_is_rounded_before_the_rotation_and_that_once() -> None:
     assert torch.equal(found, torch.cat(parts, dim=2).half())
 
 
+@pytest.mark.parametrize(("tokens", "half"), [(1, 32), (5, 3), (200, 64), (3, 300)])
+def test_angles_are_those_of_the_positions(tokens: int, half: int) -> None:
+    frequencies = torch.rand(half, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(tokens) * 1009 + 260_000
+    table = rope.plan(positions, frequencies, BF16)
+    angles = (positions[:, None].float() * frequencies).double()  # rounded as angles are
+    torch.testing.assert_close(table.double(), torch.cat((angles.cos(), angles.sin()), dim=1))
+
+
 def test_no_tokens() -> None:
     shape = attention_shape()
     step = attention_step(LENGTHS, shape)

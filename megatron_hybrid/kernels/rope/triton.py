@@ -13,17 +13,27 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8_MAX, KVCache
-from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
 from megatron_hybrid.kernels.paged_attention.triton import kept, store_kv
 from megatron_hybrid.kernels.protocols import HeadNorms, Plan
 
+_ANGLES = 128  # of a program, one a thread
+
 
 def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
     """As in Rope -> [tokens, rotary_dim] float32: cosines, then sines."""
-    angles = positions[:, None].float() * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    table = torch.empty(tokens, 2 * half, device=positions.device)
+    block = next_power_of_2(half)
+    rows = max(1, _ANGLES // block)
+    if tokens:
+        _angles_kernel[(cdiv(tokens, rows),)](
+            positions, frequencies, table, tokens, HALF=half, ROWS=rows, BLOCK=block, num_warps=4,
+            **OPTIONS,
+        )  # fmt: skip
+    return table
 
 
 def prepare(
@@ -51,6 +61,25 @@ def prepare(
             num_warps=min(max(rows * block // 256, 1), 8), **OPTIONS,
         )  # fmt: skip
     return query
+
+
+@launched(do_not_specialize=["tokens"])
+def _angles_kernel(
+    positions, frequencies, table, tokens,
+    HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Large angles are reduced exactly, as torch does it: these are no approximations."""
+    i = tl.arange(0, BLOCK)[None, :]
+    frequency = tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    wait_for_inputs()
+    let_next_start()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    angle = position.to(tl.float32)[:, None] * frequency
+    place = table + token.to(tl.int64)[:, None] * (2 * HALF) + i
+    inside = (token < tokens)[:, None] & (i < HALF)
+    tl.store(place, tl.cos(angle), mask=inside)
+    tl.store(place + HALF, tl.sin(angle), mask=inside)
 
 
 @launched
