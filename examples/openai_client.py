@@ -96,6 +96,27 @@ def talk(url: str) -> None:
             " from the cache)"
         )
 
+    # The server keeps the conversation: the next turn names the response that it goes on from.
+    question = "What is the code of the museum?"
+    first = client.responses.create(
+        model=model, instructions=facts, input=question, temperature=0, max_output_tokens=32
+    )
+    second = client.responses.create(
+        model=model,
+        instructions=facts,
+        input="And what is the code of the castle?",
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=32,
+    )
+    for response in (first, second):
+        used = response.usage
+        assert used is not None
+        print(
+            f"responses: {response.output_text}   ({used.input_tokens_details.cached_tokens} of "
+            f"{used.input_tokens} input tokens from the cache)"
+        )
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(

@@ -17,12 +17,13 @@ from megatron_hybrid import reference_model
 from tests.server.running import ROOT, ServerProcess
 
 TOOL = "tools/run_text_generation_server.py"
+PAGES = ("server.md", "responses.md")
 ADDRESS = "http://127.0.0.1:5000"  # on the pages; ours has another port
 
 
 def blocks(language: str, word: str) -> list[str]:
     """The pages' blocks of code in this language in which the word stands."""
-    pages = [ROOT / "README.md", ROOT / "docs" / "server.md"]
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in PAGES)]
     found = [
         block
         for page in pages
@@ -59,8 +60,8 @@ def test_curl_commands_are_answered(server: ServerProcess, block: str, tmp_path:
         assert done.stdout.endswith("data: [DONE]\n\n")
 
 
-def test_the_openai_client_is_answered(server: ServerProcess) -> None:
-    (block,) = blocks("python", "openai")
+@pytest.mark.parametrize("block", blocks("python", "openai"))
+def test_the_openai_client_is_answered(server: ServerProcess, block: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", block.replace(ADDRESS, server.url)],
         env={**os.environ, "NO_PROXY": "127.0.0.1"},

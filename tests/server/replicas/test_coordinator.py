@@ -22,6 +22,7 @@ from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
 from megatron_hybrid.server.link.engine_client import EngineClient
+from megatron_hybrid.server.link.response_memory import RESPONSES, ResponseMemoryClient, Stored
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.link.sockets import bind_socket
 from megatron_hybrid.server.link.subscription import EngineUnavailable, Subscription
@@ -254,8 +255,13 @@ def test_a_replica_that_ends_has_nothing_any_more(server: Server) -> None:
     assert placement.elsewhere() is None
 
 
-def test_the_coordinator_has_the_memory_of_answers(server: Server) -> None:
+def test_the_coordinator_has_the_memories_of_answers_and_of_responses(server: Server) -> None:
     server.start_coordinator()
+    responses = ResponseMemoryClient(server.folder.endpoint(RESPONSES))
+    kept = Stored(b"me", "", b"[]", b"{}")
+    responses.keep("resp_1", kept)
+    assert responses.find(["resp_1"], b"me") == [kept]
+    responses.close()
     memory = AnswerMemoryClient(server.folder.endpoint(ENDPOINT_NAME))
     memory.remember(b"key", [1, 2], "text")
     found = memory.find([b"key"])
