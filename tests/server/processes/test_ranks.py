@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -45,15 +48,18 @@ print("rank", os.environ["RANK"], "got", *got)
 """
 
 
-def launched(code: str) -> subprocess.Popen[str]:
+@contextmanager
+def launched(code: str) -> Iterator[subprocess.Popen[str]]:
     """Two ranks that run this."""
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-c", LAUNCHER, code]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for pid in (*children_of(process.pid), process.pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 ENDS = [
@@ -68,7 +74,7 @@ def test_a_rank_that_fails_ends_the_others_and_has_the_last_word(
     end: str, code: int, last: str
 ) -> None:
     with launched(FAILING + end) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=30)
     first, *_, final = output.splitlines()
     assert process.returncode == code and re.match(last, final), output
     assert first == "2 ranks are started on this machine, each in a process of its own"
@@ -82,7 +88,7 @@ def test_signals_reach_every_rank() -> None:
         assert sorted(said[1:]) == ["rank 0 waits\n", "rank 1 waits\n"]
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=30)
     assert sorted(output.splitlines()) == ["rank 0 got 2 15", "rank 1 got 2 15"]
     assert process.returncode == 0
 
