@@ -232,8 +232,8 @@ class ServerOptions(ParseOptions):
 
     data_parallel_size: int = option(
         1,
-        "replicas of the model behind this address, in all launches together; left out: as many as "
-        "this launch has",
+        "replicas of the model behind this address, all of which are started unless "
+        "--data-parallel-rank says that each is launched by itself; left out: as many as there are",
         least=1,
         most=MOST_REPLICAS,
         group=REPLICAS,
