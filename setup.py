@@ -75,6 +75,9 @@ TEST = [
     "mypy>=2.4.1,<2.5",
 ]
 
+# Clients whose own types some tests hold answers to, where they are installed (TESTS=all).
+CLIENTS = ["anthropic>=0.125"]
+
 DEV = [*TEST, "pre-commit>=4.0", "build>=1.2", "twine>=6.1"]
 
 setup(
@@ -104,6 +107,7 @@ setup(
         "otel": OTEL,
         "plot": PLOT,
         "test": TEST,
+        "clients": CLIENTS,
         "dev": DEV,
     },
     entry_points={"console_scripts": ["megatron-hybrid=megatron_hybrid.cli:main"]},
