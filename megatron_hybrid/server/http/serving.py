@@ -53,11 +53,15 @@ class Serving:
         self.metrics = ServerMetrics(client)
         self._places = threading.BoundedSemaphore(options.connections_a_worker)
 
-    def prepare(self, name: str, body: Sequence[bytes], *more: Any) -> Any:
+    def prepare(
+        self, name: str, body: Sequence[bytes], *more: Any, may_be_long: bool = False
+    ) -> Any:
         """What the method `name` of Preparation makes of a body, which comes in pieces: here, or in
-        another process, so that this one's streams go on meanwhile. more: what it takes besides."""
+        another process, so that this one's streams go on meanwhile. more: what it takes besides.
+        may_be_long: though the body is not, since it names what is stored."""
         engine = self.client.check()
-        if self._preparers is not None and sum(map(len, body)) > MOST_BYTES_HERE:
+        may_be_long = may_be_long or sum(map(len, body)) > MOST_BYTES_HERE
+        if self._preparers is not None and may_be_long:
             return self._preparers.prepare(name, body, engine, *more)
         return getattr(self._preparation, name)(b"".join(body), engine, *more)
 

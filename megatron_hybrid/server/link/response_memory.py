@@ -19,7 +19,7 @@ from megatron_hybrid.server.options import ServerOptions
 
 RESPONSES = "responses"  # the name of its socket
 ENTRY_BYTES = 512  # what an entry costs besides its texts
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
 _GB, _HOUR = 10**9, 3600.0
 
 

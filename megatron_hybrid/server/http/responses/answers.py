@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json as standard_json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from megatron_hybrid.server.http.responses.preparing import PreparedResponse, it
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Answers, Chunk
 from megatron_hybrid.server.http.tool_calls.formats import Call
+from megatron_hybrid.server.http.tool_calls.reader import as_openai
 from megatron_hybrid.server.link.response_memory import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -159,22 +158,23 @@ class ResponseAnswers(Answers):
     def _call(self, call: Call) -> bytes:
         index = len(self._done)
         own_id = item_id("function_call", self._prepared.response_id, index)
-        arguments = standard_json.dumps(call.arguments, ensure_ascii=False)
-        item = {
+        called = as_openai(call)
+        function = called["function"]
+        done = {
             "id": own_id,
             "type": "function_call",
-            "status": _IN_PROGRESS,
-            "call_id": f"call_{secrets.token_hex(12)}",
-            "name": call.name,
-            "arguments": "",
+            "status": _COMPLETED,
+            "call_id": called["id"],
+            **function,
         }
+        added = {**done, "status": _IN_PROGRESS, "arguments": ""}
         place = {"item_id": own_id, "output_index": index}
         kind = "response.function_call_arguments"
         return (
-            self._event("response.output_item.added", output_index=index, item=item)
-            + self._event(f"{kind}.delta", **place, delta=arguments)
-            + self._event(f"{kind}.done", **place, name=call.name, arguments=arguments)
-            + self._item_done({**item, "status": _COMPLETED, "arguments": arguments})
+            self._event("response.output_item.added", output_index=index, item=added)
+            + self._event(f"{kind}.delta", **place, delta=function["arguments"])
+            + self._event(f"{kind}.done", **place, **function)
+            + self._item_done(done)
         )
 
     def _item_done(self, item: Chunk) -> bytes:

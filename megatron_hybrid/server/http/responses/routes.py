@@ -23,6 +23,7 @@ from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link.response_memory import Stored
 
 T = TypeVar("T", bound=Body)
+_NAMES_OF_STORED = (b"previous_response_id", b"item_reference")  # in a body
 
 
 def install(app: Flask, serving: Serving) -> None:
@@ -30,7 +31,11 @@ def install(app: Flask, serving: Serving) -> None:
 
     @app.post("/v1/responses")
     def responses() -> Response:
-        prepared: PreparedResponse = serving.prepare("response", request_body(), g.caller)
+        body = request_body()
+        names_stored = any(word in piece for piece in body for word in _NAMES_OF_STORED)
+        prepared: PreparedResponse = serving.prepare(
+            "response", body, g.caller, may_be_long=names_stored
+        )
         begin = partial(ResponseAnswers, serving, prepared)
         return answered(serving, prepared.response_id, prepared.chat.generation, begin)
 

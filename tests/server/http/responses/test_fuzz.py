@@ -6,17 +6,23 @@ import json
 from typing import Any
 
 from flask.testing import FlaskClient
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid.server.http.protocol.responses import ResponsesRequest
 from tests.server.http.responses.responding import PATH, events_in
-from tests.server.http.test_fuzz import fuzz, values
+from tests.server.http.test_fuzz import values
+from tests.thorough import usually
 
 ITEM_FIELDS = "type role content id call_id name arguments output summary text status x".split()
 ITEM_TYPES = (
     *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
     *("input_text", "output_text", "refusal", "reasoning_text", "summary_text"),
+)
+fuzz = settings(
+    max_examples=usually(60, 600),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 names = st.sampled_from([*ResponsesRequest.__struct_fields__, "other"])
 inner = values | st.sampled_from([*ITEM_TYPES, "user", "assistant", "{}"])

@@ -33,7 +33,7 @@ def connect() -> Iterator[Connect]:
 
     def start(server: Server) -> Any:
         listening = make_server("127.0.0.1", 0, server.http.application, threaded=True)
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listening.port}/v1"
         client = openai.OpenAI(api_key="none", base_url=url, max_retries=0)

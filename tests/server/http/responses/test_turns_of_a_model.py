@@ -8,6 +8,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from tests.server.http.responses.responding import PATH
+from tests.thorough import usually
 
 RULES = "You are Nora. The code of the north gate is 7313. " * 4
 WEATHER: dict[str, Any] = {
@@ -22,7 +23,7 @@ WEATHER: dict[str, Any] = {
 
 
 def ask(http: FlaskClient, given: Any, **more: Any) -> dict[str, Any]:
-    body = {"input": given, "instructions": RULES, "max_output_tokens": 40, **more}
+    body = {"input": given, "instructions": RULES, "max_output_tokens": 24, **more}
     answer = http.post(PATH, json=body)
     assert answer.status_code == 200, answer.data
     return dict(answer.get_json())
@@ -39,15 +40,17 @@ def cached(response: dict[str, Any]) -> int:
     return int(response["usage"]["input_tokens_details"]["cached_tokens"])
 
 
-# Only at the last one are there tokens that its text is not encoded to.
-@pytest.mark.parametrize("temperature", [0.0, 20.0])
-@pytest.mark.parametrize("by_id", [False, True])
+# At the higher temperature there are tokens that their text is not encoded to.
+@pytest.mark.parametrize(
+    ("temperature", "by_id"),
+    usually([(20.0, True), (0.0, False)], [(t, by_id) for t in (0.0, 20.0) for by_id in (0, 1)]),
+)
 def test_a_turn_skips_all_but_its_new_tokens(
     reference_http: FlaskClient, temperature: float, by_id: bool
 ) -> None:
     items: list[dict[str, Any]] = []
     before: dict[str, Any] | None = None
-    for turn in range(4):
+    for turn in range(3):
         question = {"role": "user", "content": f"And in turn {turn}, at {temperature}, {by_id}?"}
         items.append(question)
         more: dict[str, Any] = {"temperature": temperature, "seed": turn}
@@ -62,7 +65,7 @@ def test_a_turn_skips_all_but_its_new_tokens(
 
 
 def test_a_calls_own_tokens_are_found_again(reference_http: FlaskClient) -> None:
-    tools: dict[str, Any] = {"tools": [WEATHER], "temperature": 1.5, "seed": 3}
+    tools: dict[str, Any] = {"tools": [WEATHER], "seed": 3, "max_output_tokens": 60}
     first = ask(reference_http, "The weather?", tool_choice="required", **tools)
     (call,) = first["output"]
     assert call["type"] == "function_call"
