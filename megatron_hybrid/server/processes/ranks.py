@@ -71,8 +71,9 @@ def run_ranks(ranks: int, device: str, arguments: Sequence[str]) -> int:
             max_nodes=1,
             nproc_per_node=ranks,
             run_id=str(os.getpid()),
-            rdzv_backend="c10d",  # these three as torchrun --standalone has them
+            rdzv_backend="c10d",  # this and the next as torchrun --standalone has them
             rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",  # also where this machine does not know its own name
             max_restarts=0,
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
             logs_specs=DefaultLogsSpecs(log_dir=folder),
