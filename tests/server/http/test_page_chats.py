@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.server.fake_engine import FakeEngine
 from tests.server.http.browsing import (
     Site,
     Visit,
@@ -130,19 +131,27 @@ def test_a_browser_that_keeps_nothing_says_so_and_chats(
 
 
 @needs_browser
-def test_another_chat_stops_the_answer_and_keeps_what_there_is_of_it(
-    at_home: Visit, engine: Any
+def test_another_chat_and_a_reload_stop_the_answer_and_keep_what_there_is_of_it(
+    at_home: Visit, engine: FakeEngine
 ) -> None:
     engine.step_seconds = 0.2
     page = at_home.page
+    figures, text = page.locator(".figures").last, page.locator(".answer .text").last
     page.get_by_label("Message").fill("The quick brown fox")
     page.keyboard.press("Enter")
-    expect(page.locator(".answer .text")).not_to_be_empty()
+    expect(text).not_to_be_empty()
     page.get_by_role("button", name="New chat").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     page.locator("#chat-list a").click()
-    expect(page.locator(".figures")).to_contain_text("stopped")
-    expect(page.locator(".answer .text")).not_to_be_empty()
+    expect(figures).to_contain_text("stopped")
+    expect(text).not_to_be_empty()
+
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(text).not_to_be_empty()
+    page.reload()
+    expect(figures).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
     assert at_home.errors == []
 
 
