@@ -105,6 +105,8 @@ def test_thinking_is_the_templates_enable_thinking(
 ) -> None:
     server = serve(templates.QWEN3, "Fox.")
     ask(server.http, HELLO, thinking=thinking)
+    budget = server.engine.added[-1].params.thinking_token_budget
+    assert (None if budget is None else budget.tokens) == thinking.get("budget_tokens")
     prompt = server.tokenizer.decode(server.prompt, skip_special_tokens=False)
     assert prompt.endswith("<|im_start|>assistant\n" if thinks else "</think>\n\n")
 
