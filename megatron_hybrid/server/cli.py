@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_hybrid.arguments import (
     ArgumentParser,
@@ -36,7 +36,12 @@ from megatron_hybrid.server.loop.cache_publishing import publishing
 from megatron_hybrid.server.loop.engine_loop import Broadcast, EngineLoop
 from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
 from megatron_hybrid.server.loop.waker import Waker
-from megatron_hybrid.server.options import LaunchOptions, ServerOptions, is_loopback
+from megatron_hybrid.server.options import (
+    LaunchOptions,
+    ModelOptions,
+    ServerOptions,
+    is_loopback,
+)
 from megatron_hybrid.server.processes.launch import FrontEnd, FrontEndEnded
 from megatron_hybrid.server.processes.ranks import check_devices, run_ranks
 from megatron_hybrid.server.processes.trace_exporter import check_tracing
@@ -51,6 +56,8 @@ if TYPE_CHECKING:
 REFERENCE_MODEL_NAME = "reference_model"
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=ModelOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if layout.is_first_of_replica:
                 exit_code = _serve_first_rank(config, options, launch, kv_events, layout, watchdog)
             else:
-                exit_code = _serve_other_rank(config, options.max_queue, watchdog)
+                exit_code = serve_other_rank(config, options.max_queue, watchdog)
             if exit_code != 0:
                 watchdog.fail()  # the other ranks wait for this one
             return exit_code
@@ -128,19 +135,19 @@ def _serve_first_rank(
         _warn(options)
     with FrontEnd(options, launch.data_parallel_rank + layout.replica) as front_end:
         end_loading_on_signals(front_end)
-        start = _import_engine()  # while the front end starts
+        start = import_engine()  # while the front end starts
         # What a user can get wrong about the server is found before the model is loaded.
         front_end.wait_until_listening()
         start.end_part("front end")
         watchdog.start()
-        engine, parallel = _build(config, start)
+        engine, parallel = build(config, start)
         geometry, question = engine.cache_geometry, None
         size = options.data_parallel_size
         with publishing(engine, kv_events, front_end.folder, front_end.replica, size) as publish:
             loop = EngineLoop(
                 engine,
                 front_end.socket,
-                broadcast=_broadcast(parallel),
+                broadcast=broadcast_in(parallel),
                 front_end_failure=front_end.failure,
                 on_join=say_when_served(
                     options, front_end.replica, lambda url: _start(question, url)
@@ -164,9 +171,10 @@ def _serve_first_rank(
     return int(launch.exit_after_answer and question is not None and question.failed)
 
 
-def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) -> int:
+def serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) -> int:
+    """Run one that is not its replica's first until that one ends it; the exit code."""
     watchdog.start()
-    engine, parallel = _build(config, _import_engine())
+    engine, parallel = build(config, import_engine())
     # A signal reaches every rank; the first one decides, and tells the others in a broadcast.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -174,7 +182,7 @@ def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) 
     loop = EngineLoop(
         engine,
         None,
-        broadcast=_broadcast(parallel),
+        broadcast=broadcast_in(parallel),
         max_queue=max_queue,
         on_turn=watchdog.turn,
     )
@@ -186,7 +194,7 @@ def _serve_other_rank(config: EngineConfig, max_queue: int, watchdog: Watchdog) 
     return exit_code
 
 
-def _import_engine() -> StartTimes:
+def import_engine() -> StartTimes:
     """Torch alone takes seconds. The times of this process's start, with the imports' part."""
     from megatron_hybrid.engine.start import StartTimes
 
@@ -196,9 +204,10 @@ def _import_engine() -> StartTimes:
     return start
 
 
-def _build(
+def build(
     config: EngineConfig, start: StartTimes
 ) -> tuple[DynamicInferenceEngine, ParallelContext]:
+    """One rank's engine, and the groups of ranks that it is in."""
     from megatron_hybrid.engine.build import build_engine, resolve_device
     from megatron_hybrid.engine.garbage import collect_seldom
     from megatron_hybrid.parallel import initialize
@@ -209,7 +218,8 @@ def _build(
     return engine, initialize(config.parallel_sizes, device=device)  # the groups that it joined
 
 
-def _broadcast(parallel: ParallelContext) -> Broadcast | None:
+def broadcast_in(parallel: ParallelContext) -> Broadcast | None:
+    """For EngineLoop, in a replica of several ranks."""
     return parallel.replica.broadcast_object if parallel.replica.size > 1 else None
 
 
@@ -231,9 +241,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, LaunchOptions, "text server")
 
 
-def with_model_files(
-    config: EngineConfig, launch: LaunchOptions
-) -> tuple[EngineConfig, LaunchOptions]:
+def with_model_files(config: EngineConfig, launch: Model) -> tuple[EngineConfig, Model]:
     """A model that is named as on the Hugging Face hub: its files' folder, and what it is served
     as. ConfigurationError where it can't be had."""
     found = hub.with_files(config, launch.revision)

@@ -298,8 +298,8 @@ _KEY_FILE_HELP = "one such key a line, with its name for the log before it and a
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions(Settings):
-    """What only engine processes need to know."""
+class ModelOptions(Settings):
+    """Which model is served, as what, and how; besides EngineConfig."""
 
     served_model_name: tuple[str, ...] = option(
         (),
@@ -327,6 +327,12 @@ class LaunchOptions(Settings):
         most=MOST_SECONDS,
         metavar="SECONDS",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(ModelOptions):
+    """What only engine processes need to know."""
+
     kv_events_config: str = option(
         "{}",
         "publish what the prefix cache holds, for routers outside, as vLLM does and with its "

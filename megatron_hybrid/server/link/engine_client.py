@@ -18,7 +18,7 @@ from megatron_hybrid.server.link.engine_link import EngineLink
 from megatron_hybrid.server.link.subscription import (
     EngineUnavailable,
     Overloaded,
-    Subscription,
+    Receiver,
 )
 
 # A step may compile kernels for minutes; past this long without a word the engine counts as hung.
@@ -56,7 +56,7 @@ class Placement:
 class _Registered:
     """A request that runs: who waits for its events, and for which of its answers."""
 
-    subscription: Subscription
+    receiver: Receiver
     open: set[int]
 
 
@@ -122,15 +122,15 @@ class EngineClient:
         """End the connection."""
         self._link.close()
 
-    def submit(self, request: wire.AddRequest, subscription: Subscription) -> None:
-        """Send a request, and hand the events of its answers to the subscription, until each has
+    def submit(self, request: wire.AddRequest, receiver: Receiver) -> None:
+        """Send a request, and hand the events of its answers to the receiver, until each has
         ended."""
         name = request.request_id
         with self._lock:
             if name in self._requests:
                 raise InvalidRequestError("request_id", f"request_id {name!r} is in use.")
             if self._down is None and self.state != "draining":
-                known = _Registered(subscription, set(range(request.params.n)))
+                known = _Registered(receiver, set(range(request.params.n)))
                 self._requests[name] = known
                 self.send(request)  # under the lock, so that it comes before Left
                 return
@@ -192,7 +192,7 @@ class EngineClient:
             self._requests.clear()
             queries = list(self._queries.values())
         for known in lost.values():
-            known.subscription.deliver(EngineUnavailable(reason))
+            known.receiver.deliver(EngineUnavailable(reason))
         for answer in queries:
             with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
                 answer.set_exception(EngineUnavailable(reason))
@@ -206,7 +206,7 @@ class EngineClient:
             with self._lock:
                 known = self._requests.pop(reply.request_id, None)
             if known is not None:
-                known.subscription.deliver(_refusal(reply))
+                known.receiver.deliver(_refusal(reply))
         elif isinstance(reply, wire.Result):
             if (answer := self._queries.get(reply.query_id)) is not None:
                 with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
@@ -237,7 +237,7 @@ class EngineClient:
                 return  # nobody waits for it any more
             if event.finish_reason is not None:
                 self._end_answer(event.request_id, event.index)
-        known.subscription.deliver(event)
+        known.receiver.deliver(event)
 
     def _end_answer(self, request_id: str, index: int) -> None:
         """With its last answer the request is forgotten. Under the lock."""

@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import FinishReason, RequestEvent
@@ -30,6 +30,13 @@ class Overloaded(RequestError):
 
 Delivery = RequestEvent | InvalidRequestError | Overloaded | EngineUnavailable
 AnswerKey = tuple[str, int]  # an engine request's id, and which of its answers
+
+
+class Receiver(Protocol):
+    """Who waits for the events of engine requests."""
+
+    def deliver(self, item: Delivery) -> None:
+        """Called by the client's thread, which must not be kept waiting."""
 
 
 @dataclass(eq=False)

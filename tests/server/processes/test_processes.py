@@ -36,7 +36,7 @@ def load(*arguments):
     print("loading", flush=True)
     time.sleep(60)
 
-cli._build = load
+cli.build = load
 cli.main(["--tokenizer-model", sys.argv[1], "--port", "0"])
 """
 LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "stream": True}
