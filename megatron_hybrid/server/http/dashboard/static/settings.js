@@ -35,7 +35,7 @@ export class Settings {
   check(field) {
     field.setCustomValidity("");
     try {
-      read(field);
+      if (field.value.trim() !== "") read(field);
     } catch (error) {
       field.setCustomValidity(error.message);
     }
@@ -53,8 +53,11 @@ export class Settings {
 
   /** The texts of the fields that are not empty, by name. */
   values() {
-    const filled = this.fields.filter(({ value }) => value.trim() !== "");
-    return Object.fromEntries(filled.map(({ name, value }) => [name, value]));
+    return Object.fromEntries(this.filled().map(({ name, value }) => [name, value]));
+  }
+
+  filled() {
+    return this.fields.filter(({ value }) => value.trim() !== "");
   }
 
   restore(values) {
@@ -67,7 +70,7 @@ export class Settings {
   /** { system, fields }: the system prompt, and a request's fields; what is empty is left out. */
   request() {
     const { system = "", schema, more, ...fields } = Object.fromEntries(
-      this.fields.filter(({ value }) => value.trim() !== "").map((field) => [field.name, read(field)]));
+      this.filled().map((field) => [field.name, read(field)]));
     if (schema) {
       fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
     }
@@ -75,7 +78,7 @@ export class Settings {
   }
 
   showSummary() {
-    const names = this.fields.filter(({ value }) => value.trim() !== "").map((field) => {
+    const names = this.filled().map((field) => {
       const label = field.labels[0].firstChild.textContent.trim();
       return field.type === "number" ? `${label} ${field.value}` : label;
     });
@@ -104,7 +107,7 @@ function describeField(field, { description, minimum, maximum, default: value })
 
 function read(field) {
   const reader = READERS[field.dataset.kind ?? field.type];
-  return field.value.trim() === "" || !reader ? field.value : reader(field.value);
+  return reader ? reader(field.value) : field.value;
 }
 
 function json(text, isRight, otherwise) {
