@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
+from megatron_hybrid.kernels.experts.choices import store_choice, store_choice_of_warps
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
@@ -26,8 +27,6 @@ _WARPS = 4
 # Every program of a token makes its norm. Up to so many do, about one a multiprocessor, so that
 # what they read besides is little for the L2 cache; 0: never.
 _MOST_NORMS = 128
-# Of more experts it takes longer to compare each with each than to find the best one by one.
-_MOST_RANKED = tl.constexpr(128)
 # Of more tokens cuBLAS makes the scores faster.
 _MOST_TILED = 512
 
@@ -180,7 +179,7 @@ def _route_kernel(
     let_next_start()
     sums = add_products(sums, loaded, rows, x + token * width, width, DEPTH)
     if _store_scores(sums, logits, counter, n, token, EXPERTS):
-        _store_choice_of_warps(
+        store_choice_of_warps(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
             CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
         )  # fmt: skip
@@ -224,7 +223,7 @@ def _norm_route_kernel(
         # All of the token's programs have read the residual.
         tl.store(residual + column, total, mask=mask)
         tl.store(normed + token * width + column, scaled, mask=mask)
-        _store_choice_of_warps(
+        store_choice_of_warps(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
             CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
         )  # fmt: skip
@@ -284,7 +283,7 @@ def _choose_kernel(
         biases = _load_biases(bias, EXPERTS, BLOCK_E)
     wait_for_inputs()
     let_next_start()
-    _store_choice(
+    store_choice(
         logits, biases, experts, weights, tl.program_id(0).to(tl.int64), eps, factor, SCORING,
         NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
     )  # fmt: skip
@@ -294,177 +293,3 @@ def _choose_kernel(
 def _load_biases(bias, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
     column = tl.arange(0, BLOCK_E)
     return tl.load(bias + column, mask=column < EXPERTS, other=0.0)
-
-
-@triton.jit
-def _store_choice_of_warps(
-    logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
-    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """`_store_choice` by several warps, which for each of its steps would wait for one another."""
-    if BLOCK_E <= _MOST_RANKED:
-        _store_ranked(
-            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E,
-        )  # fmt: skip
-    else:
-        _store_choice(
-            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_choice(
-    logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
-    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """What a token's logits choose: the best, then the best of the others, and so on."""
-    values, left, key = _read(
-        logits, biases, token, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E
-    )
-    expert, share = _chosen(
-        values, left, key, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, BLOCK_C,
-        _names_experts(logits.dtype.element_ty, SCORING),
-    )  # fmt: skip
-    place = tl.arange(0, BLOCK_C)
-    tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
-    tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
-
-
-@triton.jit
-def _store_ranked(
-    logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
-    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """What a token's logits choose, all at once: an expert's place is how many are before it."""
-    values, left, key = _read(
-        logits, biases, token, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E
-    )
-    column = tl.arange(0, BLOCK_E)
-    is_before = key[:, None] > key[None, :]
-    if not _names_experts(logits.dtype.element_ty, SCORING):
-        is_before |= (key[:, None] == key[None, :]) & (column[:, None] < column[None, :])
-    # Summed over the rows, which threads have several of, not over lanes.
-    rank = tl.sum(is_before.to(tl.int32), axis=0)
-    is_chosen = (rank < CHOSEN) & (column < EXPERTS)
-    if SCORING == "sigmoid":
-        share = values
-        if NORMALIZE:
-            share = share / (tl.sum(tl.where(is_chosen, share, 0.0), axis=0) + eps)
-    else:
-        share = tl.exp(left - tl.max(left, axis=0))
-        counted = tl.where(is_chosen, share, 0.0) if NORMALIZE else share
-        share = share / tl.sum(counted, axis=0)
-    tl.store(experts + token * CHOSEN + rank, column, mask=is_chosen)
-    tl.store(weights + token * CHOSEN + rank, share * factor, mask=is_chosen)
-
-
-# The key of what was taken, below all others.
-_TAKEN = tl.constexpr(-(2**31))
-
-
-@triton.jit
-def _read(
-    logits, biases, token, SCORING: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """A token's logits as float32 or sigmoids, and what they are chosen by, as a number and as an
-    integer in the same order, [BLOCK_E] each; -inf and _TAKEN behind the EXPERTS. Where it
-    `_names_experts` an integer ends in BLOCK_E - 1 - its place, so that no two are equal."""
-    column = tl.arange(0, BLOCK_E)
-    # Others may have written them while this kernel ran.
-    own = tl.load(
-        logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg"
-    )
-    values = own.to(tl.float32)
-    if SCORING == "sigmoid":
-        values = tl.sigmoid(values)
-    left = values
-    if biases is not None:
-        left += biases
-    # Rows of NaN (the padding of a captured step may hold any bits) still choose real experts.
-    left = tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
-    if GROUPS > 1:
-        left = _in_best_groups(left, GROUPS, CHOSEN_GROUPS)
-    # Of integers a warp finds the largest in one instruction.
-    key = _reordered((left + 0.0).to(tl.int32, bitcast=True))
-    if _names_experts(logits.dtype.element_ty, SCORING):
-        key = (key & -BLOCK_E) | (BLOCK_E - 1 - column)
-    return values, left, tl.where(column < EXPERTS, key, _TAKEN)
-
-
-@triton.constexpr_function
-def _names_experts(kind, scoring):
-    """Whether keys have room for their experts' names: 16 bits leave the last 13 of a float32's
-    empty."""
-    return scoring == "softmax" and kind.primitive_bitwidth == 16
-
-
-@triton.jit
-def _chosen(
-    values, left, key, biases, eps, factor, SCORING: tl.constexpr, NORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_C: tl.constexpr, NAMED: tl.constexpr,
-):  # fmt: skip
-    """Of `_read`'s -> experts int32 and weights float32, [BLOCK_C] each; CHOSEN of these count, the
-    best first, the lower of equal ones."""
-    names: tl.constexpr = key.shape[0] - 1
-    column = tl.arange(0, key.shape[0])
-    place = tl.arange(0, BLOCK_C)
-    best = tl.full((BLOCK_C,), float("-inf"), tl.float32)
-    expert = tl.zeros((BLOCK_C,), tl.int32)
-    for j in tl.static_range(CHOSEN):
-        largest = tl.max(key, axis=0)
-        if NAMED:
-            index = names - (largest & names)
-            bits = _reordered(tl.where(largest < 0, largest | names, largest & ~names))
-        else:
-            index = tl.min(tl.where(key == largest, column, EXPERTS - 1), axis=0)
-            bits = _reordered(largest)
-        is_best = column == index
-        if biases is not None:  # which affect the choice alone: sigmoids' bits are in order
-            bits = tl.max(tl.where(is_best, values.to(tl.int32, bitcast=True), 0), axis=0)
-        best = tl.where(place == j, bits.to(tl.float32, bitcast=True), best)
-        expert = tl.where(place == j, index, expert)
-        key = tl.where(is_best, _TAKEN, key)
-    if SCORING == "sigmoid":
-        share = tl.where(place < CHOSEN, best, 0.0)
-        if NORMALIZE:
-            share = share / (tl.sum(share, axis=0) + eps)
-    else:
-        largest_of_all = tl.max(best, axis=0)
-        share = tl.exp(best - largest_of_all)
-        total = tl.sum(share, axis=0)
-        if not NORMALIZE:  # and the experts that were not chosen
-            others = tl.where(key == _TAKEN, float("-inf"), left)
-            total += tl.sum(tl.exp(others - largest_of_all), axis=0)
-        share = share / total
-    return expert, share * factor
-
-
-@triton.jit
-def _reordered(bits):
-    """Bits of float32 numbers -> integers in the same order, and back; of zeros, of one sign."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _in_best_groups(left, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr):
-    """left [experts], with -inf for experts outside of the best CHOSEN_GROUPS of the GROUPS that
-    follow one another: a group is as good as its two best experts."""
-    size: tl.constexpr = left.shape[0] // GROUPS
-    by_group = tl.reshape(left, (GROUPS, size))
-    first, index = tl.max(by_group, axis=1, return_indices=True, return_indices_tie_break_left=True)
-    others = tl.where(tl.arange(0, size)[None, :] == index[:, None], float("-inf"), by_group)
-    score = first + tl.max(others, axis=1)
-    group = tl.arange(0, GROUPS)
-    is_kept = tl.zeros((GROUPS,), tl.int32)
-    for _ in tl.static_range(CHOSEN_GROUPS):
-        _, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        is_kept = tl.where(group == index, 1, is_kept)
-        score = tl.where(group == index, float("-inf"), score)
-    by_group = tl.where((is_kept != 0)[:, None], by_group, float("-inf"))
-    return tl.reshape(by_group, (GROUPS * size,))
