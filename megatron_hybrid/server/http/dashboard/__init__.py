@@ -1,8 +1,9 @@
 """The page at /: chats, which the browser keeps, and a live picture of the cache.
 
 Plain HTML, CSS and ES modules in `static/`, without a build step and without anything from other
-hosts: `static/vendor/` has the libraries, as their authors minified them. The browser is told to refuse whatever does not come from here. The page holds no secret: it
-is served without a key and asks for one where the server wants it.
+hosts: `static/vendor/` has the libraries, as their authors minified them. The browser is told to
+refuse whatever does not come from here. The page holds no secret: it is served without a key and
+asks for one where the server wants it.
 """
 
 from __future__ import annotations
