@@ -162,6 +162,7 @@ def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whole_resp
     assert last["type"] == ("response.incomplete" if cut else "response.completed")
     assert whole["status"] == ("incomplete" if cut else "completed")
     assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+    assert whole["output"][-1]["status"] == whole["status"]
     assert (whole["completed_at"] is None) == cut
     for event in events[:2]:
         assert event["response"]["status"] == "in_progress" and not event["response"]["output"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from flask.testing import FlaskClient
 
+from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.link.memory_socket import MemoryClient
 from tests.server.http.responses.responding import (
@@ -205,3 +208,29 @@ def test_without_its_memory_a_response_is_answered_and_says_so_to_who_asks_again
     assert (status, found["error"]["code"]) == (503, "responses_unavailable")
     answer = server.http.post(PATH, json={"input": "a", "previous_response_id": name})
     assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+
+
+def test_what_goes_on_from_a_stored_response_is_prepared_elsewhere(
+    http: FlaskClient, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short its body is: what is stored may be long."""
+    seen = []
+
+    class Elsewhere:
+        def prepare(self, name: str, body: list[bytes], *more: Any) -> Any:
+            seen.append(json.loads(b"".join(body))["input"])
+            return getattr(serving._preparation, name)(b"".join(body), *more)
+
+    monkeypatch.setattr(serving, "_preparers", Elsewhere())
+
+    def ask(**body: Any) -> Any:
+        answer = http.post(PATH, json={"max_output_tokens": 2, **body})
+        assert answer.status_code == 200
+        return answer.get_json()
+
+    first = ask(input="Hello")
+    assert seen == []
+    reference = [{"type": "item_reference", "id": first["output"][0]["id"]}]
+    ask(input="And?", previous_response_id=first["id"])
+    ask(input=reference)
+    assert seen == ["And?", reference]
