@@ -99,9 +99,16 @@ _TEXT = ("/v1/completions", "Continue texts.")
 _MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
 _COUNT = ("/v1/messages/count_tokens", "How long its prompt is.", anthropic_answers.InputTokens)
 _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
+_RENDER = "Its prompt as token ids."
+_RENDER_CHAT = (f"{_CHAT[0]}/render", _RENDER, answers.RenderedPrompt)
+_RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
+_RENDER_RESPONSE = ("/v1/responses/render", _RENDER, answers.RenderedPrompt)
 _PAUSE = ("/pause", "Start no more requests; answered when none runs.")
 _UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
-_INFO = ("/server_info", "What a router wants to know: the model's name.")
+_INFO = ("What a router wants to know: the model's name.", answers.ServerInfo)
+_MODEL_INFO = ("What a router wants to know of the model.", answers.ModelInfo)
+_LOADS = ("/v1/loads", "How much each replica has to do.", answers.Loads, 503)
+_GET_LOAD = ("/get_load", "The same as /load.", answers.RunningOrWaiting, 503)
 _TO_DONE = (
     "as its data, or an Error, after which no other chunk comes; the last one's data is [DONE]."
 )
@@ -150,9 +157,15 @@ ROUTES = [
     _get("/version", "This package's version.", answers.Version),
     _get("/metrics", "Figures for Prometheus.", str, kind="text/plain"),
     _get("/stats", "Figures as JSON.", answers.Stats, 503),
-    _get(*_INFO, answers.ServerInfo),
+    *(_get(path, *_INFO) for path in ("/server_info", "/get_server_info")),
+    *(_get(path, *_MODEL_INFO) for path in ("/model_info", "/get_model_info")),
+    _get(*_GET_LOAD),
+    _get(*_LOADS),
     _get("/openapi.json", "This description.", answers.Description),
     _get("/", "A page with a chat and the cache.", str, kind="text/html"),
+    Route(*_RENDER_CHAT, requests.ChatRequest, (404, *_ASKS)),
+    Route(*_RENDER_TEXT, requests.CompletionRequest, (404, *_ASKS)),
+    Route(*_RENDER_RESPONSE, ResponsesRequest, (404, *_ASKS)),
     Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
     Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
     Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),

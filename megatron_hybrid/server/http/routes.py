@@ -15,6 +15,7 @@ from megatron_hybrid.request import PauseMode
 from megatron_hybrid.server.http.answering import answered, request_body
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
+from megatron_hybrid.server.http.for_routers import install as install_for_routers
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
@@ -39,6 +40,7 @@ def install(app: Flask, serving: Serving) -> None:
     _install_answers(app, serving)
     install_responses(app, serving)
     _install_service(app, serving)
+    install_for_routers(app, serving)
     _install_control(app, serving)
 
 
@@ -120,14 +122,6 @@ def _install_service(app: Flask, serving: Serving) -> None:
     @app.get("/version")
     def version() -> Response:
         return json_response({"version": __version__})
-
-    @app.get("/server_info")
-    def server_info() -> Response:
-        """As SGLang has it: its router asks for the model's name here."""
-        info = {"served_model_name": serving.options.model_name}
-        for figures in serving.client.stats_by_engine().values():
-            return json_response({**info, "weight_bytes": figures["weight_bytes"]})
-        return json_response(info)
 
     @app.post("/tokenize")
     def tokenize() -> Response:

@@ -189,6 +189,41 @@ ServerInfo = shape(
         says(dict[str, Count], "What one rank's weights take, by format, once the engine is there.")
     ),
 )
+ModelInfo = shape(
+    "ModelInfo",
+    model_path=says(str, "The folder of its tokenizer, on the server's machine."),
+    tokenizer_path=str,
+    is_generation=Literal[True],
+    has_image_understanding=Literal[False],
+    has_audio_understanding=Literal[False],
+)
+RunningOrWaiting = shape("RunningOrWaiting", load=Count)
+Loads = shape(
+    "Loads",
+    timestamp=says(str, "As ISO 8601 has it."),
+    dp_rank_count=Count,
+    loads=list[  # type: ignore[misc]
+        shape(
+            "ReplicaLoad",
+            dp_rank=says(Count, "The replica's number."),
+            num_running_reqs=Count,
+            num_waiting_reqs=Count,
+            num_total_reqs=Count,
+            num_used_tokens=says(Count, "Of KV that running requests hold."),
+            max_total_num_tokens=says(Count, "Of KV in all."),
+            token_usage=says(float, "The share in use of KV or of states, what is more; 0-1."),
+        )
+    ],
+)
+RenderedPrompt = shape(
+    "RenderedPrompt",
+    request_id=str,
+    token_ids=list[Count],
+    model=str,
+    stream=bool,
+    cache_salt=says(str | None, "As KV events have it: with the key's own, if that has one."),
+    priority=int,
+)
 # OpenAPI says what else there is.
 Description = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["openapi", "paths"]})]
 
