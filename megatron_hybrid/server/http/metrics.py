@@ -150,6 +150,12 @@ class ServerMetrics:
         for name, (part, whole, text) in _SHARES.items():
             shares = [([e], one[part] / one[whole] if one[whole] else 0.0) for e, one in each]
             yield family(GaugeMetricFamily, name, text, shares)
+        if (ready := self._engine.ready) is not None and (size := ready.cache.block_size):
+            # As vLLM has it: routers read the labels.
+            text = "How the KV cache is cut, in labels"
+            sizes = [([e, str(size), str(one["kv_blocks"])], 1) for e, one in each]
+            own = ("block_size", "num_gpu_blocks")
+            yield family(GaugeMetricFamily, "cache_config_info", text, sizes, *own)
         for name, (key, text) in _BY_AGE.items():
             samples = [([e, age], count) for e, one in each for age, count in one[key]]
             yield family(GaugeMetricFamily, name, text, samples, "age")

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_hybrid.cache.checkpoint_placement import KINDS
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.metrics import PREFIX, ServerMetrics
+from megatron_hybrid.server.link.messages import CacheSizes, EngineReady
 from tests.engine.symbolic import generate, make_engine, random_tokens
 from tests.server.fake_engine import FakeEngine
 
@@ -52,6 +53,7 @@ class Source:
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
         self.up = self.answers = True
+        self.ready: EngineReady | None = None
 
     def states(self) -> Mapping[str, Mapping[str, Any]]:
         return {"0": {"status": "ok" if self.up else "down"}}
@@ -173,6 +175,15 @@ def test_a_busy_engine_is_up_but_has_no_figures(engine_stats: Mapping[str, Any])
     source.answers = False
     busy = parse(ServerMetrics(source).page())
     assert list(busy) == ["up"] and value(busy["up"]) == 1
+
+
+def test_how_the_cache_is_cut_stands_in_labels(engine_stats: Mapping[str, Any]) -> None:
+    """vLLM's name and labels, which llm-d's endpoint picker reads."""
+    source = Source(engine_stats)
+    source.ready = EngineReady(100, 10, (), cache=CacheSizes(block_size=64))
+    cut = parse(ServerMetrics(source).page())["cache_config_info"]
+    blocks = str(engine_stats["kv_blocks"])
+    assert value(cut, block_size="64", num_gpu_blocks=blocks) == 1
 
 
 # ------------------------------------------------------------- over HTTP
