@@ -34,7 +34,12 @@ from megatron_hybrid.server.link.parent import end_with_parent
 from megatron_hybrid.server.log_format import LOG_FORMATS, set_up_logging
 from megatron_hybrid.server.loop.cache_publishing import publishing
 from megatron_hybrid.server.loop.engine_loop import Broadcast, EngineLoop
-from megatron_hybrid.server.loop.lifecycle import end_loading_on_signals, say_when_served, serve
+from megatron_hybrid.server.loop.lifecycle import (
+    ENDING_SIGNALS,
+    end_loading_on_signals,
+    say_when_served,
+    serve,
+)
 from megatron_hybrid.server.loop.waker import Waker
 from megatron_hybrid.server.options import (
     LaunchOptions,
@@ -68,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until the loop runs nothing needs care: a signal ends us at once, even while torch waits for
     # other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.getpid() == 1:  # of a container: the kernel passes on only what has a handler
+        for signum in ENDING_SIGNALS:
+            signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
     try:
         engine, server, launched = values_from_args(
             args, EngineConfig, ServerOptions, LaunchOptions
