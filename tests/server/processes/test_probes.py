@@ -65,7 +65,7 @@ def test_probes_see_a_server_load_serve_and_drain(tokenizer_folder: Path) -> Non
 
 
 def test_the_first_process_of_a_container_ends_while_it_downloads() -> None:
-    """The kernel keeps signals from process 1 that it has no handler for: a default is not enough."""
+    """The kernel keeps signals from process 1 that it has no handler for."""
     command = [sys.executable, "-c", DOWNLOADS_FOR_EVER]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
