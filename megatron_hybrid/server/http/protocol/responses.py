@@ -138,7 +138,8 @@ class SchemaFormat(Body, tag_field="type", tag="json_schema"):
 class TextConfig(Body):
     """What the answer's text is like.
 
-    format: The answer's form, unless max_output_tokens cuts it short.
+    format: The form of the answer's text, unless max_output_tokens cuts it short. Where a call is
+        forced there is no text.
     verbosity: Changes nothing: ask for short answers in a message.
     """
 
@@ -265,7 +266,7 @@ def chat_of(
     """What is asked of the model. items: all that was said, also before this body; paths: as
     `messages_of` wants them. Raises InvalidRequestError for what fields only say together."""
     tools = _tools(body, options)
-    generation = _generation(body, options)
+    generation = _generation(body, tools, options)
     check_beside_tools(generation.params.grammar, tools)
     messages = for_template(messages_of(body.instructions, items, paths))
     return Chat(messages, _template_arguments(body), tools, Ending.ANSWER, generation, "input")
@@ -315,7 +316,7 @@ def _tools(body: ResponsesRequest, options: ParseOptions) -> Tools:
     return tools if allowed is None else replace(tools, allowed=allowed)
 
 
-def _generation(body: ResponsesRequest, options: ParseOptions) -> GenerationRequest:
+def _generation(body: ResponsesRequest, tools: Tools, options: ParseOptions) -> GenerationRequest:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "stream_options needs stream to be true.")
     with_logprobs = LOGPROBS in (body.include or ())
@@ -327,7 +328,7 @@ def _generation(body: ResponsesRequest, options: ParseOptions) -> GenerationRequ
     params = SamplingParams(
         max_tokens=default_max_tokens(body.max_output_tokens, body.min_tokens, options),
         logprobs=(body.top_logprobs or 0) if with_logprobs else None,
-        grammar=_grammar(body, options),
+        grammar=_grammar(body, tools, options),
         thinking_token_budget=None if budget is None or budget < 0 else budget,
         **{name: value for name, value in sampling.items() if value is not None},
     )
@@ -346,7 +347,7 @@ def _generation(body: ResponsesRequest, options: ParseOptions) -> GenerationRequ
     )
 
 
-def _grammar(body: ResponsesRequest, options: ParseOptions) -> Grammar | None:
+def _grammar(body: ResponsesRequest, tools: Tools, options: ParseOptions) -> Grammar | None:
     form = None if body.text is None else body.text.format
     ours = grammar_of(AnswerRequest(structured_outputs=body.structured_outputs), options)
     if form is None or isinstance(form, PlainText):
@@ -354,6 +355,8 @@ def _grammar(body: ResponsesRequest, options: ParseOptions) -> Grammar | None:
     if ours is not None:
         words = f"{ours.field} and text.format both say what the answer looks like; "
         raise InvalidRequestError("text.format", f"{words}give only one of them.")
+    if tools.forced:  # then there is no text, whose form it would be
+        return None
     if isinstance(form, JsonObject):
         return schema_grammar("text.format", _ANY_OBJECT, options)
     return schema_grammar("text.format.schema", form.schema, options)

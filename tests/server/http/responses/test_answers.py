@@ -240,12 +240,9 @@ def test_every_response_repeats_its_request(serve: Serve) -> None:
         "truncation": "auto",
         "user": "somebody",
     }
-    # A form and a forced call do not go together.
-    for name in ("text", "tool_choice"):
-        body = {key: value for key, value in given.items() if key != name}
-        response = server.ask(**body, reasoning={"effort": "low", "summary": "auto"})
-        assert {key: response[key] for key in body} == body
-        assert response["reasoning"] == {"effort": "low", "summary": None}
+    response = server.ask(**given, reasoning={"effort": "low", "summary": "auto"})
+    assert {key: response[key] for key in given} == given
+    assert response["reasoning"] == {"effort": "low", "summary": None}
     plain = server.ask()
     assert plain["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
     assert (plain["tools"], plain["tool_choice"], plain["metadata"]) == ([], "auto", {})
@@ -328,6 +325,23 @@ def test_forms_hold_the_answer(serve: Serve) -> None:
     grammar = server.engine.added[-1].params.grammar
     assert grammar is not None and allows(server.tokenizer, grammar, "b")
     assert "grammar" not in server.ask(text={"format": {"type": "text"}})
+
+
+def test_a_forced_call_has_no_text_whose_form_could_matter(serve: Serve) -> None:
+    """instructor asks for both."""
+    server = serve(templates.QWEN3, CALL)
+    form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
+    response = server.ask(tools=[ADD], tool_choice={"type": "function", "name": "add"}, text=form)
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    grammar = server.engine.added[-1].params.grammar
+    assert grammar is not None and allows(server.tokenizer, grammar, CALL)
+    assert not allows(server.tokenizer, grammar, "{}")
+    # Where it may call, it calls or follows the form.
+    server.ask(tools=[ADD], text=form)
+    grammar = server.engine.added[-1].params.grammar
+    assert grammar is not None and allows(server.tokenizer, grammar, CALL)
+    assert allows(server.tokenizer, grammar, "{}")
+    assert not allows(server.tokenizer, grammar, FOX)
 
 
 def test_sampling_and_scheduling_are_as_in_chats(serve: Serve) -> None:
@@ -435,12 +449,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
     (
-        {
-            "text": {"format": {"type": "json_object"}},
-            "tools": [ADD],
-            "tool_choice": "required",
-        },
-        "text.format",
+        {"structured_outputs": {"regex": "a"}, "tools": [ADD], "tool_choice": "required"},
+        "structured_outputs.regex",
         "invalid_value",
     ),
     (
