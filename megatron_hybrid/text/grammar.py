@@ -38,6 +38,7 @@ FIELD = "response_format"  # of requests that bring a grammar, mostly
 KEPT_GRAMMARS = 64  # compiled ones, the last used
 COMPILING_THREADS = 2
 NICENESS = 10
+MAX_ROW_ITEMS = 1000  # of a client's own grammar: what may stand at one place of the text
 MAX_MESSAGE = 300  # characters of llguidance's reasons: they quote the grammar
 # What llguidance says, and what it means to who wrote the schema.
 _CLEARER = [
@@ -70,6 +71,10 @@ _CLEARER = [
             r"Failed to generate regex for integer range.*",
             "the range of an integer in it lies beyond 64 bits",
         ),
+        (
+            r"(?:parser error: )?(?:Parser Error: )?(?:Current row has|Too many items).*",
+            "a text could be in it in too many ways",
+        ),
         (r"invalid multiple of", "multipleOf must be more than 0"),
         (r"Expecting object schema to apply options", "it must be an object"),
     )
@@ -93,7 +98,8 @@ def check(grammar: Grammar, field: str | None = None) -> None:
     if field is not None:
         grammar = replace(grammar, field=field)
     grammar.validate()
-    _refuse_if(grammar, LLMatcher.validate_grammar(_source(grammar), None, limits=_limits()))
+    error = LLMatcher.validate_grammar(_source(grammar), None, limits=_limits(grammar))
+    _refuse_if(grammar, error)
 
 
 class AnswerMatcher:
@@ -187,9 +193,9 @@ class GrammarCompiler:
         InvalidRequestError."""
         from llguidance import LLMatcher
 
-        source = _source(grammar)
-        _refuse_if(grammar, LLMatcher.validate_grammar(source, self._tokenizer, limits=_limits()))
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
+        source, limits = _source(grammar), _limits(grammar)
+        _refuse_if(grammar, LLMatcher.validate_grammar(source, self._tokenizer, limits=limits))
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         trial = AnswerMatcher(matcher, self._eos, self._size)
         first = trial.allowed()  # finds what shows only in use
         _refuse_if(grammar, trial.reason)
@@ -200,6 +206,11 @@ class GrammarCompiler:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """What they say, special tokens too; halves of characters are replaced."""
         return self._tokenizer.decode_bytes(list(token_ids)).decode("utf-8", "replace")
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokens that say it, the longest first."""
+        found: list[int] = self._tokenizer.greedy_tokenize(text)
+        return found
 
     def answer(self, matcher: LLMatcher, *, ignore_eos: bool = False) -> AnswerMatcher:
         """A matcher at the start of an answer; `ignore_eos`: end-of-sequence ids are never
@@ -320,11 +331,15 @@ def _source(grammar: Grammar) -> str:
         raise _refusal(grammar, _reason(str(error))) from error
 
 
-def _limits() -> LLParserLimits:
-    """The library's own, with errors that do not list the parser's state."""
+def _limits(grammar: Grammar) -> LLParserLimits:
+    """The library's own, with errors that do not list the parser's state; and where no JSON schema
+    makes the parser's rows wide, with rows of half as many items: what a step takes grows with
+    their square or cube where a text could be in many ways."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    if grammar.kind in ("json_schema", "structural_tag") or "%json" in grammar.text:
+        return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS)
 
 
 def _refuse_if(grammar: Grammar, error: str | None) -> None:

@@ -216,3 +216,25 @@ def test_a_grammar_that_cannot_be_served_is_refused_where_it_is_needed(
         compiler.begin(Grammar("regex", "("))
         with pytest.raises(InvalidRequestError, match="can't be served"):
             compiler.compile(Grammar("regex", "("))
+
+
+def test_a_text_that_could_be_in_too_many_ways_ends_with_an_error() -> None:
+    compiler = GrammarCompiler(byte_level().backend_tokenizer.to_str(), 0)
+    (letter,) = compiler.token_ids("a")
+    source = 'start: e\ne: e "a" e | "a" | e e e | ""\n'
+    answer = compiler.answer(compiler.matcher(Grammar("lark", source)))
+    count = 0
+    while answer.error is None and count < 300:
+        answer.allowed()
+        answer.advance(letter)
+        count += 1
+    assert 100 < count < 200 and answer.is_to_blame
+    assert answer.error is not None and answer.error.endswith("in too many ways")
+
+
+def test_schemas_may_have_many_properties_that_can_be_left_out() -> None:
+    compiler = GrammarCompiler(byte_level().backend_tokenizer.to_str(), 0)
+    properties = {f"p{number}": {"type": "integer"} for number in range(400)}
+    schema = json.dumps({"properties": properties, "additionalProperties": False})
+    for grammar in (Grammar("json_schema", schema), Grammar("lark", f"start: %json {schema}")):
+        compiler.matcher(grammar)
