@@ -50,3 +50,17 @@ except IncompleteOutputException as cut:
     text = cut.last_completion.choices[0].message.content
     assert text.startswith('{"'), text
     print("JSON", text)
+
+# In its mode for /v1/responses it asks for a form and for a call at once.
+client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+responding = instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS).responses
+person = responding.create(
+    model=model,
+    input=MESSAGES[-1]["content"],
+    response_model=Person,
+    max_output_tokens=400,
+    temperature=0,
+    max_retries=1,
+)
+assert isinstance(person, Person), person
+print("RESPONSES_TOOLS", person)

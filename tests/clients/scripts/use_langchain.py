@@ -1,4 +1,5 @@
-"""langchain-openai: structured output in each method, tools that are called, streaming, usage."""
+"""langchain-openai: structured output in each method, tools that are called, streaming, usage; the
+same, and turns by the server's memory, through /v1/responses."""
 
 import sys
 from typing import Annotated
@@ -70,3 +71,31 @@ text = "".join(piece.text for piece in pieces)
 assert text == chat.invoke("My name is Anna. What is my name?", max_tokens=16).text
 assert sum((p.usage_metadata or {}).get("output_tokens", 0) for p in pieces) > 0, pieces
 print(text)
+
+# Through /v1/responses, whose stored responses may be the history.
+for stored in (False, True):
+    responding = ChatOpenAI(
+        base_url=url,
+        api_key="none",
+        model=model,
+        temperature=0,
+        max_tokens=100,
+        max_retries=0,
+        use_responses_api=True,
+        use_previous_response_id=stored,
+    )
+    first = responding.invoke("The cat is called Pixel.")
+    said = [HumanMessage("The cat is called Pixel."), first]
+    second = responding.invoke([*said, HumanMessage("What is the cat called?")])
+    assert "Pixel" in second.text, second
+    before = first.usage_metadata["total_tokens"] - 2
+    assert second.usage_metadata["input_token_details"]["cache_read"] >= before, second
+    pieces = [piece.text for piece in responding.stream("My name is Anna. What is my name?")]
+    assert len(pieces) > 3 and "Anna" in "".join(pieces), pieces
+structured = responding.with_structured_output(Weather, method="json_schema")
+assert isinstance(structured.invoke("It rains in Paris, at 12 degrees."), Weather)
+forced = responding.bind_tools([look_up], tool_choice="any", parallel_tool_calls=False)
+called = forced.invoke([question])
+(call,) = called.tool_calls
+after = responding.bind_tools([look_up]).invoke([question, called, look_up.invoke(call)])
+assert after.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"]
