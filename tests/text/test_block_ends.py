@@ -50,6 +50,10 @@ def test_ends_that_are_hidden_are_left_out_with_those_behind_them() -> None:
     assert texts_before(tokenizer, CHAT, [ENDS[1]])[0].endswith("[INST] Who are you? 😀")
     upper = with_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
     assert texts_before(upper, CHAT, ENDS) == []
+    counting = with_template(
+        "{% for m in messages %}{{ m.content | length }} {{ m.content }}{% endfor %}"
+    )
+    assert texts_before(counting, CHAT, ENDS) == []
 
 
 def test_ends_lie_behind_the_tokens_that_were_generated() -> None:

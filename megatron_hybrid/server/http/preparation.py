@@ -360,8 +360,7 @@ def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:
     if not cut:
         return prompt
     ends = tuple(end - cut for end in prompt.message_ends if end > cut)
-    block_ends = tuple(end - cut for end in prompt.block_ends if end > cut)
-    return EncodedPrompt(prompt.token_ids[cut:], ends, block_ends)
+    return EncodedPrompt(prompt.token_ids[cut:], ends)
 
 
 def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:

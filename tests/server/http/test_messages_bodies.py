@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.protocol.anthropic_chat import parse_messages
 from megatron_hybrid.server.http.protocol.generation_request import Chat
@@ -219,6 +220,14 @@ def test_a_schema_that_cannot_be_held_to_is_named(serve: Any) -> None:
     answer = serve(templates.QWEN3, "Fox.").http.post(MESSAGES, json=body)
     assert answer.status_code == 400
     assert "tools[1].input_schema" in answer.get_json()["error"]["message"]
+
+
+def test_a_form_and_a_forced_call_do_not_go_together() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    asked: dict[str, Any] = {"tools": [ADD], "output_config": form}
+    assert parse(HELLO, **asked).generation.params.grammar is not None
+    with pytest.raises(InvalidRequestError, match="output_config.format.schema does not go with"):
+        parse(HELLO, tool_choice={"type": "any"}, **asked)
 
 
 @pytest.mark.parametrize(("field", "fields"), REFUSED, ids=range(len(REFUSED)))

@@ -43,8 +43,9 @@ def session(tmp_path: Path, tokenizer_folder: Path) -> Any:
 
 
 def turn(http: FlaskClient, *messages: dict[str, Any]) -> dict[str, Any]:
-    body = claude_code.body(*messages, temperature=0)
-    counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking")}
+    body = claude_code.body(*messages, temperature=0, cache_salt="mine")
+    prompt = ("model", "messages", "system", "tools", "thinking", "cache_salt")
+    counted = {name: body[name] for name in prompt}
     tokens = http.post("/v1/messages/count_tokens?beta=true", json=counted).get_json()
     answer = http.post(claude_code.PATH, json=body, headers=claude_code.HEADERS)
     assert answer.status_code == 200, answer.data
