@@ -206,7 +206,8 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
     if serving.options.root_path:
         document["servers"] = [{"url": serving.options.root_path}]
     if with_key:
-        scheme = {"type": "http", "scheme": "bearer"}
+        said = "It may also come by itself, as x-api-key."
+        scheme = {"type": "http", "scheme": "bearer", "description": said}
         document["components"]["securitySchemes"] = {"bearer": scheme}
         document["security"] = [{"bearer": []}]
     for route in ROUTES:

@@ -183,6 +183,14 @@ def test_the_operators_sampling_holds_where_nothing_is_asked_for(
     assert params.max_tokens == Unasked(3)
 
 
+def test_cached_tokens_may_be_kept_to_the_server(serving: Serving) -> None:
+    options = replace(serving.options, report_cached_tokens=False)
+    app = create_app(Serving(serving.client, serving.tokenizer, options, serving.answers))
+    for _ in range(2):
+        usage = ask(app.test_client(), user([text(LETTERS, mark=True)]))["usage"]
+        assert usage.keys() == {"input_tokens", "output_tokens"}
+
+
 # Errors.
 
 

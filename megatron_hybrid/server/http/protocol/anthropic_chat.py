@@ -77,9 +77,8 @@ def _prompt(
     if isinstance(body.thinking, ThinkingEnabled) and body.thinking.budget_tokens is not None:
         arguments["thinking_budget"] = body.thinking.budget_tokens
     arguments |= body.chat_template_kwargs or {}
-    ending = conversation.ending(body)
     messages = for_template(conversation.messages)
-    return ChatPrompt(messages, arguments, _tools(body, options), ending)
+    return ChatPrompt(messages, arguments, _tools(body, options), conversation.ending)
 
 
 def _tools(body: CountTokensRequest, options: ParseOptions) -> Tools:

@@ -28,7 +28,8 @@ Block = AnyText | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThink
 
 
 class Conversation:
-    """The turns of a body as messages of a chat, and where marks of the cache stand in them."""
+    """The turns of a body as messages of a chat, how the prompt ends, and where marks of the cache
+    stand in it."""
 
     def __init__(self, body: CountTokensRequest) -> None:
         self.messages: list[chats.AnyMessage] = []
@@ -41,13 +42,13 @@ class Conversation:
                 self._add_answer(blocks)
             else:
                 self._add_said(role, blocks)
+        self.ending = self._end(f"messages[{len(body.messages) - 1}].content")
 
-    def ending(self, body: CountTokensRequest) -> Ending:
-        """How the prompt ends. A last answer without anything in it is left out."""
+    def _end(self, path: str) -> Ending:
+        """A last answer without anything in it is left out. path: of the last turn's content."""
         last = self.messages[-1] if self.messages else None
         if not isinstance(last, chats.AssistantMessage):
             return Ending.ANSWER
-        path = f"messages[{len(body.messages) - 1}].content"
         if last.tool_calls:
             raise InvalidRequestError(
                 path, f"{path} ends the chat with a tool_use; what came of it has to follow."
@@ -87,7 +88,8 @@ class Conversation:
                 texts.append(block.text)
                 if block.cache_control is not None:
                     self._ends.append(BlockEnd(len(self.messages), len("\n".join(texts))))
-            self.messages.append(kind(content="\n".join(texts)))
+            if any(texts) or role == "user":
+                self.messages.append(kind(content="\n".join(texts)))
 
     def _add_result(self, block: Block) -> None:
         assert isinstance(block, ToolResultBlock)
