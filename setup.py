@@ -69,6 +69,7 @@ TEST = [
     "schemathesis>=4",  # requests made from /openapi.json
     "playwright>=1.50",  # drives the system's Chromium against the page at /
     'sglang-router>=0.3.2,<0.4; sys_platform == "linux"',  # runs in front of two replicas
+    "kubernetes-validate>=1.37,<1.38",  # Kubernetes' schemas, for configs/kubernetes
     "setuptools>=77",  # test_packaging builds a wheel without reaching for the network
     # Pinned: another version formats and complains differently.
     "ruff>=0.17.5,<0.18",
