@@ -16,7 +16,7 @@ from itertools import takewhile
 from msgspec import json
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
-from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams
+from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams, Unasked
 from megatron_hybrid.request_checks import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
 from megatron_hybrid.server.http.protocol.anthropic_chat import (
@@ -140,7 +140,7 @@ class Preparation:
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
         encoded = self._encode_chat(request, keys, engine, request.field, request.marks)
-        prompt, message_ends, block_ends = _last_of(encoded, wanted.last_tokens)
+        prompt, message_ends, block_ends = _last_of(encoded, _kept(wanted, engine))
         wanted = replace(wanted, cache_checkpoints=wanted.cache_checkpoints + block_ends)
         token_ids = self._checked(request.field, prompt, wanted, engine)
         _check_cache_checkpoints(request.field, prompt, wanted)
@@ -193,7 +193,7 @@ class Preparation:
         prompts = []
         for number, given in enumerate(request.prompts):
             prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
-            prompt = _last_of(EncodedPrompt(prompt), wanted.last_tokens).token_ids
+            prompt = _last_of(EncodedPrompt(prompt), _kept(wanted, engine)).token_ids
             prompts.append(self._checked("prompt", prompt, wanted, engine))
             name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
             _check_cache_checkpoints(name, prompt, wanted)
@@ -352,6 +352,15 @@ class Preparation:
 def _salted(request: GenerationRequest, caller: Caller) -> GenerationRequest:
     """With the cache salt that the caller's key makes of the request's own."""
     return replace(request, cache_salt=caller.salt_for(request.cache_salt))
+
+
+def _kept(request: GenerationRequest, engine: EngineReady) -> int | None:
+    """How many tokens of a prompt are kept at most; None: all."""
+    if request.last_tokens != -1:
+        return request.last_tokens
+    asked = request.params.max_tokens
+    answer = 1 if asked is None or isinstance(asked, Unasked) else asked
+    return max(1, engine.max_seq_length - max(answer, request.params.min_tokens))
 
 
 def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:

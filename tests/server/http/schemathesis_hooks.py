@@ -26,6 +26,7 @@ _DEEPER = (
     *("bad_words", "allowed_token_ids", "add_generation_prompt", "continue_final_message"),
     *("input", "text", "max_output_tokens"),
     *("thinking_token_budget", "thinking_budget", "custom_params"),
+    *("json_schema", "regex", "ebnf", "truncate_prompt_tokens"),
 )
 
 

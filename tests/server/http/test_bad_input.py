@@ -114,7 +114,7 @@ BAD_IN_BOTH: list[tuple[str, dict[str, Any]]] = [
     ("skip_special_tokens", {"skip_special_tokens": 0}),
     ("include_stop_str_in_output", {"include_stop_str_in_output": "yes"}),
     ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
-    ("truncate_prompt_tokens", {"truncate_prompt_tokens": -1}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": -2}),
     ("truncate_prompt_tokens", {"truncate_prompt_tokens": "5"}),
     ("cache_checkpoints", {"truncate_prompt_tokens": 2, "cache_checkpoints": [3]}),
     ("min_tokens", {"min_tokens": -1}),

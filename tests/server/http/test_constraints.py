@@ -93,6 +93,20 @@ def test_a_structural_tag_has_many_names(
         assert '"additionalProperties": false' in found.text
 
 
+def test_sglangs_names(http: FlaskClient, engine: FakeEngine) -> None:
+    for name, value, same in (
+        ("json_schema", json.dumps(SCHEMA), "json"),
+        ("json_schema", SCHEMA, "json"),
+        ("regex", "[ab]+", "regex"),
+        ("ebnf", GBNF, "grammar"),
+    ):
+        for path in BODIES:
+            found = grammar(http, engine, path, {name: value})
+            other = grammar(http, engine, path, {f"guided_{same}": value})
+            assert found is not None and other is not None and found.field == name
+            assert (found.kind, found.text) == (other.kind, other.text)
+
+
 def test_schemas_inside_a_grammar_are_closed_as_others(
     http: FlaskClient, engine: FakeEngine
 ) -> None:
@@ -207,6 +221,10 @@ REFUSED = [
     ("guided_grammar", {"guided_grammar": chain(5000)}, "5001 rules"),
     ("guided_grammar", {"guided_grammar": chain(500, 10)}, "5491 rules and groups"),
     ("guided_grammar", {"guided_grammar": 'root ::= "a"\n' * 2}, "twice"),
+    ("regex", {"regex": "("}, "unclosed"),
+    ("ebnf", {"ebnf": "root ::= other"}, "names other"),
+    ("json_schema", {"json_schema": "[1]"}, "no JSON object"),
+    ("regex", {"regex": "a", "guided_regex": "a"}, "guided_regex and regex both"),
     ("response_format.value", {"response_format": {"type": "regex"}}, "required"),
     ("response_format.value", {"response_format": {"type": "regex", "value": "["}}, "regular"),
     ("response_format.grammar", {"response_format": {"type": "grammar", "grammar": "a"}}, "gramm"),

@@ -114,3 +114,20 @@ def test_a_prompt_that_is_too_long_fits_once_it_is_cut(http: FlaskClient) -> Non
     body = {"prompt": [7] * 500, "max_tokens": 4}
     assert http.post(COMPLETION, json=body).status_code == 400
     assert http.post(COMPLETION, json={**body, "truncate_prompt_tokens": 20}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "room"), [({"max_tokens": 4}, 4), ({}, 1), ({"min_tokens": 9}, 9)]
+)
+def test_a_prompt_can_be_cut_to_what_leaves_room_for_the_answer(
+    http: FlaskClient, engine: FakeEngine, fields: dict[str, Any], room: int
+) -> None:
+    limit = engine.max_seq_length
+    for length in (limit - room - 1, limit - room, limit - room + 1, 500):
+        ids = [7] * length
+        body = {"prompt": ids, "truncate_prompt_tokens": -1, **fields}
+        assert http.post(COMPLETION, json=body).status_code == 200
+        assert engine.added[-1].prompt == ids[-(limit - room) :]
+    chat = {"messages": [{"role": "user", "content": "x" * 500}], "truncate_prompt_tokens": -1}
+    assert http.post(CHAT, json={**chat, **fields}).status_code == 200
+    assert len(engine.added[-1].prompt) == limit - room

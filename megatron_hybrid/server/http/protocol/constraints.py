@@ -95,6 +95,9 @@ def _asked(body: AnswerRequest) -> Iterator[tuple[str, Any, Made]]:
     for kind, made in _KINDS.items():
         if (value := getattr(body, f"guided_{kind}")) is not None:
             yield f"guided_{kind}", value, made
+    for name, kind in _NAMES_OF_SGLANG.items():
+        if (value := getattr(body, name)) is not None:
+            yield name, value, _KINDS[kind]
     if (outputs := body.structured_outputs) is not None:
         if outputs.json_object:
             yield "structured_outputs.json_object", None, _any_object
@@ -262,6 +265,7 @@ class _Formats:
         return served
 
 
+_NAMES_OF_SGLANG = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 _KINDS: dict[str, Made] = {
     "json": _json_schema,
     "regex": _regex,

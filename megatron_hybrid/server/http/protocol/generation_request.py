@@ -49,7 +49,8 @@ class GenerationRequest:
     # Nothing but the prompt: the engine makes one token, which nobody sees.
     prompt_only: bool = False
     return_token_ids: bool = False
-    last_tokens: int | None = None  # of the prompt, which the others are not part of
+    # Of the prompt, which the others are not part of; -1: as many as leave room for the answer.
+    last_tokens: int | None = None
     show_special: bool = False  # special tokens are part of the text
     show_stop: bool = False  # so is what ended the answer
     hide_thoughts: bool = False  # clients see that there were some, and no more
@@ -264,6 +265,11 @@ def _generation(
     params.validate()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "stream_options needs stream to be true.")
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens is 0; it must be -1, or a whole number from 1 on.",
+        )
     wanted = body.stream_options
     include_usage = wanted is not None and bool(wanted.include_usage)
     return GenerationRequest(

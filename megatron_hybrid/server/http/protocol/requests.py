@@ -218,6 +218,9 @@ class AnswerRequest(Sampling):
     guided_regex: The older name of structured_outputs.regex.
     guided_choice: The older name of structured_outputs.choice.
     guided_grammar: The older name of structured_outputs.grammar.
+    json_schema: SGLang's name of structured_outputs.json.
+    regex: SGLang's name of structured_outputs.regex.
+    ebnf: SGLang's name of structured_outputs.grammar.
     return_token_ids: Give the token ids of the prompt and, as token_ids of every choice, of the
         answer.
     skip_special_tokens: false: the text shows special tokens, too.
@@ -226,7 +229,8 @@ class AnswerRequest(Sampling):
     cache_salt: Requests share cached prefixes only if their salts are equal.
     priority: A smaller number runs first.
     cache_checkpoints: Positions in the prompt to keep a state at.
-    truncate_prompt_tokens: Only this many tokens of the prompt, the last ones.
+    truncate_prompt_tokens: Only this many tokens of the prompt, the last ones; -1: as many as leave
+        room for the answer.
     timeout: Seconds after which the request is given up with status 504; the server's own limit
         holds too.
     user: Whose request it is, for the client's own records.
@@ -251,6 +255,9 @@ class AnswerRequest(Sampling):
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
+    json_schema: AnyObject | GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
     return_token_ids: bool | None = False
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
@@ -259,7 +266,7 @@ class AnswerRequest(Sampling):
     cache_checkpoints: (
         Annotated[list[Length], Meta(max_length=limits.MAX_CACHE_CHECKPOINTS)] | None
     ) = None
-    truncate_prompt_tokens: Length | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)] | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
