@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, Literal
 
-from megatron_hybrid.server.http.protocol.answers import ChosenToken, Count, shape, tagged
+from megatron_hybrid.server.http.protocol.answers import ChosenToken, Count, optional, shape, tagged
 from megatron_hybrid.server.http.protocol.tools import AnyObject
 
 _LOGPROBS = list[ChosenToken]  # empty unless include asks for them
@@ -22,8 +22,15 @@ ReasoningPart = tagged("ReasoningPart", "reasoning_text", text=str)
 SummaryPart = tagged("SummaryPart", "summary_text", text=str)
 InputPart = tagged("InputPart", "input_text", text=str)
 
-_THOUGHTS: dict[str, Any] = {"summary": list[SummaryPart], "content": list[ReasoningPart]}
-OutputReasoning = tagged("OutputReasoning", "reasoning", **_ITEM, **_THOUGHTS)
+OutputReasoning = tagged(
+    "OutputReasoning",
+    "reasoning",
+    **_ITEM,
+    summary=list[SummaryPart],
+    content=list[ReasoningPart],
+    # Only where include asks for it, and where the response is not stored.
+    encrypted_content=optional(str),
+)
 OutputCall = tagged("OutputCall", "function_call", **_CALL)
 OutputMessage = tagged(
     "OutputMessage", "message", **_ITEM, role=Literal["assistant"], content=list[OutputPart]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,7 @@ MAX_ITEMS = 100_000
 Status = Literal["in_progress", "completed", "incomplete"]
 Listed = dict[str, Any]  # an item as it is given back
 _SYSTEM = ("system", "developer")
+_SEAL = "megatron-hybrid:"
 
 
 class InputText(Marked, tag_field="type", tag="input_text", kw_only=True):
@@ -145,12 +147,32 @@ class ReasoningItem(Item, tag="reasoning", kw_only=True):
 
     content: The thoughts.
     summary: Changes nothing: see content.
-    encrypted_content: Changes nothing: thoughts are not encrypted here, nor can others' be read.
+    encrypted_content: The thoughts, as this server gave them; another server's can't be read, and
+        change nothing.
     """
 
     content: list[ReasoningText] | None = None
     summary: list[SummaryText] | None = None
     encrypted_content: LongText | None = None
+
+    @property
+    def thoughts(self) -> str:
+        """In whichever form they came."""
+        said = "\n".join(one.text for one in self.content or ())
+        return said or _unsealed(self.encrypted_content or "")
+
+
+def sealed(thoughts: str) -> str:
+    """For clients that send back nothing else of thoughts. No secret: they stand beside it."""
+    return _SEAL + b64encode(thoughts.encode()).decode()
+
+
+def _unsealed(text: str) -> str:
+    """The thoughts, or nothing if it was not made here."""
+    try:
+        return b64decode(text.removeprefix(_SEAL)).decode() if text.startswith(_SEAL) else ""
+    except ValueError:
+        return ""
 
 
 class ItemReference(Body, tag_field="type", tag="item_reference"):
@@ -198,7 +220,8 @@ def listed(item: Saying, item_id: str) -> Listed:
         case FunctionCallOutputItem():
             return shown | {"call_id": item.call_id, "output": _text(item.output)}
         case ReasoningItem():
-            content = [{"type": "reasoning_text", "text": one.text} for one in item.content or ()]
+            thoughts = [item.thoughts] if item.thoughts else []
+            content = [{"type": "reasoning_text", "text": text} for text in thoughts]
             summary = [{"type": "summary_text", "text": one.text} for one in item.summary or ()]
             return shown | {"summary": summary, "content": content}
 
@@ -270,8 +293,8 @@ class _Said:
                 self.messages.append(ToolMessage(tool_call_id=item.call_id, content=output))
             case ReasoningItem():
                 answer = self._answer(lambda one: not one.content and not one.tool_calls)
-                thoughts = [answer.reasoning_content, *(one.text for one in item.content or ())]
-                answer.reasoning_content = "\n".join(filter(None, thoughts)) or None
+                thoughts = filter(None, [answer.reasoning_content, item.thoughts])
+                answer.reasoning_content = "\n".join(thoughts) or None
 
     def _answer(self, goes_on: Callable[[AssistantMessage], bool]) -> AssistantMessage:
         """The assistant's message that the chat ends with, if it goes on; else a new one."""

@@ -54,7 +54,7 @@ from megatron_hybrid.server.options import ParseOptions
 from megatron_hybrid.text.tokenizer import Ending
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
-LOGPROBS = "message.output_text.logprobs"  # in `include`
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"  # in `include`
 _FIELDS = ToolFields("tools[{}].name", "tools[{}].parameters", "tool_choice.name")
 _ANY_OBJECT = {"type": "object"}
 
@@ -69,7 +69,7 @@ Metadata = Annotated[
 ]
 Include = Literal[
     LOGPROBS,
-    "reasoning.encrypted_content",
+    SEALED,
     "message.input_image.image_url",
     "file_search_call.results",
     "web_search_call.results",
@@ -187,8 +187,9 @@ class ResponsesRequest(Sampling, kw_only=True):
     max_tool_calls: Changes nothing: it counts built-in tools, of which there are none.
     top_logprobs: So many likeliest tokens at each place, with the log-probabilities that include
         asks for.
-    include: message.output_text.logprobs gives every token's log-probability. The others change
-        nothing: thoughts are given without being asked for, and the rest is never there.
+    include: message.output_text.logprobs gives every token's log-probability;
+        reasoning.encrypted_content gives thoughts as clients send them back that store nothing,
+        and is given unasked where the response is not stored. The others change nothing.
     truncation: What becomes of an input that is too long. disabled: it is refused; auto: the oldest
         turns are left out.
     stream: Send the response as server-sent events while it is generated.

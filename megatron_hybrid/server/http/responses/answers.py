@@ -15,6 +15,7 @@ from megatron_hybrid.server.http.chat_choices import start_chat
 from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.generation import REASONING_USAGE, Generation
 from megatron_hybrid.server.http.logprobs import chat_logprobs
+from megatron_hybrid.server.http.protocol.response_items import sealed
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, item_id
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Answers, Chunk
@@ -153,7 +154,10 @@ class ResponseAnswers(Answers):
             )
         events += self._part_event(growing, "response.content_part.done", part=part)
         self._growing = None
-        return events + self._item_done(growing.item([part], status))
+        item = growing.item([part], status)
+        if growing.kind == "reasoning" and self._prepared.seals:
+            item["encrypted_content"] = sealed(text)
+        return events + self._item_done(item)
 
     def _call(self, call: Call) -> bytes:
         index = len(self._done)

@@ -24,7 +24,7 @@ from megatron_hybrid.server.http.protocol.response_items import (
     read_items,
     with_types,
 )
-from megatron_hybrid.server.http.protocol.responses import ResponsesRequest, chat_of
+from megatron_hybrid.server.http.protocol.responses import SEALED, ResponsesRequest, chat_of
 from megatron_hybrid.server.link.response_memory import ResponseMemoryClient, Stored
 from megatron_hybrid.server.options import ParseOptions
 
@@ -53,13 +53,14 @@ class PreparedResponse:
     """A response that can begin.
 
     head: the response's fields that never change, as the beginning of a JSON object. stored: what
-    is to be kept of it, without its body; None: nothing.
+    is to be kept of it, without its body; None: nothing. seals: thoughts are given sealed, too.
     """
 
     chat: PreparedChat
     response_id: str
     head: bytes
     stored: Stored | None
+    seals: bool
 
 
 def item_id(kind: str, response_id: str, number: int | str) -> str:
@@ -96,7 +97,9 @@ class Preparer:
             previous = body.previous_response_id or ""
             stored = Stored(self.owner, previous, json.encode(kept), b"")
         head = _head(body, values, chat, response_id, self.model_name, stored is not None)
-        return PreparedResponse(chat, response_id, head, stored)
+        # Clients whose responses are not stored may have no other way to send thoughts back.
+        seals = stored is None or SEALED in (body.include or ())
+        return PreparedResponse(chat, response_id, head, stored, seals)
 
     def _earlier(self, name: str | None) -> list[Saying]:
         """All items of the response with that id, and of those that it goes on from."""

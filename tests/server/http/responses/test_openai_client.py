@@ -127,7 +127,7 @@ def test_errors_have_the_clients_classes(serve: Serve, connect: Connect) -> None
 
 
 def test_a_session_as_codex_has_it(serve: Serve) -> None:
-    """It stores nothing: every turn has all items, thoughts too, as the stream gave them."""
+    """It stores nothing: every turn has all items, also thoughts, by their encrypted content."""
     command = '<tool_call>\n{"name": "shell", "arguments": {"command": ["ls"]}}\n</tool_call>'
     server = serve(templates.QWEN3_5, f"{OPENED}{command}", f"{OPENED}Two files.")
     parameters = {
@@ -162,7 +162,7 @@ def test_a_session_as_codex_has_it(serve: Serve) -> None:
     thoughts, ran = done
     known = server.prompt + server.engine.ids
     back = [
-        {**thoughts, "encrypted_content": None},
+        {name: thoughts[name] for name in ("type", "summary", "encrypted_content")},
         {name: ran[name] for name in ("type", "name", "arguments", "call_id")},
         {"type": "function_call_output", "call_id": ran["call_id"], "output": '{"output":"a b"}'},
     ]

@@ -36,6 +36,13 @@ def next_prompt(
     """Of a turn that goes on from the response to "Hello"."""
     if how == "by id":
         server.ask(added, previous_response_id=first["id"], **more)
+    elif how == "sealed":  # as clients do that drop the content of thoughts
+        kept = [{k: v for k, v in one.items() if k != "content"} for one in first["output"]]
+        items = [
+            sent if sent["type"] == "reasoning" else one
+            for one, sent in zip(first["output"], kept, strict=True)
+        ]
+        server.ask([message("user", "Hello"), *items, *added], **more)
     elif how == "by items":
         server.ask([message("user", "Hello"), *first["output"], *added], **more)
     else:
@@ -44,7 +51,7 @@ def next_prompt(
     return server.prompt
 
 
-@pytest.mark.parametrize("how", ["by id", "by items", "by references"])
+@pytest.mark.parametrize("how", ["by id", "by items", "by references", "sealed"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("template", "text", "more"),
@@ -63,6 +70,8 @@ def test_a_turn_holds_the_tokens_of_the_one_before_it(
     serve: Serve, template: str, text: str, more: dict[str, Any], how: str, stream: bool
 ) -> None:
     server = serve(template, text)
+    if how == "sealed":
+        more = {**more, "include": ["reasoning.encrypted_content"]}
     if stream:
         first = server.stream(**more)[-1]["response"]
     else:
@@ -72,6 +81,22 @@ def test_a_turn_holds_the_tokens_of_the_one_before_it(
     prompt = next_prompt(server, first, added, how, **more)
     assert prompt[: len(known)] == known
     assert prompt == next_prompt(server, first, added, "by items", **more)
+
+
+@pytest.mark.parametrize("seal", ["gAAAAA", "megatron-hybrid:", "megatron-hybrid:%", "\u00e9"])
+def test_thoughts_that_others_have_sealed_are_not_there(serve: Serve, seal: str) -> None:
+    server = serve(templates.QWEN3, FOX)
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": seal}
+    server.ask([message("user", "Hello"), thought, message("assistant", "Hi"), AGAIN])
+    assert "<think>" not in server.said and "Hi" in server.said
+
+
+def test_thoughts_are_sealed_on_request_and_where_nothing_is_stored(serve: Serve) -> None:
+    server = serve(templates.QWEN3_5, f"{OPENED}{FOX}")
+    include = {"include": ["reasoning.encrypted_content"]}
+    for more, seals in (({}, False), (include, True), ({"store": False}, True)):
+        thoughts = server.ask(**more)["output"][0]
+        assert ("encrypted_content" in thoughts) == seals
 
 
 def test_turns_go_on_from_each_other(serve: Serve) -> None:
