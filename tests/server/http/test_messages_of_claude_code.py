@@ -97,6 +97,16 @@ def test_a_session_goes_on_from_turn_to_turn(session: Any) -> None:
     assert third["content"][1]["text"] == "Yes."
 
 
+@pytest.mark.parametrize("choice", ["any", "auto"])
+def test_its_tools_can_be_forced_and_held_to(session: Any, choice: str) -> None:
+    http, engine, _ = session
+    tools = [{**tool, "strict": choice == "auto"} for tool in claude_code.TOOLS]
+    body = claude_code.body(user("What is in a?"), tools=tools, tool_choice={"type": choice})
+    assert http.post(claude_code.PATH, json={**body, "max_tokens": 1}).status_code == 200
+    grammar = engine.added[-1].params.grammar
+    assert grammar is not None and all(tool["name"] in grammar.text for tool in tools)
+
+
 def test_small_requests_beside_the_session_are_served(session: Any) -> None:
     http, engine, _ = session
     titled = {

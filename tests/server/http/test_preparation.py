@@ -27,6 +27,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.thorough import usually
 
+MESSAGES = "/v1/messages"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 4}
 LARGE = MOST_BYTES_HERE + 1
@@ -113,6 +114,8 @@ SERVED = {
     "a chat with token ids": chat("Hello", return_token_ids=True),
     "a chat with tools": chat("Hello", tools=TOOLS),
     "a chat that calls": chat("Hello", tools=TOOLS, tool_choice="required"),
+    "a message": (MESSAGES, chat("Hello", "Hi", "How are you?")[1]),
+    "tokens of a message": (f"{MESSAGES}/count_tokens", chat("Hello you " * 5000)[1]),
     "a text": (COMPLETION, {"prompt": "Hello", "n": 2, **GREEDY}),
     "texts": (COMPLETION, {"prompt": ["Hello", "you"], **GREEDY}),
     "ids": (COMPLETION, {"prompt": [5, 6], "echo": True, **GREEDY}),

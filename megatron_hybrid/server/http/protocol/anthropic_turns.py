@@ -32,6 +32,7 @@ class Conversation:
     stand in it."""
 
     def __init__(self, body: CountTokensRequest) -> None:
+        _check_number_of_marks(body)
         self.messages: list[chats.AnyMessage] = []
         self._ends: list[BlockEnd] = []
         turns = [("system", _blocks(body.system or ""))] if body.system else []
@@ -64,7 +65,6 @@ class Conversation:
 
     def marks(self, body: CountTokensRequest) -> tuple[BlockEnd, ...]:
         """Of the prompt's blocks that have one; those at the prompt's end need none."""
-        _check_number_of_marks(body)
         ends, count = list(self._ends), len(self.messages)
         if any(tool.cache_control for tool in body.tools or ()):
             # Wherever the template puts them, they are there when the first question begins.
