@@ -9,13 +9,8 @@ nothing else here needs a network. scripts/ has a file for each library.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import functools
 import json
 import os
-import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +19,8 @@ from typing import Any
 import pytest
 
 from megatron_hybrid import reference_model
-from tests.server.running import ROOT, ServerProcess
+from tests.clients.environments import environment, run
+from tests.server.running import ServerProcess
 from tests.thorough import EVERYTHING
 
 pytestmark = pytest.mark.skipif(not EVERYTHING, reason="installs clients: TESTS=all")
@@ -33,53 +29,13 @@ MODEL = "reference_model"
 FOLDER = str(reference_model.path())
 SCRIPTS = Path(__file__).parent / "scripts"
 REQUESTS = 12
-INSTALL_SECONDS, RUN_SECONDS = 1800, 240
+RUN_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with ServerProcess("tools/run_text_generation_server.py", "--port", "0") as server:
         yield server.url
-
-
-@functools.cache
-def environment(name: str) -> Path:
-    """The programs of an environment for clients, made if it is not there."""
-    # pytest takes a test of five minutes for one that hangs; a slow network needs more.
-    faulthandler.cancel_dump_traceback_later()
-    made = run(
-        ["bash", "-c", f". tools/environment.sh && ensure_client_environment {name}"],
-        dict(os.environ),
-        ROOT,
-        INSTALL_SECONDS,
-    )
-    print(made)
-    return ROOT / ".venv-clients" / name / "bin"
-
-
-def run(command: list[str], variables: dict[str, str], folder: Path, seconds: int) -> str:
-    """What a command says; nothing that it started is left when it is through."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"not through after {seconds} s: {process.communicate()[0]}") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-    return output
 
 
 def run_client(command: list[str], folder: Path, **variables: str) -> str:

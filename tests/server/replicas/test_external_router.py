@@ -1,17 +1,13 @@
-"""Two replicas behind SGLang's router, installed from PyPI: what docs/routing.md says works."""
+"""Two replicas behind routers as they come from the package index: what docs/routing.md says of
+them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +15,24 @@ import pytest
 
 from megatron_hybrid.cache.block_hash import SequenceKeys, Tokens, root_key
 from megatron_hybrid.kv_events import KVEventSubscriber
-from tests.server.running import ServerProcess, free_port, wait_until
-
-pytest.importorskip("sglang_router")
+from tests.server.replicas.routers import COMMANDS, events, get, post, python_with, refusal, router
+from tests.server.running import ServerProcess, wait_until
 
 QUESTIONS = ["Hello! Who are you?", "And what can you do?", "What did I ask you first?"]
 
 
 class Deployment(NamedTuple):
+    router: str  # its package
     url: str  # of the router
     servers: list[ServerProcess]
     endpoints: list[tuple[str, str]]  # of each one's KV events, and their replay
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=COMMANDS)
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    python_with(request.param)
     folder = tmp_path_factory.mktemp("events")
     endpoints = [(f"ipc://{folder}/e{k}", f"ipc://{folder}/r{k}") for k in range(2)]
 
@@ -52,55 +51,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             servers = list(pool.map(lambda pair: start(*pair), endpoints))
         for server in servers:
             stack.enter_context(server)
-        url = stack.enter_context(_router(servers, folder))
-        yield Deployment(url, servers, endpoints)
-
-
-@contextlib.contextmanager
-def _router(servers: list[ServerProcess], folder: Path) -> Iterator[str]:
-    port = free_port()
-    with open(folder / "router.log", "w") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "sglang_router.launch_router"),
-                *("--worker-urls", *(server.url for server in servers)),
-                *("--policy", "cache_aware", "--cache-threshold", "0.5"),
-                *("--host", "127.0.0.1", "--port", str(port)),
-                *("--prometheus-port", str(free_port())),
-                *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
-                *("--cb-failure-threshold", "2"),  # then a retry goes to another replica
-            ],
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-
-    def is_up() -> bool:
-        assert process.poll() is None, (folder / "router.log").read_text()[-3000:]
-        with contextlib.suppress(OSError):
-            workers = get(f"{url}/workers")["workers"]
-            return sum(worker["is_healthy"] for worker in workers) == len(servers)
-        return False
-
-    try:
-        wait_until(is_up, 60)
-        yield url
-    finally:
-        process.kill()  # at a signal it would wait for its connections
-        process.wait(10)
-
-
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return json.load(answer)
-
-
-def post(url: str, body: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+        urls = [server.url for server in servers]
+        url = stack.enter_context(router(request.param, urls, folder))
+        yield Deployment(request.param, url, servers, endpoints)
 
 
 def chat(name: str) -> list[dict[str, str]]:
@@ -198,34 +151,97 @@ def test_answers_stream_through_the_router(deployment: Deployment) -> None:
         "messages": [{"role": "user", "content": "Hello!"}],
         "max_tokens": 200,
         "ignore_eos": True,
-        "stream": True,
         "stream_options": {"include_usage": True},
     }
-    request = urllib.request.Request(
-        f"{deployment.url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        lines = [line.decode().strip() for line in answer]
-    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+    *found, last = events(f"{deployment.url}/v1/chat/completions", body)
+    assert last == "[DONE]"
+    chunks = [json.loads(event) for event in found]
     assert chunks[-1]["usage"]["completion_tokens"] == 200
     pieces = [chunk["choices"][0]["delta"].get("content") for chunk in chunks[:-1]]
     assert sum(bool(piece) for piece in pieces) > 1, "it came in one piece"
 
 
+def test_a_tool_is_called_and_its_result_taken_back(deployment: Deployment) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"name": {"enum": ["gate", "door"]}},
+        "required": ["name"],
+    }
+    tool = {"type": "function", "function": {"name": "code_of", "parameters": parameters}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the code of the gate?"}]
+    body = {"model": "reference_model", "tools": [tool], "temperature": 0, "max_tokens": 60}
+    url = f"{deployment.url}/v1/chat/completions"
+    only_one = {"tool_choice": "required", "parallel_tool_calls": False}
+    asking = {**body, "messages": messages, **only_one}
+    (choice,) = post(url, asking)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "code_of"
+    assert list(json.loads(call["function"]["arguments"])) == ["name"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "7315"}
+    messages += [choice["message"], result]
+    assert post(url, {**body, "messages": messages})["usage"]["completion_tokens"] > 0
+    *found, _ = events(url, asking)
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in found]
+    pieces = [one["function"] for delta in deltas for one in delta.get("tool_calls", [])]
+    said = "".join(piece.get("arguments", "") for piece in pieces)
+    assert json.loads(said) == json.loads(call["function"]["arguments"])
+
+
+def test_texts_are_continued(deployment: Deployment) -> None:
+    body = {"model": "reference_model", "prompt": "The cat is called", "max_tokens": 4}
+    answer = post(f"{deployment.url}/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_responses_and_messages_go_through_smg_and_vllms(deployment: Deployment) -> None:
+    asked = {"model": "reference_model", "input": "Hello!", "max_output_tokens": 8}
+    turns = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    response, message = f"{deployment.url}/v1/responses", f"{deployment.url}/v1/messages"
+    if deployment.router == "sglang_router":
+        assert refusal(message, {**turns, "model": "reference_model"})[0] == 404
+        return
+    assert post(response, asked)["usage"]["output_tokens"] > 0
+    *_, last = events(response, asked)
+    assert json.loads(last)["type"] in ("response.completed", "response.incomplete")
+    assert post(message, {**turns, "model": "reference_model"})["usage"]["output_tokens"] > 0
+    *_, last = events(message, {**turns, "model": "reference_model"})
+    assert json.loads(last)["type"] == "message_stop"
+
+
+def test_a_stored_response_is_found_where_the_router_asks_every_server(
+    deployment: Deployment,
+) -> None:
+    url = f"{deployment.url}/v1/responses"
+    made = post(url, {"model": "reference_model", "input": "Hello!", "max_output_tokens": 8})
+    if deployment.router == "smg":  # looks among its own alone
+        with pytest.raises(urllib.error.HTTPError) as missing:
+            get(f"{url}/{made['id']}")
+        with missing.value as error:
+            assert error.code == 404
+    else:
+        assert get(f"{url}/{made['id']}") == made
+
+
+def test_the_router_knows_the_load_of_each_server(deployment: Deployment) -> None:
+    if deployment.router == "sglang_router":
+        return  # it counts its own requests
+    loads = get(f"{deployment.url}/get_loads")
+    if deployment.router == "smg":
+        assert [one["num_total_reqs"] for one in loads["loads"]] == [0, 0]
+        assert all(one["max_total_num_tokens"] > 0 for one in loads["loads"])
+    else:  # -1 would be unknown
+        assert [one["load"] for one in loads["workers"]] == [0, 0]
+
+
 def test_a_wrong_request_gets_our_own_error(deployment: Deployment) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     body = {"model": "reference_model", "messages": messages, "max_tokens": 10**9}
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(f"{deployment.url}/v1/chat/completions", body)
-    assert refused.value.code == 400
-    assert (
-        json.load(refused.value)["error"]["param"] == "max_completion_tokens"
-    )  # as the router says it
+    status, answer = refusal(f"{deployment.url}/v1/chat/completions", body)
+    assert status == 400
+    renames = deployment.router == "sglang_router"
+    field = "max_completion_tokens" if renames else "max_tokens"
+    assert json.loads(answer)["error"]["param"] == field
 
 
 def test_when_one_replica_is_killed_the_other_serves(deployment: Deployment) -> None:
