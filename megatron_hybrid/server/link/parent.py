@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -24,15 +25,17 @@ def start_process(
     return process
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def end_with_parent(parent: int | None = None, clean_up: Callable[[], None] = lambda: None) -> None:
     """End this rank when torchrun is gone: killed, it can't tell the ranks, which would wait for
-    one another for ever. `parent`: its process, where it may be gone already."""
+    one another for ever. `parent`: its process, where it may be gone already. `clean_up`: called
+    before."""
     if parent is None:
         parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
+        clean_up()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
