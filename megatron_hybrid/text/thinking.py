@@ -30,8 +30,8 @@ def with_marks(
         )
     held = None
     if begins is not Opening.CONTENT:
-        # The mark alone, as other engines have it: what else some models were stopped with is a
-        # sentence that they did not think.
-        close = tuple(tokenizer.encode(form.end[0], add_special_tokens=False))
+        # On a line of its own, as templates write it, so that the next turn finds the thoughts
+        # again. Without a sentence that leads to it, which the model did not think.
+        close = tuple(tokenizer.encode(f"\n{form.end[0]}", add_special_tokens=False))
         held = ThinkingBudget(budget, form.begin, form.end, close, begins is Opening.THOUGHTS)
     return replace(params, thinking_token_budget=held)

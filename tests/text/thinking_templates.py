@@ -65,7 +65,7 @@ NEMOTRON_3 = r"""
 {{- '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' -}}
 {%- endif -%}
 """
-# LFM2.5, and DeepSeek-R1 but for its opening: thoughts are looked for in the content.
+# LFM2.5 and Falcon-H1R: thoughts are looked for in the content.
 LFM2_5 = r"""
 {%- for message in messages -%}
 {%- set content = message.content -%}
@@ -78,6 +78,11 @@ LFM2_5 = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
+# DeepSeek-R1: the same, but the prompt opens the thoughts.
+DEEPSEEK_R1 = LFM2_5.replace(
+    r"{{- '<|im_start|>assistant\n' -}}{%- endif -%}",
+    r"{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}",
+)
 # Granite 3.2: only the system message says how.
 GRANITE = r"""
 {%- if thinking -%}

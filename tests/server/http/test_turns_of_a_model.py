@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+
+from tests.server.conftest import reference_server
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are Nora. The code of the north gate is 7313. " * 4}
@@ -72,6 +75,37 @@ def test_a_turn_finds_all_of_the_one_before_it(http: FlaskClient, temperature: f
         if choice["finish_reason"] == "stop":
             computed -= 1
         messages += [choice["message"], user(f"And what then, in turn {turn}?")]
+
+
+# Thoughts before the last question are kept, as they were.
+KEEPS_THOUGHTS = r"""
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.reasoning_content -%}
+{{- '<think>\n' + message.reasoning_content + '\n</think>\n' -}}
+{%- endif -%}
+{{- message.content + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|><think>\n' -}}{%- endif -%}
+"""
+
+
+# What is wild has texts that it would not be encoded to.
+@pytest.mark.parametrize("temperature", [0.0, 20.0])
+def test_a_turn_finds_all_of_the_thoughts_before_it(tmp_path: Path, temperature: float) -> None:
+    """The model thinks until its budget ends that; what follows is its answer."""
+    (tmp_path / "template.jinja").write_text(KEEPS_THOUGHTS)
+    with reference_server(tmp_path, tmp_path / "template.jinja") as (http, _):
+        messages: list[dict[str, Any]] = [SYSTEM, user("Who are you?")]
+        computed = 0
+        for turn in range(4):
+            fields = {"temperature": temperature, "seed": turn, "thinking_token_budget": 9}
+            answer = ask(http, messages, min_tokens=30, max_tokens=40, **fields)
+            usage, choice = answer["usage"], answer["choices"][0]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= computed
+            assert choice["message"]["reasoning_content"] and choice["message"]["content"]
+            computed = usage["total_tokens"] - 1 - (choice["finish_reason"] == "stop")
+            messages += [choice["message"], user(f"And what then, in turn {turn}?")]
 
 
 def streamed(http: FlaskClient, body: dict[str, Any]) -> dict[str, Any]:
