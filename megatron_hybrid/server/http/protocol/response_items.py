@@ -286,7 +286,9 @@ class _Said:
                 answer = self._answer(lambda one: True)
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 call = Call(type="function", id=item.call_id, function=function)
-                answer.tool_calls = [*(answer.tool_calls or ()), call]
+                if answer.tool_calls is None:
+                    answer.tool_calls = []
+                answer.tool_calls.append(call)
                 self.called.add(item.call_id)
             case FunctionCallOutputItem():
                 output = _text(item.output)

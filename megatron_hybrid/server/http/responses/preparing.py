@@ -15,6 +15,7 @@ from msgspec import json
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.server.http.protocol.generation_request import Chat, with_defaults
 from megatron_hybrid.server.http.protocol.parsing import read
+from megatron_hybrid.server.http.protocol.response_chat import chat_of
 from megatron_hybrid.server.http.protocol.response_items import (
     ItemReference,
     MessageItem,
@@ -24,7 +25,7 @@ from megatron_hybrid.server.http.protocol.response_items import (
     read_items,
     with_types,
 )
-from megatron_hybrid.server.http.protocol.responses import SEALED, ResponsesRequest, chat_of
+from megatron_hybrid.server.http.protocol.responses import SEALED, ResponsesRequest
 from megatron_hybrid.server.link.response_memory import ResponseMemoryClient, Stored
 from megatron_hybrid.server.options import ParseOptions
 
