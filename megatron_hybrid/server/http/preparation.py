@@ -124,6 +124,15 @@ class Preparation:
         """The memory of stored responses."""
         return None if self._connect_responses is None else self._connect_responses()
 
+    @cached_property
+    def _takes_later_system(self) -> bool:
+        """Whether the chat template shows system messages that do not stand at the beginning."""
+        said = [{"role": "user", "content": "?"}, {"role": "system", "content": "Later."}]
+        try:
+            return "Later." in self.tokenizer.render_chat(said)
+        except Exception:  # templates are the model's code and may raise anything
+            return False
+
     # Each takes a body, and raises InvalidRequestError or UnknownModel. engine: it says how much
     # fits. caller: whose the body is.
 
@@ -155,11 +164,14 @@ class Preparation:
 
     def messages(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
         """Of /v1/messages."""
-        return self._prepared(parse_messages(parse_body(body), self.options), engine, caller)
+        later = self._takes_later_system
+        chat = parse_messages(parse_body(body), self.options, later_system=later)
+        return self._prepared(chat, engine, caller)
 
     def count_tokens(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> bytes:
         """Of /v1/messages/count_tokens; the answer's body."""
-        prompt, asked = parse_count_tokens(parse_body(body), self.options)
+        later = self._takes_later_system
+        prompt, asked = parse_count_tokens(parse_body(body), self.options, later_system=later)
         self._check_model(asked.model)
         keys = ChatKeys(caller.salt_for(asked.cache_salt or ""), prompt.messages)
         tokens = self._encode_chat(prompt, keys, engine).token_ids

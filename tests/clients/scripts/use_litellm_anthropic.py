@@ -1,4 +1,5 @@
-"""litellm's Anthropic provider: OpenAI's form over /v1/messages, and Anthropic's form as it is."""
+"""litellm's Anthropic provider: OpenAI's form over /v1/messages, and Anthropic's form as it is and
+over chats."""
 
 import asyncio
 import json
@@ -53,6 +54,10 @@ assert after.usage.prompt_tokens > called.usage.prompt_tokens
 
 async def as_it_is() -> None:
     said = await litellm.anthropic.messages.acreate(**ASKED, **COMMON)
+    assert said["content"][0]["text"] == text, said
+    # The other way round: Anthropic's form, which litellm turns into a chat's.
+    bridge = {"model": f"openai/{model}", "api_base": url, "api_key": "none"}
+    said = await litellm.anthropic.messages.acreate(**ASKED, **bridge)
     assert said["content"][0]["text"] == text, said
 
 

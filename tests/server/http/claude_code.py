@@ -1,17 +1,20 @@
-"""Bodies as Claude Code sends them."""
+"""Bodies as Claude Code sends them (2.1.197)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-BETAS = "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27"
+BETAS = (
+    "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,"
+    "mid-conversation-system-2026-04-07,effort-2025-11-24"
+)
 HEADERS = {
     "anthropic-version": "2023-06-01",
     "anthropic-beta": BETAS,
     "anthropic-dangerous-direct-browser-access": "true",
     "x-api-key": "none",
     "x-app": "cli",
-    "User-Agent": "claude-cli/2.1.0 (external, cli)",
+    "User-Agent": "claude-cli/2.1.197 (external, cli)",
     "X-Stainless-Retry-Count": "0",
 }
 PATH = "/v1/messages?beta=true"
@@ -160,6 +163,7 @@ TOOLS = [
         value={"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "null"}]},
     ),
 ]
+AGENTS = {"role": "system", "content": "Available agent types for the Agent tool:\n- claude"}
 SYSTEM = [
     {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli;"},
     {"type": "text", "text": "You are Claude Code, a command line tool.", **CACHED},

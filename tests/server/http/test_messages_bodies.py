@@ -70,6 +70,30 @@ def test_system_messages_may_stand_between_others() -> None:
     assert said(HELLO, assistant("A."), later, user("And?"))[2] == later
 
 
+REFUSES_LATER_SYSTEM = templates.QWEN3.replace(
+    "{{- '<|im_start|>' + message.role",
+    "{%- if message.role == 'system' and not loop.first -%}{{- raise_exception('Too late.') -}}"
+    "{%- endif -%}{{- '<|im_start|>' + message.role",
+)
+
+
+@pytest.mark.parametrize("template", [templates.QWEN3, REFUSES_LATER_SYSTEM])
+def test_later_system_messages_are_the_users_where_the_template_takes_none(
+    serve: Any, template: str
+) -> None:
+    server = serve(template, "Fox.")
+    later = {"role": "system", "content": "It is Monday."}
+    first = {"role": "system", "content": "Be kind."}
+    chat: dict[str, Any] = {"messages": [first, HELLO, later], "system": "Be brief."}
+    ask(server.http, *chat["messages"], system="Be brief.")
+    between = "\n" if template is REFUSES_LATER_SYSTEM else "<|im_end|>\n<|im_start|>system\n"
+    assert server.tokenizer.decode(server.prompt, skip_special_tokens=False) == (
+        "<|im_start|>system\nBe brief.\nBe kind.<|im_end|>\n"
+        f"<|im_start|>user\nHello{between}It is Monday.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert server.http.post(COUNT, json=chat).get_json() == {"input_tokens": len(server.prompt)}
+
+
 def test_calls_and_their_results_are_those_of_chats() -> None:
     chat = said(HELLO, assistant([text("So: "), USE]), user([RESULT, text("And?")]))
     assert chat == [

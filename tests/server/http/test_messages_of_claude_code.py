@@ -59,7 +59,7 @@ def turn(http: FlaskClient, *messages: dict[str, Any]) -> dict[str, Any]:
 def test_a_session_goes_on_from_turn_to_turn(session: Any) -> None:
     http, engine, tokenizer = session
     question = user([REMINDER, {**text("What is in a?"), **claude_code.CACHED}])
-    first = turn(http, question)
+    first = turn(http, question, claude_code.AGENTS)
     assert [block["type"] for block in first["content"]] == [
         *("thinking", "text", "tool_use", "tool_use")
     ]
@@ -85,7 +85,12 @@ def test_a_session_goes_on_from_turn_to_turn(session: Any) -> None:
     ]
     plain = {name: question[name] for name in ("role", "content")}
     plain["content"] = [REMINDER, text("What is in a?")]  # the mark has moved on
-    history = [plain, {"role": "assistant", "content": first["content"]}, user(results)]
+    history = [
+        plain,
+        claude_code.AGENTS,
+        {"role": "assistant", "content": first["content"]},
+        user(results),
+    ]
     second = turn(http, *history)
     assert engine.added[-1].prompt[: len(answered)] == answered
     assert "Error: <tool_use_error>File does not exist" in tokenizer.decode(engine.added[-1].prompt)

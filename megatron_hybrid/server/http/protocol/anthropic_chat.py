@@ -41,10 +41,13 @@ from megatron_hybrid.server.options import ParseOptions
 _FIELDS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tool_choice.name")
 
 
-def parse_messages(values: dict[str, Any], options: ParseOptions) -> Chat:
-    """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
+def parse_messages(
+    values: dict[str, Any], options: ParseOptions, *, later_system: bool = True
+) -> Chat:
+    """Of a body's JSON. later_system: see Conversation. Raises InvalidRequestError naming the first
+    field that is wrong."""
     body = read(MessagesRequest, with_defaults(values, options), options)
-    conversation = Conversation(body)
+    conversation = Conversation(body, later_system=later_system)
     prompt = _prompt(body, conversation, options)
     generation = _generation(body, options)
     check_beside_tools(generation.params.grammar, prompt.tools)
@@ -59,11 +62,12 @@ def parse_messages(values: dict[str, Any], options: ParseOptions) -> Chat:
 
 
 def parse_count_tokens(
-    values: dict[str, Any], options: ParseOptions
+    values: dict[str, Any], options: ParseOptions, *, later_system: bool = True
 ) -> tuple[ChatPrompt, CountTokensRequest]:
     """Of the JSON of a body of /v1/messages/count_tokens, and the body. Raises the same."""
     body = read(CountTokensRequest, values, options)
-    return _prompt(body, Conversation(body), options), body
+    conversation = Conversation(body, later_system=later_system)
+    return _prompt(body, conversation, options), body
 
 
 def _prompt(

@@ -31,12 +31,18 @@ class Conversation:
     """The turns of a body as messages of a chat, how the prompt ends, and where marks of the cache
     stand in it."""
 
-    def __init__(self, body: CountTokensRequest) -> None:
+    def __init__(self, body: CountTokensRequest, *, later_system: bool) -> None:
+        """later_system: the chat template takes system messages that do not stand at the beginning;
+        else they are the user's."""
         _check_number_of_marks(body)
         self.messages: list[chats.AnyMessage] = []
         self._ends: list[BlockEnd] = []
         turns = [("system", _blocks(body.system or ""))] if body.system else []
         turns += [(_role(turn), _blocks(turn.content)) for turn in body.messages]
+        first = next((n for n, (role, _) in enumerate(turns) if role != "system"), 0)
+        if not later_system:
+            later = [("user" if role == "system" else role, one) for role, one in turns[first:]]
+            turns[first:] = later
         for role, same in groupby(turns, key=lambda turn: turn[0]):
             blocks = [block for _, content in same for block in content]
             if role == "assistant":
