@@ -14,7 +14,6 @@ from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
-from megatron_hybrid.server.http.responses.routes import prepared_response
 from megatron_hybrid.server.http.serving import Serving
 
 
@@ -95,12 +94,6 @@ def _install_rendering(app: Flask, serving: Serving) -> None:
         return json_response(
             [rendered(new_id("cmpl-"), found.generation, prompt) for prompt in found.prompts]
         )
-
-    @app.post("/v1/responses/render")
-    def render_response() -> Response:
-        found = prepared_response(serving)
-        chat = found.chat
-        return json_response(rendered(found.response_id, chat.generation, chat.prompt))
 
     def rendered(name: str, asked: GenerationRequest, prompt: Sequence[int]) -> dict[str, Any]:
         return {

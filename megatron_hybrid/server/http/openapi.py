@@ -99,10 +99,8 @@ _TEXT = ("/v1/completions", "Continue texts.")
 _MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
 _COUNT = ("/v1/messages/count_tokens", "How long its prompt is.", anthropic_answers.InputTokens)
 _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
-_RENDER = "Its prompt as token ids."
-_RENDER_CHAT = (f"{_CHAT[0]}/render", _RENDER, answers.RenderedPrompt)
+_RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.RenderedPrompt)
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
-_RENDER_RESPONSE = ("/v1/responses/render", _RENDER, answers.RenderedPrompt)
 _PAUSE = ("/pause", "Start no more requests; answered when none runs.")
 _UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
 _INFO = ("What a router wants to know: the model's name.", answers.ServerInfo)
@@ -165,7 +163,6 @@ ROUTES = [
     _get("/", "A page with a chat and the cache.", str, kind="text/html"),
     Route(*_RENDER_CHAT, requests.ChatRequest, (404, *_ASKS)),
     Route(*_RENDER_TEXT, requests.CompletionRequest, (404, *_ASKS)),
-    Route(*_RENDER_RESPONSE, ResponsesRequest, (404, *_ASKS)),
     Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
     Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
     Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),

@@ -27,7 +27,6 @@ BODIES: dict[str, Any] = {
     "/v1/responses/<name>/cancel": {},
     "/v1/completions/render": HELLO,
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "Hi"}]},
-    "/v1/responses/render": {"input": "Hi"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
     "/abort": {"request_id": "a"},

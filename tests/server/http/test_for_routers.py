@@ -16,7 +16,7 @@ from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import wait_until
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello you"}], "max_tokens": 3, "temperature": 0}
 
 
@@ -58,17 +58,6 @@ def test_every_prompt_of_a_completion_is_rendered_in_order(http: FlaskClient) ->
     assert [one["token_ids"] for one in found] == [[1, 2], [3]]
 
 
-def test_a_response_is_rendered_with_those_before_it_and_is_not_stored(http: FlaskClient) -> None:
-    first = http.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 2}).get_json()
-    body = {"input": "you", "previous_response_id": first["id"]}
-    found = rendered(http, RESPONSES, body)
-    output = first["output"][0]["content"][0]["text"]
-    turns = [("user", "Hello"), ("assistant", output), ("user", "you")]
-    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert found["token_ids"] == rendered(http, CHAT, chat)["token_ids"]
-    assert http.get(f"{RESPONSES}/{found['request_id']}").status_code == 404
-
-
 @pytest.mark.parametrize(
     ("path", "wrong", "status", "field"),
     [
@@ -76,7 +65,7 @@ def test_a_response_is_rendered_with_those_before_it_and_is_not_stored(http: Fla
         (CHAT, {**HELLO, "model": "other"}, 404, "model"),
         (CHAT, {**HELLO, "pepper": 1}, 400, "pepper"),
         (TEXT, {"prompt": "a", "max_tokens": 10**6}, 400, "max_tokens"),
-        (RESPONSES, {"input": "a", "temperature": -1}, 400, "temperature"),
+        (TEXT, {"prompt": "a", "temperature": -1}, 400, "temperature"),
     ],
 )
 def test_what_is_not_answered_is_not_rendered(

@@ -26,20 +26,16 @@ T = TypeVar("T", bound=Body)
 _NAMES_OF_STORED = (b"previous_response_id", b"item_reference")  # in a body
 
 
-def prepared_response(serving: Serving) -> PreparedResponse:
-    """What the current request asks for."""
-    body = request_body()
-    names_stored = any(word in piece for piece in body for word in _NAMES_OF_STORED)
-    found: PreparedResponse = serving.prepare("response", body, g.caller, may_be_long=names_stored)
-    return found
-
-
 def install(app: Flask, serving: Serving) -> None:
     """OpenAI's, without what belongs to responses in the background."""
 
     @app.post("/v1/responses")
     def responses() -> Response:
-        prepared = prepared_response(serving)
+        body = request_body()
+        names_stored = any(word in piece for piece in body for word in _NAMES_OF_STORED)
+        prepared: PreparedResponse = serving.prepare(
+            "response", body, g.caller, may_be_long=names_stored
+        )
         begin = partial(ResponseAnswers, serving, prepared)
         return answered(serving, prepared.response_id, prepared.chat.generation, begin)
 
