@@ -53,6 +53,13 @@ GPU = [
 OTEL_HTTP = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]
 OTEL = [*OTEL_HTTP, "opentelemetry-exporter-otlp-proto-grpc>=1.30"]
 
+# A worker of NVIDIA Dynamo. One of its requirements wants a GPU: docs/dynamo.md says what to
+# install without one.
+DYNAMO = [
+    "ai-dynamo==1.6.1; sys_platform == 'linux'",
+    "uvloop>=0.21; sys_platform == 'linux'",
+]
+
 # For the pictures of tools/simulate_prefix_cache.py --plot.
 PLOT = ["matplotlib>=3.9"]
 
@@ -103,6 +110,7 @@ setup(
     zip_safe=False,
     install_requires=BASE,
     extras_require={
+        "dynamo": DYNAMO,
         "flashinfer": FLASHINFER,
         "gpu": GPU,
         "otel": OTEL,

@@ -39,11 +39,7 @@ class Worker:
 
     def figure(self, name: str) -> float:
         """Of a metric of ours, all labels together."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"megatron_hybrid:{name}")]
-        assert found, lines
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+        return figure(f"http://127.0.0.1:{self.port}", f"megatron_hybrid:{name}")
 
     def control(self, name: str, **body: str) -> Any:
         return post(f"http://127.0.0.1:{self.port}/engine/control/{name}", body)
@@ -61,6 +57,15 @@ class Worker:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(60)
+
+
+def figure(url: str, name: str) -> float:
+    """Of a metric, all labels together."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    found = [line for line in lines if line.startswith(name)]
+    assert found, lines
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def small_port() -> int:
@@ -105,6 +110,7 @@ class Deployment:
                 [
                     *(sys.executable, "-m", "dynamo.frontend", "--router-mode", "kv"),
                     *("--http-host", "127.0.0.1", "--http-port", str(port)),
+                    *("--migration-limit", "3"),
                 ],
                 env=surroundings(folder),
                 stdout=log,
@@ -132,6 +138,10 @@ class Deployment:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as page:
             return [one["id"] for one in json.load(page)["data"]] == [MODEL]
         return False
+
+    def expected_hits(self) -> float:
+        """What the router knew to be cached where it sent requests: shares of prompts, added up."""
+        return figure(self.url, "dynamo_component_router_kv_hit_rate_sum")
 
     def chat(self, question: str | list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         return post(f"{self.url}/v1/chat/completions", body_of(question, **fields))
