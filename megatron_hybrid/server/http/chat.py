@@ -10,7 +10,7 @@ from megatron_hybrid.server.http.chat_choices import start_chat
 from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import chat_logprobs
-from megatron_hybrid.server.http.preparation import PreparedChat
+from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
 from megatron_hybrid.server.http.tool_calls.reader import as_openai

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hybrid.server.http.choice import Choice
 from megatron_hybrid.server.http.generation import Generation
-from megatron_hybrid.server.http.preparation import PreparedChat
+from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.text.answer_places import GeneratedAnswer

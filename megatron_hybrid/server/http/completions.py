@@ -9,7 +9,7 @@ from megatron_hybrid.request import TokenLogprob
 from megatron_hybrid.server.http.choice import Choice, Delta
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import CompletionLogprobs, EchoedPrompt
-from megatron_hybrid.server.http.preparation import PreparedCompletion
+from megatron_hybrid.server.http.prepared import PreparedCompletion
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
 

@@ -12,7 +12,7 @@ from flask import Flask, Response, g
 from megatron_hybrid.server.http.answering import request_body
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion
+from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.serving import Serving
 

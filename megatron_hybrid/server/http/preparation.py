@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 
 from msgspec import json
 
-from megatron_hybrid.errors import InvalidRequestError, RequestError
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams, Unasked
 from megatron_hybrid.request_checks import validate_prompt
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
+from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion, UnknownModel
 from megatron_hybrid.server.http.protocol.anthropic_chat import (
     parse_count_tokens,
     parse_messages,
@@ -37,7 +38,6 @@ from megatron_hybrid.server.http.protocol.requests import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from megatron_hybrid.server.http.protocol.tools import Tools
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.keys import NOBODY, Caller
@@ -62,35 +62,6 @@ from megatron_hybrid.text.tokenizer import EncodedPrompt, Ending, Tokenizer
 
 MAX_DETOKENIZED = 1_000_000  # ids, unless the context is longer
 LEAST_LONGEST_TEXT = 2**20  # characters
-
-
-class UnknownModel(RequestError):
-    """The client asks for a model that is not served here."""
-
-    status, kind, code = 404, "invalid_request_error", "model_not_found"
-    field = "model"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedChat:
-    """A chat whose prompt is in tokens, and what its answers are read and remembered by.
-    `begins`: how they begin, where the model thinks."""
-
-    generation: GenerationRequest
-    prompt: array[int]
-    message_ends: tuple[int, ...]
-    tools: Tools
-    keys: ChatKeys
-    begins: Opening = Opening.UNKNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
-    """Prompts in tokens; `echoed`: what is shown of each, if that is wanted."""
-
-    generation: GenerationRequest
-    prompts: list[array[int]]
-    echoed: list[EchoedPrompt]
 
 
 class Preparation:

@@ -18,7 +18,7 @@ from megatron_hybrid.server.http.completions import CompletionAnswers
 from megatron_hybrid.server.http.for_routers import install as install_for_routers
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.preparation import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion, UnknownModel
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.protocol.requests import (
     AbortRequest,

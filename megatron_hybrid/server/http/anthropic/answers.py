@@ -13,7 +13,7 @@ from megatron_hybrid.server.http.anthropic.errors import as_anthropic
 from megatron_hybrid.server.http.chat_choices import start_chat
 from megatron_hybrid.server.http.choice import TOOL_CALLS, Delta
 from megatron_hybrid.server.http.generation import REASONING_USAGE, Generation
-from megatron_hybrid.server.http.preparation import PreparedChat
+from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Answers, Chunk
 from megatron_hybrid.server.http.tool_calls.formats import Call

@@ -10,7 +10,7 @@ from megatron_hybrid.server.http.answering import answered, request_body
 from megatron_hybrid.server.http.anthropic.answers import MessageAnswers
 from megatron_hybrid.server.http.anthropic.errors import anthropic_error_response
 from megatron_hybrid.server.http.generation import new_id
-from megatron_hybrid.server.http.preparation import PreparedChat
+from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
 
 REQUEST_ID = "request-id"  # where Anthropic's clients look for it

@@ -8,11 +8,12 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import json
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError
+from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.protocol.generation_request import Chat, with_defaults
 from megatron_hybrid.server.http.protocol.parsing import read
 from megatron_hybrid.server.http.protocol.response_chat import chat_of
@@ -28,9 +29,6 @@ from megatron_hybrid.server.http.protocol.response_items import (
 from megatron_hybrid.server.http.protocol.responses import SEALED, ResponsesRequest
 from megatron_hybrid.server.link.response_memory import ResponseMemoryClient, Stored
 from megatron_hybrid.server.options import ParseOptions
-
-if TYPE_CHECKING:
-    from megatron_hybrid.server.http.preparation import PreparedChat
 
 _KINDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\w+")  # as `item_id` makes them
