@@ -4,6 +4,8 @@ r"""What two replicas of the reference model skip, against one with the memory o
     python tools/benchmark_replicas.py                          1,000 requests, every policy
     python tools/benchmark_replicas.py --requests 200 --policies longest_prefix
     python tools/benchmark_replicas.py --kill                   and one replica is killed midway
+    python tools/benchmark_replicas.py --policies --router http://localhost:5000 \
+        --servers http://localhost:5001 http://localhost:5002   and another's router
 
 The same chats (several turns, shared system messages; see --help for sizes) are held with one
 replica that has all of the memory, with one that has its share, and then, for each policy, with
@@ -27,6 +29,7 @@ from bench.replicas import (
     Workload,
     kill_midway,
     measure,
+    measure_router,
 )
 from megatron_hybrid.arguments import ArgumentParser
 from megatron_hybrid.server.options import POLICIES
@@ -57,6 +60,8 @@ def main() -> int:
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--kv-gb", type=float, default=0.1, help="of each replica")
     parser.add_argument("--states-gb", type=float, default=0.1, help="of each replica")
+    parser.add_argument("--router", metavar="URL", help="of a router that runs: measure it, too")
+    parser.add_argument("--servers", nargs="+", default=[], metavar="URL", help="behind --router")
     parser.add_argument("--kill", action="store_true", help="kill a replica midway, too")
     parser.add_argument("--least", type=float, default=90.0, help="percent, for longest_prefix")
     parser.add_argument("--json", type=Path, help="where the figures go, besides the terminal")
@@ -73,6 +78,9 @@ def main() -> int:
         mine = [*flags, *memory.flags(1), POLICY_FLAG, policy]
         results[policy] = measure(args.replicas, mine, workload)
         _show(policy, results, JOINT)
+    if args.router is not None:
+        results["the router"] = measure_router(args.router, args.servers, workload)
+        _show("the router", results, JOINT)
     failed = any(one["failures"] for one in results.values())
     if args.kill:
         killed = results["killed"] = kill_midway([*flags, *memory.flags(1)], workload)

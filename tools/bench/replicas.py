@@ -119,8 +119,7 @@ class ReplicaServers:
 
     def get(self, path: str) -> Any:
         """The JSON that this route answers."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-            return json.load(answer)
+        return _get(self.url + path)
 
     def engines(self) -> dict[str, dict[str, Any]]:
         """Each replica's figures, by its number."""
@@ -243,6 +242,15 @@ def measure(replicas: int, flags: Sequence[str], workload: Workload) -> dict[str
         return figures(outcomes, servers.engines())
 
 
+def measure_router(url: str, servers: Sequence[str], workload: Workload) -> dict[str, Any]:
+    """The whole workload through a router that runs already, in front of these servers, which have
+    answered nobody else."""
+    outcomes = drive(url, workload)
+    return figures(
+        outcomes, {str(k): _get(f"{one}/stats")["engine"] for k, one in enumerate(servers)}
+    )
+
+
 def kill_midway(flags: Sequence[str], workload: Workload) -> dict[str, Any]:
     """Two replicas, of which the second is killed when half of the requests are answered: how many
     requests failed, and whether those were its own."""
@@ -269,6 +277,11 @@ def kill_midway(flags: Sequence[str], workload: Workload) -> dict[str, Any]:
             **seen,
             "answered_after": sum(one.failure is None for one in after),
         }
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
 
 
 def _text(generator: random.Random, words: int) -> str:
