@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -67,6 +68,7 @@ def test_it_answers_tells_what_it_caches_and_ends() -> None:
         engine.close()
         context.destroy(linger=0)
     assert process.exit_code == 0
+    assert not Path(process.endpoint.removeprefix("ipc://")).parent.exists()
 
 
 def _events(socket: zmq.Socket[bytes]) -> Iterator[Event]:
