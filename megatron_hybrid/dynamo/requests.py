@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import SamplingParams
@@ -61,11 +63,13 @@ class RequestReader:
                 "ends, so ask once for each.",
             )
         ids = request["token_ids"]
+        # The front end packs them as we do where DYN_TOKEN_IDS_AS_BYTES is set.
+        prompt = wire.packed(ids) if isinstance(ids, list) else bytes(ids)
         return wire.AddRequest(
             name,
-            # The front end packs them as we do where DYN_TOKEN_IDS_AS_BYTES is set.
-            wire.packed(ids) if isinstance(ids, list) else bytes(ids),
+            prompt,
             params,
+            message_ends=_message_ends(prompt, request.get("eos_token_ids") or ()),
             cache_salt="health check" if probe else _cache_salt(request, routing),
             # Dynamo's greater priorities run first, ours last.
             priority=-int(routing.get("priority") or 0),
@@ -122,6 +126,13 @@ class RequestReader:
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
     """Without what is left open."""
     return {name: value for name, value in (values or {}).items() if value is not None}
+
+
+def _message_ends(prompt: bytes, ends: Sequence[int]) -> tuple[int, ...]:
+    """Where messages of a chat end in its prompt, as far as tokens show it: most templates end
+    each with what ends an answer."""
+    found = np.isin(np.frombuffer(prompt, dtype="<i4"), ends)
+    return tuple((np.flatnonzero(found) + 1).tolist())
 
 
 def _cache_salt(request: Mapping[str, Any], routing: Mapping[str, Any]) -> str:

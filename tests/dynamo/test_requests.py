@@ -152,6 +152,20 @@ def test_packed_ids_are_taken_as_they_are(reader: RequestReader) -> None:
     assert read(reader, {**sent(), "token_ids": wire.packed(PROMPT)}).prompt == wire.packed(PROMPT)
 
 
+def test_messages_end_with_what_ends_an_answer(reader: RequestReader, tokenizer: Tokenizer) -> None:
+    chat = [
+        {"role": "system", "content": "You are kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "And?"},
+    ]
+    encoded = tokenizer.encode_chat_with_ends(chat)
+    request = {**sent(), "token_ids": encoded.token_ids}
+    ends = read(reader, request).message_ends
+    assert ends == encoded.message_ends and len(ends) == 4
+    assert read(reader, {**request, "eos_token_ids": []}).message_ends == ()
+
+
 @pytest.mark.parametrize(
     ("part", "values", "words"),
     [
