@@ -67,8 +67,8 @@ def test_the_start_log_names_the_type_and_where_scales_are_from(folder: Folder, 
 
 
 def test_what_cannot_be_stored_so_is_refused(folder: Folder) -> None:
-    with pytest.raises(ConfigurationError, match="--kv-cache-dtype is 'fp8'; .*auto, fp8_e4m3"):
-        LLM(folder("nemotron_h"), kv_cache_dtype="fp8", **OPTIONS)
+    with pytest.raises(ConfigurationError, match="--kv-cache-dtype is 'int8'; .*auto, fp8_e4m3"):
+        LLM(folder("nemotron_h"), kv_cache_dtype="int8", **OPTIONS)
     with pytest.raises(ConfigurationError, match=r"--kv-cache-dtype.*model \(mamba2\) has no atte"):
         LLM(folder("mamba2"), kv_cache_dtype="fp8_e4m3", **OPTIONS)
     LLM(folder("mamba2"), **OPTIONS)
