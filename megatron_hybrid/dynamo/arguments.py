@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from megatron_hybrid.settings import option
 from megatron_hybrid.text.reasoning import choose
 from megatron_hybrid.text.tokenizer import Tokenizer
 
-NAMES = "chat,completions"  # Dynamo's default of --endpoint-types
+BOTH = "chat,completions"  # Dynamo's default of --endpoint-types
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> WorkerSettings:
     config, options = EngineConfig(**engine), WorkerOptions(**worker)
     check_ranks(config.parallel_sizes)
     check_block_size(config.inference_dynamic_batching_block_size, os.environ)
-    try:
-        runtime = DynamoRuntimeConfig.from_cli_args(args)
-        runtime.validate()
-        place = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
-        runtime.namespace, runtime.component, runtime.endpoint = parse_endpoint(place)
-    except ValueError as error:
-        raise ConfigurationError(f"A flag of Dynamo's is wrong: {error}") from error
+    runtime = _runtime(args)
     given, (config, options) = config.load, with_model_files(config, options)
     check_model_files(config)
     for said in getattr(args, "aliases", ()):
@@ -103,9 +98,6 @@ def parse(argv: Sequence[str] | None = None) -> WorkerSettings:
             f"{folder.tokenizer} has no {CONFIG}: Dynamo's front end reads it beside the tokenizer."
         )
     own_name = REFERENCE_MODEL_NAME if given is None else folder.path.resolve().name
-    defaults = read_sampling_defaults(folder) if options.generation_config == "auto" else ()
-    if defaults:
-        logger.info("%s", describe(defaults))
     tokenizer = Tokenizer.load(folder.tokenizer, runtime.custom_jinja_template)
     _choose_parsers(runtime, tokenizer)
     return WorkerSettings(
@@ -114,10 +106,28 @@ def parse(argv: Sequence[str] | None = None) -> WorkerSettings:
         runtime,
         str(folder.tokenizer.resolve()),
         options.served_model_name or (own_name,),
-        RequestReader(
-            tokenizer, choose(tokenizer.chat_template), ParseOptions(sampling_defaults=defaults)
-        ),
+        RequestReader(tokenizer, choose(tokenizer.chat_template), _open_fields(folder, options)),
     )
+
+
+def _runtime(args: Namespace) -> Any:
+    """Dynamo's flags, as its other workers read them."""
+    try:
+        runtime = DynamoRuntimeConfig.from_cli_args(args)
+        runtime.validate()
+        place = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
+        runtime.namespace, runtime.component, runtime.endpoint = parse_endpoint(place)
+    except ValueError as error:
+        raise ConfigurationError(f"A flag of Dynamo's is wrong: {error}") from error
+    return runtime
+
+
+def _open_fields(folder: ModelFolder, options: WorkerOptions) -> ParseOptions:
+    """How requests are sampled that leave it open."""
+    if options.generation_config != "auto" or not (defaults := read_sampling_defaults(folder)):
+        return ParseOptions()
+    logger.info("%s", describe(defaults))
+    return ParseOptions(sampling_defaults=defaults)
 
 
 def _choose_parsers(runtime: Any, tokenizer: Tokenizer) -> None:
@@ -129,5 +139,5 @@ def _choose_parsers(runtime: Any, tokenizer: Tokenizer) -> None:
     if runtime.dyn_reasoning_parser is None and thoughts:
         runtime.dyn_reasoning_parser = thoughts
         logger.info("thoughts are read as the chat template shows: %s", thoughts)
-    if not tokenizer.has_chat_template and runtime.endpoint_types == NAMES:
+    if not tokenizer.has_chat_template and runtime.endpoint_types == BOTH:
         runtime.endpoint_types = "completions"
