@@ -156,7 +156,8 @@ def make_mtp_model(
     """Save a model of one of MTP_FAMILIES with a random head. `agrees`: model and head both write
     mostly what the last token asks for, so that many drafts hold."""
     folder.mkdir(exist_ok=True)
-    model = make_tiny_model(family, folder, seed=seed, **(_OPTIONS[family] | options))
+    own = _OPTIONS[family] | options
+    model = make_tiny_model(family, folder, seed=seed, **own)
     oracle = MTPOracle(family, model, folder).eval()
     generator = torch.Generator().manual_seed(17 + seed)
     with torch.no_grad():
@@ -168,7 +169,7 @@ def make_mtp_model(
     file = folder / "model.safetensors"
     save_file(load_file(file) | oracle.checkpoint(), file, metadata={"format": "pt"})
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | _OPTIONS[family]))
+    (folder / "config.json").write_text(json.dumps(described | {name: own[name] for name in _OPTIONS[family]}))
     return oracle
 
 

@@ -55,7 +55,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "moe", "full_attention"],
         **MIXER,
     },
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"], **MIXER},
+    "nemotron_h": {  # the experts are of a head that drafts
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+        **MIXER,
+    },
     "llama": {"num_hidden_layers": 1},
 }
 
