@@ -169,7 +169,8 @@ def make_mtp_model(
     file = folder / "model.safetensors"
     save_file(load_file(file) | oracle.checkpoint(), file, metadata={"format": "pt"})
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {name: own[name] for name in _OPTIONS[family]}))
+    described |= {name: own[name] for name in _OPTIONS[family]}
+    (folder / "config.json").write_text(json.dumps(described))
     return oracle
 
 

@@ -21,6 +21,7 @@ from tests.kernels.linear_cases import (
     rounding_by_steps,
     some_weight,
 )
+from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -63,11 +64,25 @@ def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool) -> None:
     check_one_row(linear, rows, columns, has_bias, torch.float16)
 
 
+OF_ONE_ROW = [("silu", True, False), ("gelu", True, True), ("relu2", False, True)]
+FEW_AND_MANY = [(6, 16), (70, 1000), (1030, 96), (8200, 24)]
+
+
 @pytest.mark.parametrize(
-    ("activation", "gated", "has_bias"),
-    [("silu", True, False), ("gelu", True, True), ("relu2", False, True), ("none", True, False)],
+    ("rows", "columns", "activation", "gated", "has_bias"),
+    usually(
+        [
+            *((*shape, *kind) for kind in OF_ONE_ROW for shape in FEW_AND_MANY[:3]),
+            (8200, 24, "silu", True, False),  # takes the interpreter ten seconds
+            (6, 16, "none", True, False),
+        ],
+        [
+            (*shape, *kind)
+            for kind in (*OF_ONE_ROW, ("none", True, False))
+            for shape in FEW_AND_MANY
+        ],
+    ),
 )
-@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (70, 1000), (1030, 96), (8200, 24)])
 def test_activations_of_one_row(
     rows: int, columns: int, activation: str, gated: bool, has_bias: bool
 ) -> None:

@@ -106,7 +106,10 @@ def test_files_that_a_file_names_are_beside_it(tmp_path: Path) -> None:
         ({"http_connections_per_address": -1}, "it must be 0 (any number) or more."),
         ({"request_timeout": float("nan")}, "--request-timeout is nan; it must be a finite number"),
         ({"shutdown_timeout": 86401}, "--shutdown-timeout is 86401; it must be at most 86400."),
-        ({"otlp_traces_endpoint": "x:1"}, "is 'x:1'; it must be a URL such as http://localhost:4317"),
+        (
+            {"otlp_traces_endpoint": "x:1"},
+            "is 'x:1'; it must be a URL such as http://localhost:4317",
+        ),
         ({"log_format": "xml"}, "--log-format is 'xml'; it must be one of text, json."),
         ({"access_log": "no"}, "--access-log is 'no'; it must be of type bool."),
         ({"trusted_proxies": ["proxy.example"]}, "proxy.example is not an address, nor a network"),
