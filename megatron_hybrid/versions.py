@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         print(json.dumps(about, indent=2))
         return 0
-    print(f"megatron-hybrid {__version__}, Python {platform.python_version()}, {machine}")
-    for name, found in package_versions().items():
-        print(f"  {name:<20}{found or 'not installed'}")
+    lines = [f"megatron-hybrid {__version__}, Python {platform.python_version()}, {machine}"]
+    lines += [f"  {name:<20}{found or 'not installed'}" for name, found in package_versions().items()]
+    print("\n".join(lines))  # at once: `| head` may close the pipe after some of them
     return 0
 
 
