@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(about, indent=2))
         return 0
     lines = [f"megatron-hybrid {__version__}, Python {platform.python_version()}, {machine}"]
-    lines += [f"  {name:<20}{found or 'not installed'}" for name, found in package_versions().items()]
+    packages = package_versions().items()
+    lines += [f"  {name:<20}{found or 'not installed'}" for name, found in packages]
     print("\n".join(lines))  # at once: `| head` may close the pipe after some of them
     return 0
 
