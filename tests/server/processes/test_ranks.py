@@ -36,15 +36,17 @@ import os, sys, time
 if os.environ["RANK"] == "0":
     time.sleep(60)
 """
-WAITING = """
+WAITING = r"""
 import os, signal, sys, time
 got = []
 for one in (signal.SIGINT, signal.SIGTERM):
     signal.signal(one, lambda number, frame: got.append(number))
-print("rank", os.environ["RANK"], "waits")
+def say(words):  # in one piece, or two ranks' lines may mix
+    os.write(1, f"rank {os.environ['RANK']} {words}\n".encode())
+say("waits")
 while len(got) < 2:
     time.sleep(0.01)
-print("rank", os.environ["RANK"], "got", *got)
+say(f"got {got[0]} {got[1]}")
 """
 
 
