@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from json import dumps
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.server import cli
 from megatron_hybrid.server.options import LaunchOptions
-from tests.server.running import ROOT
+from tests.server.running import ROOT, http_server
 
 NAME, COMMIT, OTHER_COMMIT = "some-one/Small-1.5", "c" * 40, "d" * 40
 FILES = {
@@ -115,13 +114,8 @@ Fetch = Callable[..., str]
 def small_hub() -> Iterator[str]:
     """Its address."""
     Hub.asked = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Hub) as address:
+        yield address
 
 
 @pytest.fixture

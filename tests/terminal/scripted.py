@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.server.running import http_server
 
 USAGE = {
     "prompt_tokens": 1300,
@@ -76,8 +77,5 @@ def scripted_server() -> Iterator[Scripted]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        script.url = f"http://127.0.0.1:{server.server_port}"
+    with http_server(Handler) as script.url:
         yield script
-        server.shutdown()

@@ -8,9 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from fnmatch import fnmatch
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from packaging.requirements import Requirement
 
 from megatron_hybrid.commands import COMMANDS
 from megatron_hybrid.server.options import ServerOptions
-from tests.server.running import free_port
+from tests.server.running import free_port, http_server
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "docker"
@@ -134,12 +133,10 @@ def test_the_health_check_asks_health(status: int | None, healthy: bool) -> None
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        port = free_port() if status is None else server.server_port
+    with http_server(Handler) as address:
+        port = free_port() if status is None else address.rpartition(":")[2]
         code = command[2].replace(str(ServerOptions.port), str(port))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-        server.shutdown()
     assert (done.returncode == 0) is healthy
     assert asked == ([] if status is None else ["/health"])
 

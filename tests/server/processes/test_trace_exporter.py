@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron_hybrid.server.processes import trace_exporter
 from megatron_hybrid.server.processes.trace_exporter import Spans, check_tracing, make_exporter
 from tests.parallel.ranks import python_path
 from tests.server.http.test_tracing import PARENT
-from tests.server.running import ServerProcess, wait_until
+from tests.server.running import ServerProcess, http_server, wait_until
 from tests.thorough import thorough
 
 pytest.importorskip("opentelemetry.sdk")
@@ -174,13 +173,8 @@ class Collector(BaseHTTPRequestHandler):
 def collector() -> Iterator[str]:
     """Its address."""
     Collector.received = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Collector) as address:
+        yield address
 
 
 def received() -> dict[str, Any]:

@@ -28,12 +28,11 @@ from megatron_hybrid.server.http.protocol.messages import for_template
 from megatron_hybrid.server.http.protocol.parsing import read
 from megatron_hybrid.server.http.protocol.requests import Drawing
 from megatron_hybrid.server.http.protocol.tools import (
-    ChosenFunction,
-    Function,
-    Tool,
     ToolChoice,
     ToolFields,
     Tools,
+    choice_of,
+    function_tool,
     make_tools,
 )
 from megatron_hybrid.server.options import ParseOptions
@@ -87,15 +86,7 @@ def _prompt(
 
 def _tools(body: CountTokensRequest, options: ParseOptions) -> Tools:
     given = [
-        Tool(
-            type="function",
-            function=Function(
-                name=one.name,
-                description=one.description,
-                parameters=one.input_schema,
-                strict=one.strict,
-            ),
-        )
+        function_tool(one.name, one.description, one.input_schema, one.strict)
         for one in body.tools or ()
     ]
     choice: str | ToolChoice | None = None
@@ -107,7 +98,7 @@ def _tools(body: CountTokensRequest, options: ParseOptions) -> Tools:
         case ChooseAny():
             choice = "required"
         case ChooseTool(name=name):
-            choice = ToolChoice(type="function", function=ChosenFunction(name=name))
+            choice = choice_of(name)
         case ChooseNone():
             choice = "none"
     alone = not isinstance(body.tool_choice, ChooseNone | None) and bool(

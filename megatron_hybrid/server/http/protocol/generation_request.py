@@ -161,17 +161,27 @@ def check_beside_tools(grammar: Grammar | None, tools: Tools) -> None:
 
 def chat_prompt(body: ChatRequest | TokenizeChatRequest, options: ParseOptions) -> ChatPrompt:
     """The chat in a body. Raises InvalidRequestError for what its fields only say together."""
-    arguments: dict[str, Any] = {}
-    if body.reasoning_effort:
-        arguments["reasoning_effort"] = body.reasoning_effort
-    if body.reasoning_effort == "none":  # what templates have that know no effort
-        arguments["enable_thinking"] = False
-    if body.enable_thinking is not None:
-        arguments["enable_thinking"] = body.enable_thinking
-    arguments |= body.chat_template_kwargs or {}
+    arguments = template_arguments(
+        body.reasoning_effort, body.enable_thinking, body.chat_template_kwargs
+    )
     several = body.parallel_tool_calls is not False
     tools = make_tools(body.tools or (), body.tool_choice, several=several, options=options)
     return ChatPrompt(for_template(body.messages), arguments, tools, _ending(body))
+
+
+def template_arguments(
+    effort: str | None, thinking: bool | None, more: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The template's variables: an effort, whether to think, and those that a body names itself,
+    which count most."""
+    arguments: dict[str, Any] = {}
+    if effort:
+        arguments["reasoning_effort"] = effort
+    if effort == "none":  # what templates have that know no effort
+        arguments["enable_thinking"] = False
+    if thinking is not None:
+        arguments["enable_thinking"] = thinking
+    return arguments | (more or {})
 
 
 def _ending(body: ChatRequest | TokenizeChatRequest) -> Ending:

@@ -14,6 +14,7 @@ from megatron_hybrid.server.http.protocol.generation_request import (
     GenerationRequest,
     check_beside_tools,
     default_max_tokens,
+    template_arguments,
 )
 from megatron_hybrid.server.http.protocol.messages import for_template
 from megatron_hybrid.server.http.protocol.requests import (
@@ -30,12 +31,11 @@ from megatron_hybrid.server.http.protocol.responses import (
     ResponsesRequest,
 )
 from megatron_hybrid.server.http.protocol.tools import (
-    ChosenFunction,
-    Function,
-    Tool,
     ToolChoice,
     ToolFields,
     Tools,
+    choice_of,
+    function_tool,
     make_tools,
 )
 from megatron_hybrid.server.options import ParseOptions
@@ -61,27 +61,13 @@ def chat_of(
 
 
 def _template_arguments(body: ResponsesRequest) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if body.reasoning is not None and body.reasoning.effort:
-        arguments["reasoning_effort"] = body.reasoning.effort
-        if body.reasoning.effort == "none":  # what templates have that know no effort
-            arguments["enable_thinking"] = False
-    if body.enable_thinking is not None:
-        arguments["enable_thinking"] = body.enable_thinking
-    return arguments | (body.chat_template_kwargs or {})
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return template_arguments(effort, body.enable_thinking, body.chat_template_kwargs)
 
 
 def _tools(body: ResponsesRequest, options: ParseOptions) -> Tools:
     given = [
-        Tool(
-            type="function",
-            function=Function(
-                name=one.name,
-                description=one.description,
-                parameters=one.parameters,
-                strict=one.strict,
-            ),
-        )
+        function_tool(one.name, one.description, one.parameters, one.strict)
         for one in body.tools or ()
     ]
     choice, allowed = _tool_choice(body)
@@ -94,8 +80,7 @@ def _tool_choice(body: ResponsesRequest) -> tuple[str | ToolChoice | None, froze
     """As chats have it, and the names of those that may be called, if not all may."""
     choice = body.tool_choice
     if isinstance(choice, NamedFunction):
-        function = ChosenFunction(name=choice.name)
-        return ToolChoice(type="function", function=function), None
+        return choice_of(choice.name), None
     if not isinstance(choice, AllowedTools):
         return choice, None
     known = {tool.name for tool in body.tools or ()}

@@ -205,6 +205,22 @@ class Tools:
         return self.named or self.choice != "none"
 
 
+def function_tool(
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool | None,
+) -> Tool:
+    """A tool of a body whose tools have these fields side by side."""
+    function = Function(name=name, description=description, parameters=parameters, strict=strict)
+    return Tool(type="function", function=function)
+
+
+def choice_of(name: str) -> ToolChoice:
+    """That this function has to be called."""
+    return ToolChoice(type="function", function=ChosenFunction(name=name))
+
+
 def make_tools(
     given: Sequence[Tool],
     choice: str | ToolChoice | None,
