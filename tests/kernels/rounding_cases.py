@@ -27,18 +27,24 @@ def check_rounded(
     *,
     plain: bool,
     device: str | torch.device = "cpu",
-    differing: float = 0.001,
+    differing: float = 0.0,
 ) -> None:
-    """`call`: with a reader, and without, which gives what is to be rounded."""
+    """`call`: with a reader, and without, which gives what is to be rounded. `differing`: the share
+    of the values that may differ.
+
+    None has to: the kernels divide as torch does. Of values in bfloat16 that are divided by the
+    largest / 448, half a percent are right between two of float8, in some rows several percent:
+    where they go is decided by the last bits of quotients and scales."""
     into = Reader(format, torch.tensor(0.02, device=device), plain)
     unrounded = _result(call(None))
     assert isinstance(unrounded, Tensor)
     rows = _result(call(into))
     assert isinstance(rows, QuantizedRows)
     expected = reference.quantize_rows(unrounded, format, into.input_scale)
-    torch.testing.assert_close(rows.scale, expected.scale, rtol=1e-6, atol=0)
-    differ = rows.values.float() != expected.values.float()
-    assert float(differ.float().mean()) <= differing
+    torch.testing.assert_close(rows.scale, expected.scale, rtol=0, atol=0)
+    found, wanted = rows.values.float(), expected.values.float()
+    share, apart = float((found != wanted).float().mean()), float((found - wanted).abs().max())
+    assert share <= differing, f"{share:.2%} of the values differ, by {apart} at most"
     assert rows.dtype == unrounded.dtype
     if plain:
         assert rows.plain is not None
