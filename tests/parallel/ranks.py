@@ -1,7 +1,9 @@
 """Runs a worker module on several ranks, as torchrun would, and hands back what they found.
 
-The ranks are forked from a process that has imported torch and the package already: importing them
-takes longer than most of what is tested. What concerns torchrun itself is in test_launch_files.py.
+Without a GPU the ranks are forked from a process that has imported torch and the package already:
+importing them takes longer than most of what is tested. CUDA can't be used in a process that was
+forked after anything asked for it, even only whether it is there, as imports do: with a GPU each
+rank imports them itself. What concerns torchrun itself is in test_launch_files.py.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 500
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.parallel.imported"])
+_processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_processes.set_forkserver_preload(["tests.parallel.imported"])
 
 
 def run_on_two_ranks(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def start_ranks(count: int, module: str, folder: Path, *arguments: str) -> None:
             **{name: os.environ[name] for name in ("TESTS",) if name in os.environ},
         }
         argv = [*share, module, str(folder), *arguments]
-        process = _forks.Process(target=_be_rank, args=(argv, environment, log))
+        process = _processes.Process(target=_be_rank, args=(argv, environment, log))
         process.start()
         processes.append(process)
     try:
