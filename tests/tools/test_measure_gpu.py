@@ -33,9 +33,12 @@ def test_every_job_names_files_that_are_there(tool):
         paths = [part for part in job.command if part.startswith(("tools/", "configs/", "/"))]
         assert paths and all((ROOT / path).exists() for path in paths)
     files = {str(path) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    tests = [job.command for job in jobs if not job.alone]
+    tests = [job.command for job in jobs if job.name.startswith("tests/")]
     assert files == {part for command in tests for part in command if part.endswith(".py")}
     assert set(tool.FAMILIES) == set(FAMILIES)
+    tests_alone = {job.name for job in jobs if job.alone and job.name.startswith("tests/")}
+    assert tests_alone == {f"tests/{name}" for name in tool.ALONE}
+    assert all(job.alone for job in jobs if not job.name.startswith("tests/"))
 
 
 def test_a_job_that_is_done_is_not_run_again(tool, tmp_path, capfd):
@@ -45,6 +48,32 @@ def test_a_job_that_is_done_is_not_run_again(tool, tmp_path, capfd):
     assert json.loads((tmp_path / "rows-small.json").read_text())["engine"] == 1
     assert runs.run(job) and capfd.readouterr().out == ""
     assert "| rows-small | 4.12 |  |  |  |  |" in tool.summary(tmp_path)
+
+
+def test_files_of_names_with_dots_are_not_mixed_up(tool, tmp_path, capfd):
+    runs = tool.Runs(tmp_path, 60, ())
+    for name in ("rows/a-3.5-b", "rows/a-3.6-b"):
+        assert runs.run(tool.Job(name, ("-c", WRITES % ROW, "OUT.json")))
+        assert f"{name}: done" in capfd.readouterr().out
+    ends = (".done", ".json", ".log")
+    expected = {f"rows-a-3.{n}-b{end}" for n in (5, 6) for end in ends}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert "| rows-a-3.5-b | 4.12 |" in tool.summary(tmp_path)
+
+
+def test_a_module_of_tests_that_is_skipped_is_done(tool, tmp_path, capfd):
+    """Unlike tests that none of was chosen."""
+    skipped = tmp_path / "test_skipped.py"
+    skipped.write_text("import pytest\npytest.skip('no such library', allow_module_level=True)\n")
+    there = tmp_path / "test_there.py"
+    there.write_text("def test_it(): pass\n")
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null")
+    runs = tool.Runs(tmp_path / "out", 60, ())
+    assert runs.run(tool.Job("tests/skipped", (*pytest, str(skipped))))
+    assert "tests/skipped: done" in capfd.readouterr().out
+    assert not runs.run(tool.Job("tests/other", (*pytest, str(there), "-k", "missing")))
+    assert "tests/other: failed (5)" in capfd.readouterr().out
+    assert not runs.run(tool.Job("other", ("-c", "raise SystemExit(5)")))
 
 
 def test_a_job_that_fails_or_has_no_time_shows_what_it_said(tool, tmp_path, capfd):
