@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import RecurrentState
 from megatron_hybrid.kernels.protocols import (
     ConvConstants,
-    DeltaRuleConstants,
     Mamba1Constants,
     Mamba2Constants,
     Plan,
@@ -66,33 +65,3 @@ class ConvolvedMamba2(Protocol):
     ) -> Tensor:
         """x [T, channels], what is convolved to | x | B | C |, and dt [T, heads] (rows of both may
         be strided) -> [T, heads, head_dim]. rings: the convolution's and the scan's."""
-
-
-class HeadsNorm(NamedTuple):
-    """A gated norm of each head, the norm first: see Norm.gated_rms_norm."""
-
-    gate: Tensor  # [T, v_heads * v_dim], rows may be strided
-    weight: Tensor  # [v_heads * v_dim]
-    eps: float
-
-
-class ConvolvedDeltaRule(Protocol):
-    """The convolution, the gated delta rule and the norm of its heads in one kernel, for decodes:
-    as one after the other."""
-
-    def takes(self, plan: Plan, state: RecurrentState) -> bool:
-        """As in ConvolvedMamba2."""
-
-    def decode(
-        self,
-        x: Tensor,
-        a: Tensor,
-        b: Tensor,
-        conv: ConvConstants,
-        constants: DeltaRuleConstants,
-        state: RecurrentState,
-        plan: Plan,
-        norm: HeadsNorm | None,
-    ) -> Tensor:
-        """x [T, channels], what is convolved to | q | k | v |; a, b [T, v_heads] (rows of all may
-        be strided) -> [T, v_heads * v_dim], normed unless `norm` is None."""

@@ -21,7 +21,7 @@ from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.convolved import ConvolvedDeltaRule, ConvolvedMamba2, ProjectedMamba1
+from megatron_hybrid.kernels.convolved import ConvolvedMamba2, ProjectedMamba1
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
@@ -66,7 +66,6 @@ class KernelSet:
     has_runs: bool = True  # its recurrent kernels have `decode_runs`
     # What computes more of a layer at once, where there is something.
     convolved_mamba2: ConvolvedMamba2 | None = None
-    convolved_delta_rule: ConvolvedDeltaRule | None = None
     projected_mamba1: ProjectedMamba1 | None = None
 
 
@@ -115,7 +114,6 @@ def _libraries() -> KernelSet:
         stores_checkpoints=False,
         has_runs=False,
         convolved_mamba2=None,  # the libraries' convolutions and scans are wanted
-        convolved_delta_rule=None,
         projected_mamba1=None,
     )
     if not missing_libraries(["causal_conv1d"]):
@@ -155,7 +153,6 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
-    from megatron_hybrid.kernels.gated_delta_rule import triton_convolved as convolved_delta_rule
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba1_scan import triton_projected as projected_mamba1
@@ -184,7 +181,6 @@ def _gpu() -> KernelSet:
         sampling=sampling,
         captures=True,
         convolved_mamba2=convolved_mamba2,
-        convolved_delta_rule=convolved_delta_rule,
         projected_mamba1=projected_mamba1,
     )
     if importlib.util.find_spec("flashinfer") is None:

@@ -9,15 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.convolved import HeadsNorm
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
-from megatron_hybrid.kernels.protocols import (
-    DeltaRuleConstants,
-    DeltaRuleTokens,
-    Inputs,
-    Reader,
-)
-from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Inputs, Reader
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel, shard, whole
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -128,31 +122,16 @@ class GatedDeltaNet(RecurrentMixer):
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
-        qkv, z, b, a = self.in_proj.split(x, self.in_sections, plans.kernels)
-        constants = DeltaRuleConstants(self.A, self.dt_bias, self.rounding_seed(plans))
-        reader, values = self.out_proj.reader, self.config.value_dim
-        fused, part = plans.kernels.convolved_delta_rule, self.only_part(plans, PartKind.DECODE)
-        if fused is not None and part is not None and fused.takes(part.scan, self.state(plans)):
-            # Who reads it rounded gets it from the norm's own kernel.
-            norm = HeadsNorm(z, self.norm_weights, self.eps) if reader is None else None
-            conv, state = self.conv_constants(), self.state(plans)
-            y = fused.decode(qkv, a, b, conv, constants, state, part.scan, norm)
-            if norm is not None:
-                return self.out_proj(y, plans.kernels)
-        else:
-            y = self._scanned(qkv, a, b, constants, plans)
-        normed = plans.kernels.norm.gated_rms_norm(
-            y, z, self.norm_weights, values, self.eps, True, reader
-        )
-        return self.out_proj(normed, plans.kernels)
-
-    def _scanned(
-        self, qkv: Tensor, a: Tensor, b: Tensor, constants: DeltaRuleConstants, plans: KernelPlans
-    ) -> Tensor:
-        """The convolution of qkv, and the delta rule -> [tokens, values]."""
-        config = self.config
+        config, kernels = self.config, plans.kernels
+        qkv, z, b, a = self.in_proj.split(x, self.in_sections, kernels)
         q, k, v = self.convolve(qkv, plans).split(self.conv_sections, dim=1)
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)
-        return self.scan(plans.kernels.gated_delta_rule, tokens, constants, plans).flatten(1)
+        constants = DeltaRuleConstants(self.A, self.dt_bias, self.rounding_seed(plans))
+        y = self.scan(kernels.gated_delta_rule, tokens, constants, plans).flatten(1)
+        weights, reader = self.norm_weights, self.out_proj.reader
+        normed = kernels.norm.gated_rms_norm(
+            y, z, weights, config.value_dim, self.eps, True, reader
+        )
+        return self.out_proj(normed, kernels)

@@ -1,5 +1,5 @@
-"""Kernels of recurrent layers that convolve for themselves, on a GPU: against a loop in float64,
-and at the shapes of real models beside a kernel a piece."""
+"""The kernel of Mamba2's decodes that convolves for itself, on a GPU: against a loop in float64,
+and at the shapes of real models beside two kernels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots, RecurrentState
-from megatron_hybrid.kernels.convolved import HeadsNorm
+from megatron_hybrid.kernels.contract import DecodeRuns, RecurrentState
 from megatron_hybrid.kernels.kernel_set import KernelSet, select
 from megatron_hybrid.kernels.protocols import (
     ConvConstants,
-    DeltaRuleConstants,
-    DeltaRuleTokens,
     Mamba2Constants,
     Mamba2Tokens,
 )
-from tests.kernels.convolved_cases import check_delta_rule_decodes, check_mamba2_runs
+from tests.kernels.convolved_cases import check_mamba2_runs
 from tests.kernels.runs_cases import Play
 
 pytestmark = [
@@ -46,14 +43,6 @@ def test_mamba2_equals_the_token_loop(
     decode_runs = partial(kernel.decode_runs, block_p=block_p)
     play = Play(size, count=5, ring_length=4, most=1)
     check_mamba2_runs(decode_runs, play, head_dim, size, calls=20, dtype=dtype, device="cuda")
-
-
-@DTYPES
-@pytest.mark.parametrize("normed", [True, False], ids=["normed", "as it is"])
-def test_delta_rule_equals_the_token_loop(gpu: KernelSet, normed: bool, dtype: torch.dtype) -> None:
-    kernel = gpu.convolved_delta_rule
-    assert kernel is not None
-    check_delta_rule_decodes(kernel.decode, 128, 128, normed, dtype=dtype, device="cuda")
 
 
 class Draw:
@@ -139,31 +128,3 @@ def test_mamba2_beside_two_kernels(
     from megatron_hybrid.kernels.linear.products import counters
 
     assert not counters(torch.device("cuda:0")).any()
-
-
-@pytest.mark.parametrize("sequences", [1, 8, 20])
-def test_delta_rule_beside_three_kernels(gpu: KernelSet, sequences: int) -> None:
-    kernel, draw = gpu.convolved_delta_rule, Draw()
-    assert kernel is not None
-    keys, heads, dim = 16, 32, 128
-    sections = [keys * dim, keys * dim, heads * dim]
-    conv = draw.conv(sum(sections), bias=False)
-    constants = DeltaRuleConstants(-draw.float(heads).exp(), draw.float(heads))
-    state = draw.state(sequences + 1, sum(sections), heads, dim, dim)
-    own = RecurrentState(state.conv.mT.clone().mT, state.ssm.clone())
-    slots = DecodeSlots(*[ints(torch.arange(sequences) + 1)] * 2)
-    weight = draw(dim).repeat(heads)
-    for _ in range(STEPS):
-        x, gate = draw(sequences, sum(sections)), draw(sequences, heads * dim)
-        a, b = draw(sequences, 2 * heads).chunk(2, dim=1)
-        y = kernel.decode(x, a, b, conv, constants, own, slots, HeadsNorm(gate, weight, 1e-6))
-        parts = gpu.conv.decode(x, conv, state.conv, slots).split(sections, dim=1)
-        q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
-        scanned = gpu.gated_delta_rule.decode(
-            DeltaRuleTokens(q, k, v, a, b), constants, state.ssm, slots
-        )
-        expected = gpu.norm.gated_rms_norm(scanned.flatten(1), gate, weight, dim, 1e-6, True)
-        assert isinstance(expected, Tensor)
-        close(y, expected, 2e-2)
-        close(own.ssm, state.ssm, 1e-4)
-        assert torch.equal(own.conv, state.conv)

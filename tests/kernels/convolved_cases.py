@@ -1,5 +1,5 @@
-"""Recurrent layers whose kernels convolve for themselves: from the convolution's inputs on, against
-a loop over the tokens in float64, on any device."""
+"""Mamba2's decodes by kernels that convolve for themselves: from the convolution's inputs on,
+against a loop over the tokens in float64, on any device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import DecodeSlots, RecurrentState
-from megatron_hybrid.kernels.convolved import HeadsNorm
-from tests.kernels import test_gated_delta_rule, test_mamba2_scan
+from megatron_hybrid.kernels.contract import RecurrentState
+from megatron_hybrid.kernels.protocols import Mamba2Constants
+from tests.kernels import test_mamba2_scan
 from tests.kernels.conv_cases import Conv, on
-from tests.kernels.recurrence_contract import Data
 from tests.kernels.runs_cases import Play
-from tests.kernels.segments import int64, poisoned
+from tests.kernels.segments import poisoned
 
 LENGTH = 40  # of a sequence's text
 
@@ -26,43 +25,39 @@ class Texts:
     """Of some sequences, one after the other: inputs, and what should come of them."""
 
     conv: Conv
-    gates: list[Tensor]  # [T, heads] each
-    constants: Any
+    dt: Tensor  # [T, heads]
+    constants: Mamba2Constants
     outputs: list[Tensor]  # of each sequence, [LENGTH, ...] float64
     states: list[list[Tensor]]  # after 0, 1, ... LENGTH tokens
     windows: list[Tensor]  # [LENGTH + width - 1, channels]: inputs behind the empty window
 
     @classmethod
-    def random(
-        cls, count: int, draw: Any, step: Any, sections: list[tuple[int, ...]], shape: Any,
-        gates: int, **options: Any,
-    ) -> Texts:  # fmt: skip
-        """sections: the shapes of a token that are convolved to; gates: how many columns more."""
-        tokens, constants = draw(LENGTH * count).arguments()
-        names = type(tokens)._fields
-        conv = Conv.random(
-            LENGTH * count, 1, set(), sum(torch.Size(s).numel() for s in sections), **options
-        )
+    def random(cls, count: int, head_dim: int, size: int, **options: Any) -> Texts:
+        heads, groups = test_mamba2_scan.HEADS, test_mamba2_scan.GROUPS
+        drawn = test_mamba2_scan.draw(LENGTH * count, head_dim=head_dim, size=size)
+        tokens, constants = drawn.arguments()
+        sections = [heads * head_dim, groups * size, groups * size]
+        conv = Conv.random(LENGTH * count, 1, set(), sum(sections), **options)
         dtype, device = conv.x.dtype, conv.x.device
-        own = [values.to(device, dtype) for values in tokens[len(names) - gates :]]
+        dt = tokens.dt.to(device, dtype)
         constants = constants._make(c.to(device) if isinstance(c, Tensor) else c for c in constants)
-        texts = cls(conv, own, constants, [], [], [])
+        texts = cls(conv, dt, constants, [], [], [])
+        every = {
+            name: c.double() if isinstance(c, Tensor) else c
+            for name, c in constants._asdict().items()
+        }
         for s in range(count):
             rows = slice(s * LENGTH, (s + 1) * LENGTH)
             y, window = conv.by_hand(rows.start, LENGTH, 0)
             y = y.to(dtype).double()  # as one kernel leaves it for the other
-            parts = y.split([torch.Size(shape).numel() for shape in sections], dim=1)
-            parts = [part.unflatten(1, size) for part, size in zip(parts, sections, strict=True)]
-            every = [*parts, *(values[rows].double() for values in own)]
-            state = torch.zeros(shape, dtype=torch.float64, device=device)
+            x, b, c = y.split(sections, dim=1)
+            x = x.unflatten(1, (heads, head_dim))
+            b, c = (part.unflatten(1, (groups, size)) for part in (b, c))
+            state = torch.zeros(heads, head_dim, size, dtype=torch.float64, device=device)
             states, outputs = [state], []
-            for t in range(LENGTH):
-                token = {name: values[t] for name, values in zip(names, every, strict=True)}
-                wide = {
-                    name: c.double() if isinstance(c, Tensor) else c
-                    for name, c in constants._asdict().items()
-                }
-                y, state = step(state, SimpleNamespace(**token, **wide))
+            for token in zip(x, b, c, dt[rows].double(), strict=True):
+                named = dict(zip(type(tokens)._fields, token, strict=True))
+                y, state = test_mamba2_scan.step(state, SimpleNamespace(**named, **every))
                 outputs.append(y)
                 states.append(state)
             texts.outputs.append(torch.stack(outputs))
@@ -86,24 +81,12 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     )
 
 
-def mamba2_texts(count: int, head_dim: int, size: int, **options: Any) -> Texts:
-    heads, groups = test_mamba2_scan.HEADS, test_mamba2_scan.GROUPS
-
-    def draw(length: int) -> Data:
-        return test_mamba2_scan.draw(length, head_dim=head_dim, size=size)
-
-    return Texts.random(
-        count, draw, test_mamba2_scan.step, [(heads, head_dim), (groups, size), (groups, size)],
-        (heads, head_dim, size), 1, **options,
-    )  # fmt: skip
-
-
 def check_mamba2_runs(
     decode_runs: Any, play: Play, head_dim: int, size: int, calls: int = 10, **options: Any
 ) -> None:
     """Calls that write no state, checkpoints, padding: what no call names stays as it was."""
-    texts = mamba2_texts(play.count, head_dim, size, **options)
-    conv, (dt,) = texts.conv, texts.gates
+    texts = Texts.random(play.count, head_dim, size, **options)
+    conv, dt = texts.conv, texts.dt
     device, dtype, channels = conv.x.device, conv.x.dtype, conv.x.shape[1]
     heads, groups = test_mamba2_scan.HEADS, test_mamba2_scan.GROUPS
     state = RecurrentState(
@@ -148,55 +131,6 @@ def check_mamba2_runs(
                 close(state.ssm[slot], texts.states[s][position], dtype)
         same(state, before, written)
         call.done()
-
-
-def delta_rule_texts(count: int, v_dim: int, k_dim: int, **options: Any) -> Texts:
-    heads, k_heads = test_gated_delta_rule.HEADS, test_gated_delta_rule.K_HEADS
-
-    def draw(length: int) -> Data:
-        return test_gated_delta_rule.draw(length, v_dim=v_dim, k_dim=k_dim)
-
-    return Texts.random(
-        count, draw, test_gated_delta_rule.step,
-        [(k_heads, k_dim), (k_heads, k_dim), (heads, v_dim)], (heads, v_dim, k_dim), 2, **options,
-    )  # fmt: skip
-
-
-def check_delta_rule_decodes(
-    decode: Any, v_dim: int, k_dim: int, normed: bool = True, **options: Any
-) -> None:
-    """Rows in place, moved, new, dropped and padded."""
-    reads, writes, positions = [1, 2, 0, 4, 0], [1, 3, 5, 0, 0], [7, 3, 0, 9, 0]
-    texts = delta_rule_texts(len(reads), v_dim, k_dim, bias=False, **options)
-    conv, device, dtype = texts.conv, texts.conv.x.device, texts.conv.x.dtype
-    heads = test_gated_delta_rule.HEADS
-    state = RecurrentState(
-        poisoned(7, conv.weight.shape[1] - 1, conv.x.shape[1], dtype=dtype).to(device).mT,
-        poisoned(7, heads, v_dim, k_dim).to(device),
-    )
-    for s, (slot, position) in enumerate(zip(reads, positions, strict=True)):
-        if slot:
-            state.conv[slot] = texts.window(s, position)
-            state.ssm[slot] = texts.states[s][position]
-    before = RecurrentState(state.conv.clone(), state.ssm.clone())
-    rows = [LENGTH * s + position for s, position in enumerate(positions)]
-    x, a, b = (wide(values[rows]) for values in (conv.x, *texts.gates))
-    gate, weight = (wide(conv.x[: len(reads), : heads * v_dim]), conv.x[9, : heads * v_dim].clone())
-    slots = on(DecodeSlots(int64(reads), int64(writes)), str(device))
-    norm = HeadsNorm(gate, weight, 1e-5) if normed else None
-    y = decode(x, a, b, conv.constants(), texts.constants, state, slots, norm)
-    expected = torch.stack([texts.outputs[s][p] for s, p in enumerate(positions)])
-    if normed:
-        expected = expected.to(dtype).double()
-        expected *= (expected.square().mean(dim=2, keepdim=True) + 1e-5).rsqrt()
-        expected *= (weight.double() * torch.nn.functional.silu(gate.double())).view_as(expected)
-    close(y[:-1], expected.flatten(1)[:-1], dtype)
-    assert not y[-1].any()
-    for s, slot in enumerate(writes):
-        if slot:
-            assert torch.equal(state.conv[slot], texts.window(s, positions[s] + 1))
-            close(state.ssm[slot], texts.states[s][positions[s] + 1], dtype)
-    same(state, before, set(writes) - {0})
 
 
 def same(state: RecurrentState, before: RecurrentState, but: set[int]) -> None:

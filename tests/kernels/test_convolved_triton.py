@@ -1,4 +1,4 @@
-"""Triton's kernels of recurrent layers that convolve for themselves, in Triton's interpreter."""
+"""Triton's kernel of Mamba2's decodes that convolves for itself, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 
 from megatron_hybrid.kernels.contract import DecodeRuns, RecurrentState
 from megatron_hybrid.kernels.protocols import Mamba2Tokens
-from tests.kernels.convolved_cases import check_delta_rule_decodes, check_mamba2_runs, mamba2_texts
+from tests.kernels.convolved_cases import Texts, check_mamba2_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import int64
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
-from megatron_hybrid.kernels.gated_delta_rule import triton_convolved as delta_rule  # noqa: E402
 from megatron_hybrid.kernels.mamba2_scan import triton_convolved as mamba2  # noqa: E402
 from megatron_hybrid.kernels.mamba2_scan import triton_decode  # noqa: E402
 
@@ -36,8 +35,8 @@ def test_mamba2_equals_the_token_loop(dtype: torch.dtype, size: int, block_p: in
 @pytest.mark.parametrize("unfolded", [0, 2, 3])
 @pytest.mark.parametrize("seed", [None, 3], ids=["to the nearest", "by chance"])
 def test_mamba2_has_the_bits_of_two_kernels(unfolded: int, seed: int | None) -> None:
-    texts = mamba2_texts(2, 16, 8, dtype=torch.bfloat16)
-    x, (dt,), conv_constants = texts.conv.x[:2], texts.gates, texts.conv.constants()
+    texts = Texts.random(2, 16, 8, dtype=torch.bfloat16)
+    x, dt, conv_constants = texts.conv.x[:2], texts.dt, texts.conv.constants()
     constants = texts.constants._replace(rounding_seed=seed)
     shapes = [(x.shape[1],), (4, 16), (2, 8), (4,)]
     generator = torch.Generator().manual_seed(5)
@@ -63,12 +62,3 @@ def test_mamba2_has_the_bits_of_two_kernels(unfolded: int, seed: int | None) -> 
     assert torch.equal(state.conv, other.conv) and torch.equal(state.ssm, other.ssm)
     for ring, ours in zip(rings, own, strict=True):
         assert torch.equal(ring, ours)
-
-
-@pytest.mark.parametrize(("v_dim", "k_dim"), [(16, 8), (8, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("normed", [True, False], ids=["normed", "as it is"])
-def test_delta_rule_equals_the_token_loop(
-    normed: bool, dtype: torch.dtype, v_dim: int, k_dim: int
-) -> None:
-    check_delta_rule_decodes(delta_rule.decode, v_dim, k_dim, normed, dtype=dtype)

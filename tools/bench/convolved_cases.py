@@ -1,32 +1,29 @@
-"""Decodes of recurrent layers from the convolution's inputs on, for tools/benchmark_kernels.py: in
-one kernel, also of more sequences than take it in a layer, and beside it by a kernel a piece.
+"""Mamba2's decodes from the convolution's inputs on, for tools/benchmark_kernels.py: in one kernel,
+also of more sequences than take it in a layer, and beside it by a kernel a piece.
 
     python tools/benchmark_kernels.py --model nemotron-h-8b --only "convolved decode"
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from bench.cases import EPS, WRITE_INTERVAL, Bench, Calls, Case, num_written
+from bench.cases import WRITE_INTERVAL, Bench, Calls, Case, num_written
 from bench.recurrent_cases import runs_bytes
 from bench.recurrent_kinds import RecurrentKind
-from megatron_hybrid.kernels.convolved import HeadsNorm
-from megatron_hybrid.kernels.protocols import DeltaRuleTokens, Inputs, Mamba2Tokens
-from megatron_hybrid.models.config import GATED_DELTA_NET, MAMBA
+from megatron_hybrid.kernels.protocols import Mamba2Tokens
+from megatron_hybrid.models.config import MAMBA
 
 NAME = "convolved decode"
 
 
 def convolved_cases(bench: Bench, kind: RecurrentKind) -> Iterator[Case]:
-    make = {MAMBA: _mamba2, GATED_DELTA_NET: _delta_rule}.get(kind.letter)
-    if make is not None:
+    if kind.letter == MAMBA:
         for batch in [1, 3] if bench.tiny else [1, 2, 4, 8, 16, 32]:
-            yield make(bench, kind, batch)
+            yield _mamba2(bench, kind, batch)
 
 
 def _mamba2(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
@@ -63,42 +60,6 @@ def _mamba2(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
 
     moved = runs_bytes(bench, kind, runs) + _conv_bytes(bench, kind, batch + num_written(runs))
     return Case(NAME, f"B={batch} {heads} x {dim} x {size}", moved, make)
-
-
-def _delta_rule(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
-    """The convolution, the rule and the norm of its heads."""
-    kernels, (heads, v_dim, k_dim) = bench.kernels, kind.state
-    values = heads * v_dim
-    keys = (kind.channels - values) // 2
-    plan = kernels.plan_decode(bench.slots(batch))
-    fused = kernels.convolved_delta_rule
-
-    def make() -> Calls:
-        row = bench.normal(batch, kind.channels + values + 2 * heads)
-        x, gate, b, a = row.split([kind.channels, values, heads, heads], dim=1)
-        conv = bench.conv_constants(kind)._replace(bias=None)
-        state = bench.states(kind, batch, torch.float32)
-        norm = HeadsNorm(gate, bench.normal(values), EPS)
-
-        def apart() -> Inputs:
-            convolved = kernels.conv.decode(x, conv, state.conv, plan)
-            q, k, v = convolved.split([keys, keys, values], dim=1)
-            q, k = (part.unflatten(1, (-1, k_dim)) for part in (q, k))
-            tokens = DeltaRuleTokens(q, k, v.unflatten(1, (heads, v_dim)), a, b)
-            y = kind.kernel.decode(tokens, kind.constants, state.ssm, plan).flatten(1)
-            return kernels.norm.gated_rms_norm(y, *norm[:2], v_dim, EPS, True)
-
-        if fused is None:
-            return {"ours": apart}
-        layer = conv, kind.constants, state
-        return {
-            "ours": lambda: fused.decode(x, a, b, *layer, plan, norm),
-            "a kernel a piece": apart,
-        }
-
-    moved = 2 * batch * math.prod(kind.state) * 4 + _conv_bytes(bench, kind, 2 * batch)
-    moved += (batch * (kind.values_per_token + values) + values) * bench.item
-    return Case(NAME, f"B={batch} {heads} x {v_dim} x {k_dim}", moved, make)
 
 
 def _conv_bytes(bench: Bench, kind: RecurrentKind, windows: int) -> int:

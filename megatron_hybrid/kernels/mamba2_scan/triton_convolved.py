@@ -40,12 +40,13 @@ from megatron_hybrid.kernels.mamba2_scan.triton_decode import (
 )
 from megatron_hybrid.kernels.protocols import ConvConstants, Mamba2Constants, Rings
 
-# Of more, what every program loads besides its state costs more than a kernel does.
-MOST_SEQUENCES = 8
+# Of more, what every program loads besides its state costs more than a kernel does: measured, see
+# docs/performance.md.
+MOST_SEQUENCES = 1
 
 
 def takes(plan: Any, state: RecurrentState) -> bool:
-    """Runs of one token each, of few sequences."""
+    """Runs of one token each, of so few sequences that one kernel is faster."""
     if not isinstance(plan, DecodeRuns) or plan.most_unfolded is None:
         return False
     sequences, heads = plan.read_slot.shape[0], state.ssm.shape[1]
