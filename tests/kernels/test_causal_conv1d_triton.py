@@ -75,10 +75,9 @@ def test_decode(width: int, packed: bool) -> None:
     check_decode(conv, 1, channels=300, width=width, packed=packed, bias=False)
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
-def test_decode_by_tiles(sequences: int) -> None:
-    tiled = SimpleNamespace(decode=partial(conv.decode, tile=conv.Tile(64, sequences, warps=1)))
-    check_decode(tiled, 11, channels=70)
+@pytest.mark.parametrize("tile", [conv.Tile(64, warps=1), conv.Tile(128, warps=2)])
+def test_decode_by_tiles(tile: conv.Tile) -> None:
+    check_decode(SimpleNamespace(decode=partial(conv.decode, tile=tile)), 11, channels=70)
 
 
 def test_decodes_have_the_bits_of_prompts() -> None:
@@ -141,11 +140,8 @@ def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("sequences", [1, 4])
-def test_gates_of_decodes_have_the_bits_of_kernels_apart(
-    sequences: int, gates: str, dtype: torch.dtype
-) -> None:
-    tile = conv.Tile(64, sequences, warps=1)
+def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
+    tile = conv.Tile(64, warps=1)
     tiled = SimpleNamespace(
         decode=partial(conv.decode, tile=tile),
         plan_runs=conv.plan_runs,
@@ -153,7 +149,7 @@ def test_gates_of_decodes_have_the_bits_of_kernels_apart(
     )
     options = GATED | {"dtype": dtype, "gates": gates, "channels": 70}
     check_decode(tiled, 11, **options)
-    single_tokens = Play(sequences, count=5, ring_length=4, most=1)
+    single_tokens = Play(1, count=5, ring_length=4, most=1)
     check_runs(tiled, single_tokens, calls=6, **options)
 
 

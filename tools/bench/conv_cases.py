@@ -1,5 +1,5 @@
 """The causal convolution of recurrent layers, for tools/benchmark_kernels.py. A row of "conv tiles"
-has a decode in the tile that is chosen and in others: channels.sequences.warps of a program.
+has a decode in the tile that is chosen and in others: channels.warps of a program.
 
     python tools/benchmark_kernels.py --model nemotron-h-8b --only "conv tiles"
 """
@@ -16,7 +16,7 @@ from bench.recurrent_kinds import RecurrentKind, library
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from megatron_hybrid.models.config import MAMBA, SHORT_CONV
 
-TILES = "128.1.1 256.1.1 256.1.2 512.1.2 1024.1.4 256.2.1 128.4.1 256.4.1 256.4.4 512.4.4".split()
+TILES = "128.1 256.1 256.2 512.2 512.4 1024.4 1024.8 2048.8".split()
 
 
 def conv_cases(bench: Bench, kind: RecurrentKind) -> Iterator[Case]:

@@ -18,21 +18,16 @@ from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 
 
 class Tile(NamedTuple):
-    """What a program of one token a sequence computes."""
+    """Of what a program computes for one token of one sequence."""
 
     channels: int  # powers of 2, both
-    sequences: int
     warps: int
 
 
-# Of runs, whose windows are partly in rings: for more sequences there are not enough registers.
-_RUNS_TILE = Tile(256, 1, warps=2)
-
-
 def decode_tile(sequences: int, channels: int) -> Tile:
-    """Of whole windows: 16 bytes a thread; several sequences, which share taps, where that leaves
-    enough programs to keep a device's memory busy."""
-    return Tile(256, 4 if sequences * channels >= 2**19 else 1, warps=1)
+    """Few channels a program while there are few programs, so that many processors take part; then
+    16 bytes a thread. Measured: see docs/performance.md."""
+    return Tile(256, warps=2) if sequences * channels <= 2**16 else Tile(1024, warps=4)
 
 
 def decode(
@@ -50,11 +45,10 @@ def decode(
     rows, channels = x.shape
     out = x.new_empty((rows, channels)) if out is None else out
     tile = decode_tile(rows, channels) if tile is None else tile
-    _decode_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
-        x, weight, bias, state, out, plan.read_slot, plan.write_slot, rows, channels,
+    _decode_kernel[(cdiv(channels, tile.channels), rows)](
+        x, weight, bias, state, out, plan.read_slot, plan.write_slot, channels,
         x.stride(0), *weight.stride(), *state.stride(), out.stride(0), *gate_arguments(gates),
-        WIDTH=weight.shape[1], SILU=silu, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
-        num_warps=tile.warps, **OPTIONS,
+        WIDTH=weight.shape[1], SILU=silu, BLOCK_C=tile.channels, num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -90,12 +84,11 @@ def decode_runs(
             *arguments, **sizes, BLOCK_C=256, num_warps=4, **OPTIONS
         )
         return out
-    tile = _RUNS_TILE if tile is None else tile
     rows = max(tokens, sequences)  # padding among the one or the other
-    _single_kernel[(cdiv(channels, tile.channels), cdiv(rows, tile.sequences))](
-        *arguments, sequences, **sizes, BLOCK_S=tile.sequences, BLOCK_C=tile.channels,
-        num_warps=tile.warps, **OPTIONS,
-    )  # fmt: skip
+    tile = decode_tile(rows, channels) if tile is None else tile
+    _single_kernel[(cdiv(channels, tile.channels), rows)](
+        *arguments, sequences, **sizes, BLOCK_C=tile.channels, num_warps=tile.warps, **OPTIONS
+    )
     return out
 
 
@@ -108,20 +101,20 @@ def gate_arguments(gates: Gates | None) -> tuple[Tensor | None, Tensor | None, i
     return before, after, in_row, out_row
 
 
-@launched(do_not_specialize=["rows"])
+@launched
 def _decode_kernel(
-    x, weight, bias, state, out, read_slot, write_slot, rows, channels,
+    x, weight, bias, state, out, read_slot, write_slot, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
     in_gate, out_gate, in_gate_row, out_gate_row,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     taps = columns_of(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
     offset = bias_of(bias, channel, is_channel)
-    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    read = _by_row(read_slot, row, rows).to(tl.int64)
-    write = _by_row(write_slot, row, rows).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    read = tl.load(read_slot + row).to(tl.int64)
+    write = tl.load(write_slot + row).to(tl.int64)
     # The whole window is read before any of it is written: both may be the same slot.
     windows = state + channel * state_channel
     has_window = channel < tl.where(read > 0, channels, 0)
@@ -130,7 +123,6 @@ def _decode_kernel(
     )
     wait_for_inputs()  # the state was there before
     let_next_start()
-    row = row[:, None].to(tl.int64)
     has_token = channel < tl.where((read > 0) | (write > 0), channels, 0)
     newest = tl.load(x + row * x_row + channel, mask=has_token, other=0)
     if out_gate is not None:  # asked for before the input is used
@@ -145,7 +137,7 @@ def _decode_kernel(
     if out_gate is not None:
         y = gated(y.to(out.dtype.element_ty), out_factors)
     y = tl.where(has_token, y, 0.0)
-    tl.store(out + row * out_row + channel, y, mask=channel < tl.where(row < rows, channels, 0))
+    tl.store(out + row * out_row + channel, y, mask=is_channel)
     is_written = channel < tl.where(write > 0, channels, 0)
     window = windows + write * state_slot
     store_window(window, state_column, before[1:] + (newest,), is_written, WIDTH)
@@ -158,25 +150,25 @@ def _single_kernel(
     checkpoint_position, checkpoint_slot, tokens, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
     in_gate, out_gate, in_gate_row, out_gate_row, sequences,
-    RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """_runs_kernel of sequences of one token each, or none: all that is read is in flight at once,
     and what was there before the kernel in front is read while that ends."""
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     taps = columns_of(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
     offset = bias_of(bias, channel, is_channel)
-    row = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    begin = _by_row(cu_seqlens, row, sequences)
-    count = _by_row(cu_seqlens + 1, row, sequences) - begin
-    start = _by_row(position, row, sequences)
-    first_unfolded = start - _by_row(unfolded, row, sequences)
-    read = _by_row(read_slot, row, sequences).to(tl.int64)
-    write = _by_row(write_slot, row, sequences).to(tl.int64)
-    kept_position = _by_row(checkpoint_position, row, sequences)
-    kept = _by_row(checkpoint_slot, row, sequences).to(tl.int64)
-    first_place = _by_row(ring_row, row, sequences).to(tl.int64) * RING
+    row = tl.program_id(1).to(tl.int64)
+    is_there = row < sequences  # all figures of others are 0
+    begin = tl.load(cu_seqlens + row, mask=is_there, other=0)
+    count = tl.load(cu_seqlens + row + 1, mask=is_there, other=0) - begin
+    start = tl.load(position + row, mask=is_there, other=0)
+    first_unfolded = start - tl.load(unfolded + row, mask=is_there, other=0)
+    read = tl.load(read_slot + row, mask=is_there, other=0).to(tl.int64)
+    write = tl.load(write_slot + row, mask=is_there, other=0).to(tl.int64)
+    kept_position = tl.load(checkpoint_position + row, mask=is_there, other=0)
+    kept = tl.load(checkpoint_slot + row, mask=is_there, other=0).to(tl.int64)
+    first_place = tl.load(ring_row + row, mask=is_there, other=0).to(tl.int64) * RING
     used = tl.load(cu_seqlens + sequences)
     windows = state + channel * state_channel
     window = windows + read * state_slot
@@ -199,22 +191,18 @@ def _single_kernel(
     if out_gate is not None:
         y = gated(y.to(out.dtype.element_ty), out_factors)
     tl.store(out + token * out_row + channel, y, mask=has_token)
-    if tl.program_id(1) * BLOCK_S + BLOCK_S > used:
-        token = row[:, None].to(tl.int64)
-        is_padding = channel < tl.where((token >= used) & (token < tokens), channels, 0)
-        nothing = tl.zeros((BLOCK_S, BLOCK_C), out.dtype.element_ty)
-        tl.store(out + token * out_row + channel, nothing, mask=is_padding)
+    if (row >= used) & (row < tokens):  # padding
+        nothing = tl.zeros((BLOCK_C,), out.dtype.element_ty)
+        tl.store(out + row * out_row + channel, nothing, mask=is_channel)
 
     after = window_after(before, newest, count, WIDTH)
-    has_checkpoint = (kept > 0) & (first_unfolded < kept_position)
-    has_checkpoint &= kept_position <= start + count
-    if tl.sum(tl.sum(has_checkpoint.to(tl.int32), 1), 0) > 0:  # before the window is overwritten
+    is_reached = (first_unfolded < kept_position) & (kept_position <= start + count)
+    if (kept > 0) & is_reached:  # before the window is overwritten
         values = window_at(
             kept_position, start, first_unfolded, after, inputs, window, channel, channels,
-            tl.where(has_checkpoint, read, 0), state_column, RING, WIDTH,
+            read, state_column, RING, WIDTH,
         )  # fmt: skip
-        is_kept = channel < tl.where(has_checkpoint, channels, 0)
-        store_window(windows + kept * state_slot, state_column, values, is_kept, WIDTH)
+        store_window(windows + kept * state_slot, state_column, values, is_channel, WIDTH)
     is_recorded = channel < tl.where((count > 0) & (write <= 0), channels, 0)
     tl.store(inputs + start % RING * channels, newest, mask=is_recorded)
     is_written = channel < tl.where(write > 0, channels, 0)
@@ -291,13 +279,6 @@ def _runs_kernel(
         if (token > begin) | (write <= 0):
             place = first_place + (start + token - begin) % RING
             tl.store(ring + place * channels + channel, newest, mask=is_channel)
-
-
-@triton.jit
-def _by_row(figures, row, rows):
-    """figures[row], zeros past the last one: [R] -> [R, 1]. Loaded as a vector: of a matrix every
-    thread would load it once for each of its columns."""
-    return tl.load(figures + row, mask=row < rows, other=0)[:, None]
 
 
 @triton.jit
