@@ -47,10 +47,10 @@ SHAPES = {
 }
 QUANTISED = {"nemotron-h-8b": ("--quantization", "fp8"), "qwen3.5-35b-a3b-nvfp4": ()}
 DRAFTED = {"nemotron-h-8b": (20, 10), "granite-4.0-h-tiny": (16, 10)}  # GB of KV and of states
-FEW = "convolved decode,conv decode,conv tiles,product of few rows"
+FEW = "conv decode,conv tiles,product of few rows"
 KERNELS = {
-    "nemotron-h-8b": FEW,
-    "granite-4.0-h-tiny": f"{FEW},norm and router,experts",
+    "nemotron-h-8b": f"{FEW},spared writes",
+    "granite-4.0-h-tiny": f"{FEW},spared writes,norm and router,experts",
     "qwen3.5-35b-a3b": f"{FEW},norm and router,experts",
     "falcon-mamba-7b": "Mamba1 decode,conv decode,conv tiles,product of few rows",
     "jamba-mini-1.6": "Mamba1 decode",

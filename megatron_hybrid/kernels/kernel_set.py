@@ -21,7 +21,6 @@ from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.convolved import ConvolvedMamba2, ProjectedMamba1
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
@@ -31,6 +30,7 @@ from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.packed_states import reference as packing
 from megatron_hybrid.kernels.paged_attention import reference as attention
+from megatron_hybrid.kernels.projected import ProjectedMamba1
 from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
@@ -65,7 +65,6 @@ class KernelSet:
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`
     # What computes more of a layer at once, where there is something.
-    convolved_mamba2: ConvolvedMamba2 | None = None
     projected_mamba1: ProjectedMamba1 | None = None
 
 
@@ -113,8 +112,7 @@ def _libraries() -> KernelSet:
         captures=False,  # plans wait for the device
         stores_checkpoints=False,
         has_runs=False,
-        convolved_mamba2=None,  # the libraries' convolutions and scans are wanted
-        projected_mamba1=None,
+        projected_mamba1=None,  # the libraries' scans are wanted
     )
     if not missing_libraries(["causal_conv1d"]):
         from megatron_hybrid.kernels.causal_conv1d import library as conv
@@ -157,7 +155,6 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba1_scan import triton_projected as projected_mamba1
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
-    from megatron_hybrid.kernels.mamba2_scan import triton_convolved as convolved_mamba2
     from megatron_hybrid.kernels.norm import triton as norm
     from megatron_hybrid.kernels.packed_states import triton as packing
     from megatron_hybrid.kernels.rope import triton as rope
@@ -180,7 +177,6 @@ def _gpu() -> KernelSet:
         rope=rope,
         sampling=sampling,
         captures=True,
-        convolved_mamba2=convolved_mamba2,
         projected_mamba1=projected_mamba1,
     )
     if importlib.util.find_spec("flashinfer") is None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.convolved import LowRank
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
 from megatron_hybrid.layers.linear import RowParallelLinear

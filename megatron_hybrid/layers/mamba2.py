@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
 from megatron_hybrid.kernels.protocols import Inputs, Mamba2Constants, Mamba2Tokens, Reader
-from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
+from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel, shard
@@ -132,28 +132,16 @@ class Mamba2(RecurrentMixer):
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels = plans.kernels
         gate, convolved, dt = self.in_proj.split(x, self.in_sections, kernels)
+        values, b, c = self.convolve(convolved, plans).split(self.conv_sections, dim=1)
+        values = values.unflatten(1, (self.heads, self.config.head_dim))
+        b, c = (group.unflatten(1, (self.groups, self.config.state_size)) for group in (b, c))
+        tokens = Mamba2Tokens(values, b, c, dt)
         constants = Mamba2Constants(
             self.A, self.D, self.dt_bias, self.config.dt_limit, self.rounding_seed(plans)
         )
-        y = self._convolved_scan(convolved, dt, constants, plans).view(-1, self.inner)
+        y = self.scan(kernels.mamba2_scan, tokens, constants, plans).view(-1, self.inner)
         if self.norm is None:
             gated = kernels.activation.gate(y, gate, "silu", self.out_proj.reader)
         else:
             gated = self.norm(y, gate, kernels, self.out_proj.reader)
         return self.out_proj(gated, kernels)
-
-    def _convolved_scan(
-        self, x: Tensor, dt: Tensor, constants: Mamba2Constants, plans: KernelPlans
-    ) -> Tensor:
-        """The convolution of x [tokens, channels], and the scan -> [tokens, heads, head_dim]."""
-        fused, part = plans.kernels.convolved_mamba2, self.only_part(plans, PartKind.RUNS)
-        if fused is not None and part is not None:
-            state = self.state(plans)
-            if fused.takes(part.scan, state):
-                conv, rings = self.conv_constants(), plans.caches.rings[self.layer]
-                return fused.decode_runs(x, dt, conv, constants, state, rings, part.scan)
-        values, b, c = self.convolve(x, plans).split(self.conv_sections, dim=1)
-        values = values.unflatten(1, (self.heads, self.config.head_dim))
-        b, c = (group.unflatten(1, (self.groups, self.config.state_size)) for group in (b, c))
-        tokens = Mamba2Tokens(values, b, c, dt)
-        return self.scan(plans.kernels.mamba2_scan, tokens, constants, plans)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
-from megatron_hybrid.kernels.convolved import LowRank, ProjectedMamba1
 from megatron_hybrid.kernels.kernel_set import KernelSet, select
+from megatron_hybrid.kernels.projected import LowRank, ProjectedMamba1
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from tests.kernels.projected_cases import check_decodes
 

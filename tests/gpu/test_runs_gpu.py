@@ -84,6 +84,38 @@ def test_recurrences(model: str, dtype: torch.dtype, most: int) -> None:
         call.done()
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["nemotron-h-8b", "granite-4.0-h-tiny", "falcon-h1-7b"])
+def test_mamba2_has_the_same_bits_with_any_rows_a_program(
+    model: str, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """As many as beside few sequences, and as beside many."""
+    gpu = select("auto", torch.device("cuda"))
+    kind = kind_on(model, gpu, "cuda", dtype)
+    play = Play(seed=5, ring_length=4, most=1)
+    first = normal(play.slots, *kind.state).to(state_dtype).cuda()
+    rings = [
+        torch.zeros(play.count, play.ring_length, *values.shape[1:], dtype=dtype, device="cuda")
+        for values in kind.inputs(1).kept
+    ]
+    rows = {8, 16, min(kind.state[1], 4096 // kind.state[2])}
+    kept = {n: (first.clone(), tuple(ring.clone() for ring in rings)) for n in rows}
+    for number in range(CALLS):
+        call = play.call(padding=number % 3)
+        inputs = kind.inputs(sum(call.lengths) + call.padding)
+        runs = gpu.plan_runs(on(call.runs(), "cuda"), play.ring_length)
+        found = [
+            [kind.kernel.decode_runs(inputs, kind.constants, state, ring, runs, block_p=n), state]
+            + list(ring)
+            for n, (state, ring) in kept.items()
+        ]
+        for others in found[1:]:
+            for ours, theirs in zip(found[0], others, strict=True):
+                assert torch.equal(ours, theirs)
+        call.done()
+
+
 @pytest.mark.parametrize("most", [6, 1], ids=["drafts", "single tokens"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["nemotron-h-8b", "lfm2-1.2b"])

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
-from megatron_hybrid.kernels.convolved import LowRank
+from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Mamba1Constants
 from tests.kernels.conv_cases import on
-from tests.kernels.convolved_cases import wide
 from tests.kernels.segments import int64, poisoned
 
 EPS = 1e-3  # large enough to show
@@ -76,6 +75,13 @@ class Layer:
         dt, x = F.softplus(dt + bias), self.x[row].double()
         state = torch.exp(dt[:, None] * A) * state.double() + (dt * x)[:, None] * b
         return (state @ c + D * x) * F.silu(self.z[row].double()), state
+
+
+def wide(values: Tensor) -> Tensor:
+    """The same as columns of a wider tensor, as a projection leaves them."""
+    rows = values.new_full((values.shape[0], values.shape[1] + 16), float("nan"))
+    rows[:, 8:-8] = values
+    return rows[:, 8:-8]
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

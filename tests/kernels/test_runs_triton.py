@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 from megatron_hybrid.kernels.gated_delta_rule import triton as delta_rule  # noqa: E402
 from megatron_hybrid.kernels.mamba1_scan import triton as mamba1  # noqa: E402
 from megatron_hybrid.kernels.mamba2_scan import triton as mamba2  # noqa: E402
+from megatron_hybrid.kernels.mamba2_scan.triton_decode import choose_rows  # noqa: E402
 
 
 def as_it_is(runs: DecodeRuns, ring_length: int) -> Any:
@@ -49,6 +50,24 @@ def test_runs_equal_the_token_loop_whatever_is_accepted(recurrence: Recurrence, 
 @pytest.mark.parametrize("seed", range(usually(1, 2)))
 def test_single_tokens_equal_the_token_loop(recurrence: Recurrence, seed: int) -> None:
     check_runs(recurrence, Play(seed, count=3, ring_length=4, most=1), padding=seed, calls=8)
+
+
+@pytest.mark.parametrize(("size", "block_p"), [(8, 16), (64, 8), (64, 16)])
+def test_mamba2s_programs_may_have_any_rows(size: int, block_p: int) -> None:
+    kernel = SimpleNamespace(decode_runs=partial(mamba2.decode_runs, block_p=block_p))
+    draw = partial(test_mamba2_scan.draw, head_dim=16, size=size)
+    recurrence = Recurrence(kernel, (4, 16, size), draw, test_mamba2_scan.step, as_it_is)
+    check_runs(recurrence, Play(size, count=3, ring_length=4, most=1), padding=1, calls=8)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "size", "rows"),
+    [(1, 128, 128, 8), (16, 128, 128, 8), (17, 128, 128, 32), (42, 48, 64, 8), (43, 48, 64, 64)],
+)
+def test_programs_of_few_sequences_have_few_rows(
+    sequences: int, heads: int, size: int, rows: int
+) -> None:
+    assert choose_rows(sequences, heads, 64, size) == rows
 
 
 @pytest.mark.parametrize("seed", range(3))

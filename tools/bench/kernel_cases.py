@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from bench.attention_cases import attention_cases
 from bench.cases import Bench, Case
 from bench.conv_cases import conv_cases
-from bench.convolved_cases import convolved_cases
 from bench.expert_cases import expert_cases
 from bench.few_row_cases import few_row_cases
 from bench.layer_cases import layer_cases
@@ -25,7 +24,6 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
         yield from recurrent_cases(bench, kind)
         yield from conv_cases(bench, kind)
         yield from layer_cases(bench, kind)
-        yield from convolved_cases(bench, kind)
     yield from projected_cases(bench)
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Bench, Calls, Case
-from megatron_hybrid.kernels.convolved import LowRank
+from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 

@@ -71,11 +71,11 @@ def _state_runs(
 def _spared_writes(bench: Bench, kind: RecurrentKind, batch: int, interval: int) -> Case:
     """Decodes of which each writes its state every so many tokens, beside plain ones."""
     runs = bench.usual_runs(batch, interval)
-    make, moved = _runs(bench, kind, runs, 1, interval), runs_bytes(bench, kind, runs)
+    make, moved = _runs(bench, kind, runs, 1, interval), _runs_bytes(bench, kind, runs)
     return Case("spared writes", f"B={batch} every {interval} tokens", moved, make)
 
 
-def runs_bytes(bench: Bench, kind: RecurrentKind, runs: DecodeRuns) -> int:
+def _runs_bytes(bench: Bench, kind: RecurrentKind, runs: DecodeRuns) -> int:
     """What a scan moves of one token a sequence."""
     batch = len(runs.unfolded)
     states, tokens = batch + num_written(runs), batch + int(runs.unfolded.sum())

@@ -1,6 +1,6 @@
 """Decodes of the causal convolution in Triton; see triton.py, and protocols.py for the calls.
 
-The functions without a launch are for other kernels, too: for those that convolve for themselves.
+Some of the functions without a launch are for prompts, too.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeSlots
-from megatron_hybrid.kernels.convolved import LowRank
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.mamba1_scan.triton_decode import after_token, outputs, softplus
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
+from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Mamba1Constants
 
 MOST_SEQUENCES = 4  # each takes the weight from the L2 cache again

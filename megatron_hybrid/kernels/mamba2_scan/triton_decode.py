@@ -14,6 +14,7 @@ from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rin
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MOST_OF_FEW_ROWS = 2048  # sequences times heads, where programs have few rows
 
 
 def decode(
@@ -47,26 +48,43 @@ def decode_runs(
     ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
+    *,
+    block_p: int | None = None,
 ) -> Tensor:
-    """Rings are contiguous. The state stays in registers for the whole run."""
+    """Rings are contiguous. The state stays in registers for the whole run. `block_p`: rows of a
+    head's state that a program has, of single tokens."""
     y = checked_output(tokens, state, out)
     A, D, dt_bias, dt_limit, seed = constants
     count, heads, head_dim = tokens.x.shape
     groups, size = tokens.B.shape[1:]
-    kernel, more, block_p = _runs_kernel, {}, 8
-    if plan.most_unfolded is not None:
-        # its programs have less to compute, and more of the state each
+    sequences = plan.read_slot.shape[0]
+    if plan.most_unfolded is None:
+        kernel, more, block_p = _runs_kernel, {}, 8
+    else:
         kernel = _single_kernel
-        block_p = min(head_dim, max(4096 // size, 8))
+        block_p = choose_rows(sequences, heads, head_dim, size) if block_p is None else block_p
         tokens_each = next_power_of_2(plan.most_unfolded + 1)
         more = {"TOKENS": tokens_each, "LANES": min(32, size)}
-    kernel[(head_dim // block_p, heads, plan.read_slot.shape[0] + 1)](
+    kernel[(head_dim // block_p, heads, sequences + 1)](
         *tokens, A, D, dt_bias, state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), heads // groups, *dt_limit, seed,
         HEADS=heads, GROUPS=groups, RING=ring[0].shape[1], HEAD_DIM=head_dim, SIZE=size,
         BLOCK_P=block_p, num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
+
+
+def choose_rows(sequences: int, heads: int, head_dim: int, size: int) -> int:
+    """Of a head's state, that a program for one token a sequence has.
+
+    Few programs keep more of the memory busy if they are smaller and more: on an H100, convolution
+    included, 8 rows took 5.5 us instead of 6.3 with 32 for one sequence of Nemotron-H-8B, and 73.5
+    instead of 73.0 for 32 of them (docs/performance.md). All sums have the same layouts with either
+    (of 32 columns or more, in what Triton 3.6 compiles), so that bits do not depend on neighbours.
+    """
+    if sequences * heads <= MOST_OF_FEW_ROWS:
+        return 8
+    return min(head_dim, max(4096 // size, 8))
 
 
 @triton.jit
@@ -105,7 +123,7 @@ def _decode_kernel(
         mask=(p < tl.where(read > 0, HEAD_DIM, 0))[:, None],
         other=0.0,
     ).to(tl.float32)
-    a, d, bias = constants_of_head(a_ptr, d_ptr, bias_ptr, head)
+    a, d, bias = tl.load(a_ptr + head), tl.load(d_ptr + head), tl.load(bias_ptr + head)
     wait_for_inputs()  # the state was there before
     group = head // heads_per_group
     x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p).to(tl.float32)
@@ -279,79 +297,29 @@ def _single_kernel(
         mask=of_row < tl.where(read > 0, HEAD_DIM, 0),
         other=0.0,
     ).to(tl.float32)
-
-    constants = constants_of_head(a_ptr, d_ptr, bias_ptr, head)
+    a, d, bias = tl.load(a_ptr + head), tl.load(d_ptr + head), tl.load(bias_ptr + head)
+    # What is unfolded, all of it in flight at once; x and B where no state is written.
     i = tl.arange(0, TOKENS)
     place = ring + (position - unfolded + i) % RING
-    old = unfolded_inputs(
-        ring_x_ptr, ring_b_ptr, ring_dt_ptr, place, i, unfolded, write, p, head, group,
-        HEADS, GROUPS, HEAD_DIM, SIZE,
-    )  # fmt: skip
+    column = tl.arange(0, SIZE)
+    in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
+    is_kept = i[:, None] < tl.where(write > 0, 0, unfolded)
+    kept_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[:, None] + in_x[None, :]
+    kept_b = ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + (group * SIZE + column)[None, :]
+    kept_dt = ring_dt_ptr + place * HEADS + head
+    old_dt = tl.load(kept_dt, i < unfolded, 0.0)
+    old_x, old_b = tl.load(kept_x, is_kept, 0.0), tl.load(kept_b, is_kept, 0.0)
 
     wait_for_inputs()  # all that was there before
     row = tl.cast(begin, tl.int64)
-    in_b = group * SIZE + n
-    raw_x = tl.load(x_ptr + row * x_row + head * HEAD_DIM + p, mask=p < HEAD_DIM * count, other=0.0)
+    raw_x = tl.load(x_ptr + row * x_row + in_x, mask=p < HEAD_DIM * count, other=0.0)
     raw_b = tl.load(b_ptr + row * b_row + in_b, mask=n < SIZE * count, other=0.0)
     c = tl.load(c_ptr + row * c_row + in_b, mask=n < SIZE * count, other=0.0).to(tl.float32)
-    column = tl.arange(0, SIZE)
     of_c = c_ptr + row * c_row + group * SIZE + column
     flat_c = tl.load(of_c, mask=column < SIZE * count, other=0.0).to(tl.float32)
     is_new = (i >= unfolded) & (i < unfolded + count)
     new_dt = tl.load(dt_ptr + row * dt_row + head + i * 0, is_new, 0.0)
-    take_single(
-        h, raw_x, raw_b, c, flat_c, new_dt, old, constants, n, p, part, head, group,
-        count, position, unfolded, write, ring, checkpoint, tokens_in,
-        state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr + row * y_row, state_slot,
-        heads_per_group, dt_min, dt_max, seed, HEADS, GROUPS, RING, TOKENS, HEAD_DIM, SIZE,
-    )  # fmt: skip
-
-
-@triton.jit
-def constants_of_head(a_ptr, d_ptr, bias_ptr, head):
-    """A, D and the bias of dt."""
-    return tl.load(a_ptr + head), tl.load(d_ptr + head), tl.load(bias_ptr + head)
-
-
-@triton.jit
-def unfolded_inputs(
-    ring_x_ptr, ring_b_ptr, ring_dt_ptr, place, i, unfolded, write, p, head, group,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """What take_single wants of tokens in these places, all of it in flight at once: x [TOKENS,
-    rows] and B [TOKENS, SIZE], where no state is written, and dt [TOKENS]."""
-    column = group * SIZE + tl.arange(0, SIZE)
-    is_kept = i[:, None] < tl.where(write > 0, 0, unfolded)
-    in_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[:, None] + (head * HEAD_DIM + p)[None, :]
-    in_b = ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + column[None, :]
-    dt = tl.load(ring_dt_ptr + place * HEADS + head, i < unfolded, 0.0)
-    return tl.load(in_x, is_kept, 0.0), tl.load(in_b, is_kept, 0.0), dt
-
-
-@triton.jit
-def take_single(
-    h, raw_x, raw_b, c, flat_c, new_dt, old, constants, n, p, part, head, group,
-    count, position, unfolded, write, ring, checkpoint, tokens_in,
-    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr, state_slot,
-    heads_per_group, dt_min, dt_max, seed,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Fold into h what is unfolded, and the token's output and inputs, to where they belong.
-
-    h [SIZE / LANES, rows, LANES]: rows p of a head's state that was read; raw_x [rows], raw_b and c
-    [SIZE / LANES, LANES], flat_c [SIZE]: of the token, zeros where there is none; new_dt [TOKENS]:
-    its own in place `unfolded`; old: unfolded_inputs; y_ptr: of its row; ring: its sequence's first
-    place; tokens_in: how many from the first unfolded one on the checkpoint has.
-    """
-    old_x, old_b, old_dt = old
-    a, d, bias = constants
-    of_row = p[None, :, None]
-    in_slot = head * (HEAD_DIM * SIZE) + of_row * SIZE + n[:, None, :]
-    in_x, in_b = head * HEAD_DIM + p, group * SIZE + n
     # dt of the unfolded tokens, and behind them of the call's
-    i = tl.arange(0, TOKENS)
-    is_new = (i >= unfolded) & (i < unfolded + count)
     dt = tl.where(is_new, new_dt, old_dt).to(tl.float32)
     dt = softplus(dt + bias)
     dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
@@ -361,7 +329,7 @@ def take_single(
     weight = tl.exp2(tl.minimum(total - cs, 0.0)) * dt
     new_weight = take_from(dt, unfolded)
     x, b = raw_x.to(tl.float32), raw_b.to(tl.float32)
-    y_ptrs = y_ptr + in_x
+    y_ptrs = y_ptr + row * y_row + in_x
 
     has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
     if (count > 0) & (write <= 0) & (has_checkpoint == 0):
@@ -402,8 +370,7 @@ def take_single(
         new_place = ring + position % RING
         tl.store(ring_x_ptr + new_place * (HEADS * HEAD_DIM) + in_x, raw_x)
         if part == 0:
-            place = ring + (position - unfolded + i) % RING
-            tl.store(ring_dt_ptr + place * HEADS + head, new_dt, is_new)
+            tl.store(kept_dt, new_dt, is_new)
             if head % heads_per_group == 0:
                 tl.store(ring_b_ptr + new_place * (GROUPS * SIZE) + in_b, raw_b)
 

@@ -1,5 +1,4 @@
-"""Kernels that compute a recurrent layer's decodes from the convolution's inputs on, or Mamba1's
-from x_proj's result on: a Protocol a kind of layer. A kernel set may have none."""
+"""Mamba1's decodes from x_proj's result on in one kernel. A kernel set may have none."""
 
 from __future__ import annotations
 
@@ -7,14 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import RecurrentState
-from megatron_hybrid.kernels.protocols import (
-    ConvConstants,
-    Mamba1Constants,
-    Mamba2Constants,
-    Plan,
-    Rings,
-)
+from megatron_hybrid.kernels.protocols import Mamba1Constants, Plan
 
 
 class LowRank(NamedTuple):
@@ -44,24 +36,3 @@ class ProjectedMamba1(Protocol):
         plan: Plan,
     ) -> Tensor:
         """x, convolved, and the gate z [T, channels] (rows may be strided) -> [T, channels]."""
-
-
-class ConvolvedMamba2(Protocol):
-    """Mamba2's convolution and scan in one kernel, for decodes: as one after the other."""
-
-    def takes(self, plan: Plan, state: RecurrentState) -> bool:
-        """Whether it computes such decodes, and sooner than two kernels do. plan: the scan's, of
-        DecodeRuns or DecodeSlots."""
-
-    def decode_runs(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        conv: ConvConstants,
-        constants: Mamba2Constants,
-        state: RecurrentState,
-        rings: tuple[Tensor, Rings],
-        plan: Plan,
-    ) -> Tensor:
-        """x [T, channels], what is convolved to | x | B | C |, and dt [T, heads] (rows of both may
-        be strided) -> [T, heads, head_dim]. rings: the convolution's and the scan's."""
