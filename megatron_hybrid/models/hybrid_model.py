@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.kernels.contract import DecodeRuns
@@ -355,7 +354,7 @@ class HybridModel(nn.Module):
             logits = self.lm_head(normed, self.kernels)
         else:
             assert self.embedding is not None
-            logits = F.linear(normed, self.embedding.weight)
+            logits = self.kernels.linear.multiply(normed, self.embedding.weight)
         logits = self.parallel.tensor.all_gather(logits)
         return logits[:, : config.vocab_size]
 

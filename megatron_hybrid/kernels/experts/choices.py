@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Of more experts it takes longer to compare each with each than to find the best one by one.
-_MOST_RANKED = tl.constexpr(128)
+MOST_RANKED = tl.constexpr(128)
 # The key of what was taken, below all others.
 _TAKEN = tl.constexpr(-(2**31))
 
@@ -18,7 +18,7 @@ def store_choice_of_warps(
     CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`store_choice` by several warps, which for each of its steps would wait for one another."""
-    if BLOCK_E <= _MOST_RANKED:
+    if BLOCK_E <= MOST_RANKED:
         _store_ranked(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
             CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E,

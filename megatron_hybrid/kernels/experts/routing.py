@@ -13,7 +13,11 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts import reference
-from megatron_hybrid.kernels.experts.choices import store_choice, store_choice_of_warps
+from megatron_hybrid.kernels.experts.choices import (
+    MOST_RANKED,
+    store_choice,
+    store_choice_of_warps,
+)
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
@@ -126,13 +130,16 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """`route` from the logits [tokens, experts] on."""
     if not _can_choose(router):
         return reference.choose(logits, router)
-    tokens = logits.shape[0]
+    tokens, num_experts = logits.shape
     experts, weights = _results(logits, router)
     if tokens:
-        # A warp has a whole row, so that nothing waits for other warps.
+        # Several warps compare all of few tokens' experts at once; otherwise one warp has a row,
+        # and waits for no other.
+        is_ranked = tokens <= _MOST_TILED and next_power_of_2(num_experts) <= MOST_RANKED.value
         _choose_kernel[(tokens,)](
-            logits.contiguous(), *_choice(router, experts, weights), num_warps=1, **OPTIONS
-        )
+            logits.contiguous(), *_choice(router, experts, weights),
+            num_warps=_WARPS if is_ranked else 1, IS_RANKED=is_ranked, **OPTIONS,
+        )  # fmt: skip
     return experts, weights
 
 
@@ -276,17 +283,24 @@ def _choose_kernel(
     logits, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, IS_RANKED: tl.constexpr,
 ):  # fmt: skip
     biases = None
     if bias is not None:
         biases = _load_biases(bias, EXPERTS, BLOCK_E)
     wait_for_inputs()
     let_next_start()
-    store_choice(
-        logits, biases, experts, weights, tl.program_id(0).to(tl.int64), eps, factor, SCORING,
-        NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
-    )  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if IS_RANKED:
+        store_choice_of_warps(
+            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+        )  # fmt: skip
+    else:
+        store_choice(
+            logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
@@ -94,6 +94,7 @@ def _decode_kernel(
         other=0.0,
     ).to(tl.float32)
     wait_for_inputs()  # the state was there before
+    let_next_start()
     key_head = head // heads_per_key
     q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
     k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n).to(tl.float32)

@@ -2,7 +2,7 @@
 arrives.
 
 A program has a few rows of the weight and goes through their columns; every thread multiplies and
-adds what it loads, without tensor cores, and the next step's weights are on their way meanwhile.
+adds what it loads, without tensor cores, and the next steps' weights are on their way meanwhile.
 Sums are in float32 and in a fixed order.
 """
 
@@ -19,8 +19,8 @@ from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
-# Of longer rows cuBLAS brings as many bytes a second.
-_MOST_COLUMNS = 16384
+# Of longer rows there would be too much code: all steps are written out.
+_MOST_COLUMNS = 32768
 
 
 class Tile(NamedTuple):
@@ -28,6 +28,7 @@ class Tile(NamedTuple):
 
     rows: int
     depth: int  # columns, a step
+    steps: int  # whose weights are on their way at a time
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
@@ -36,13 +37,11 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
     return in_16_bits and x.shape[0] == 1 and weight.shape[1] <= _MOST_COLUMNS
 
 
-def choose_tile(rows: int, columns: int) -> Tile:
-    """By what was fast on an H200, in a CUDA graph over the weights of many layers."""
-    if rows < 1024:  # or few processors have anything to do
-        return Tile(1, 2048)
-    if rows > 8192:
-        return Tile(2, 2048) if columns >= 2048 else Tile(4, 512)
-    return Tile(2, 1024) if columns <= 4096 else Tile(4, 512)
+def choose_tile(columns: int) -> Tile:
+    """By what was fast on an H100, in a CUDA graph over the weights of many layers."""
+    if columns >= 4096:
+        return Tile(2, 1024, 2)
+    return Tile(4, 256, 8 if columns > 2048 else 4)  # a warp has a row
 
 
 def multiply(
@@ -60,20 +59,21 @@ def multiply(
     rows, columns = weight.shape
     parts = 2 if gated else 1
     y = torch.empty(1, rows // parts, dtype=x.dtype, device=x.device)
-    tile = choose_tile(rows, columns) if tile is None else tile
+    tile = choose_tile(columns) if tile is None else tile
     depth = min(tile.depth, next_power_of_2(columns))
     each = max(tile.rows, parts)
     _one_row_kernel[(cdiv(rows, each),)](
-        x.contiguous(), weight, bias, y, rows, columns, weight.stride(0),
-        activation, parts, each, depth, num_warps=4, **OPTIONS,
+        x.contiguous(), weight, bias, y, rows, weight.stride(0),
+        activation, parts, columns, each, depth, tile.steps, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return y
 
 
 @launched
 def _one_row_kernel(
-    x, weight, bias, y, rows, columns, weight_row,
-    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, bias, y, rows, weight_row,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight a program, of each of PARTS equal parts as many: the i-th row of one
     part next to those of the others."""
@@ -83,12 +83,19 @@ def _one_row_kernel(
     place = tl.arange(0, ROWS)
     row = tl.minimum(tl.program_id(0) * each + place // PARTS, of_part - 1)
     row += place % PARTS * of_part
-    total = tl.zeros((ROWS, DEPTH), tl.float32)
     weights = weight + row.to(tl.int64)[:, None] * weight_row
-    loaded = load_columns(weights, 0, columns, DEPTH)
+    same = x + tl.zeros((ROWS, 1), tl.int32)  # the inputs of every row, see add_products
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    loaded = _load_steps(weights, 0, COLUMNS, DEPTH, STEPS)
     wait_for_inputs()
     let_next_start()
-    total = add_products(total, loaded, weights, x, columns, DEPTH)
+    for begin in tl.static_range(0, COLUMNS, STEPS * DEPTH):
+        following = _load_steps(weights, begin + STEPS * DEPTH, COLUMNS, DEPTH, STEPS)
+        for i in tl.static_range(STEPS):
+            if begin + i * DEPTH < COLUMNS:
+                inputs = load_columns(same, begin + i * DEPTH, COLUMNS, DEPTH)
+                total += loaded[i].to(tl.float32) * inputs.to(tl.float32)
+        loaded = following
     value = tl.sum(total, axis=1)
     if bias is not None:
         value += tl.load(bias + row).to(tl.float32)
@@ -104,14 +111,28 @@ def _one_row_kernel(
 
 
 @triton.jit
+def _load_steps(
+    rows, begin: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """[ROWS, DEPTH] of so many steps from column `begin` on, or up to the last."""
+    loaded = ()
+    for i in tl.static_range(STEPS):
+        if begin + i * DEPTH < COLUMNS:
+            loaded = loaded + (load_columns(rows, begin + i * DEPTH, COLUMNS, DEPTH),)
+    return loaded
+
+
+@triton.jit
 def add_products(total, loaded, weights, x, columns, DEPTH: tl.constexpr):
     """total [ROWS, DEPTH] float32, whose rows' sums are the result, + the products of `columns`
     numbers from x on with those from `weights` [ROWS, 1] on, the first of which are `loaded`."""
+    same = x + tl.zeros((total.shape[0], 1), tl.int32)
     for start in range(0, columns, DEPTH):
         following = load_columns(weights, start + DEPTH, columns, DEPTH)
-        k = start + tl.arange(0, DEPTH)
-        inputs = tl.load(x + k, mask=k < columns, other=0.0).to(tl.float32)
-        total += loaded.to(tl.float32) * inputs[None, :]
+        # Loaded for every row, so that each thread loads what it multiplies: from thread to thread
+        # they would go through shared memory, and all would wait.
+        inputs = load_columns(same, start, columns, DEPTH)
+        total += loaded.to(tl.float32) * inputs.to(tl.float32)
         loaded = following
     return total
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels import devices
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
-from megatron_hybrid.kernels.dependent_launch import OPTIONS, wait_for_inputs
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import row_strides
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
@@ -141,6 +141,7 @@ def _decode_kernel(
     h = tl.load(state_ptr + read * state_slot + in_slot, is_read, 0.0).to(tl.float32)
     a = tl.load(a_ptr + in_slot)
     wait_for_inputs()  # the state was there before
+    let_next_start()
     x = tl.load(x_ptr + row * x_row + d).to(tl.float32)
     z = tl.load(z_ptr + row * z_row + d).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + n).to(tl.float32)
