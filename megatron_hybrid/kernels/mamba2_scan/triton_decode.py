@@ -79,8 +79,8 @@ def choose_rows(sequences: int, heads: int, head_dim: int, size: int) -> int:
 
     Few programs keep more of the memory busy if they are smaller and more: on an H100, convolution
     included, 8 rows took 5.5 us instead of 6.3 with 32 for one sequence of Nemotron-H-8B, and 73.5
-    instead of 73.0 for 32 of them (docs/performance.md). All sums have the same layouts with either
-    (of 32 columns or more, in what Triton 3.6 compiles), so that bits do not depend on neighbours.
+    instead of 73.0 for 32 of them (docs/performance.md). With inputs in bfloat16 and states in
+    float32 the bits are the same with either; with others, the last ones may differ.
     """
     if sequences * heads <= MOST_OF_FEW_ROWS:
         return 8
