@@ -15,6 +15,7 @@ from tqdm import tqdm
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.garbage import collecting_seldom
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
 from megatron_hybrid.models.checkpoints import hub
@@ -227,7 +228,8 @@ class LLM:
         running = {answer for answers in requests for answer in answers}
         show = progress and len(running) > 1
         try:
-            with tqdm(total=len(running), unit="answer", disable=None if show else True) as bar:
+            total, hidden = len(running), None if show else True
+            with collecting_seldom(), tqdm(total=total, unit="answer", disable=hidden) as bar:
                 for answers in self._steps(lambda: not running):
                     ended = running.intersection(answers)
                     running.difference_update(ended)

@@ -54,6 +54,7 @@ from megatron_hybrid.arguments import (
 )
 from megatron_hybrid.engine.build import build_engine, load_weights, resolve_device
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.garbage import collecting_seldom
 from megatron_hybrid.errors import ConfigurationError
 
 DEFAULT_SCALE = 0.02
@@ -219,7 +220,8 @@ class Bench:
         gc.collect()
         total = workload.token_counts().requests
         # disable=None: no bar in a log
-        with tqdm(total=total, desc=label, unit="req", leave=False, disable=None) as bar:
+        bar = tqdm(total=total, desc=label, unit="req", leave=False, disable=None)
+        with bar, collecting_seldom():  # as LLM.generate and servers do
             return run_workload(self.engine, workload, on_finish=bar.update)
 
     def warm_up(self, name: str) -> None:

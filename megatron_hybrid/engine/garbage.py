@@ -4,6 +4,8 @@ with a hundred thousand of them a search takes a third of a second, in which nob
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Collections of the middle generation before one of all objects: about an hour of decoding. Of what
 # ends here nothing refers to itself; what does is young, and found among the young.
@@ -15,3 +17,15 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], BEFORE_A_FULL_ONE)
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Hardly ever look at all objects meanwhile, in a process that is not the engine's alone: what
+    torch and others have imported takes 0.1 s or more, and nobody gets a token."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], max(before[2], BEFORE_A_FULL_ONE))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

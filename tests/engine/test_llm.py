@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_hybrid import (
 )
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.engine.build import build_engine
+from megatron_hybrid.engine.garbage import BEFORE_A_FULL_ONE
 from tests.tiny_models import make_tiny_model
 
 SMALL = {
@@ -59,6 +61,25 @@ def test_a_bad_prompt_generates_nothing_and_leaves_the_engine_clean(llm: LLM):
         llm.generate([[1, 2], [160]], PARAMS)
     assert llm.generate([[1, 2]], PARAMS)[0].token_ids
     assert llm.engine.context.rows.num_free == 8
+
+
+def test_while_it_generates_objects_are_all_looked_at_seldom(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    seen, step = [], llm._step
+
+    def observed() -> object:
+        seen.append(gc.get_threshold())
+        return step()
+
+    monkeypatch.setattr(llm, "_step", observed)
+    before = gc.get_threshold()
+    llm.generate([[1, 2]], PARAMS)
+    assert set(seen) == {(*before[:2], BEFORE_A_FULL_ONE)}
+    assert gc.get_threshold() == before
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[160]], PARAMS)
+    assert gc.get_threshold() == before
 
 
 def test_text_needs_a_tokenizer(llm: LLM):
