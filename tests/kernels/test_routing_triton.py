@@ -41,7 +41,7 @@ def test_choose(num_experts: int, dtype: torch.dtype, kind: str) -> None:
     ("tokens", "num_experts", "width"),
     [
         *[(1, 64, 1100), (3, 8, 24), (1, 100, 16), (1, 200, 16)],
-        *[(9, 8, 24), (9, 64, 300), (40, 32, 512)],
+        *[(9, 8, 24), (9, 64, 300), (40, 32, 512), (9, 100, 300)],
     ],
 )
 def test_route(tokens: int, num_experts: int, width: int, kind: str) -> None:
@@ -99,6 +99,17 @@ def test_route_of_groups_of_other_sizes_and_of_no_tokens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
+def test_rows_that_are_no_numbers_among_many_stay_within_the_experts() -> None:
+    x = torch.randn(20, 24).half()
+    x[7] = torch.nan
+    for scoring in ("softmax", "sigmoid"):
+        to = router(5, 3, 24, dtype=torch.float16, scoring=scoring)
+        experts, weights = routing.route(x, to)
+        assert experts.min() >= 0 and experts.max() < 5
+        assert weights[7].isnan().all() and not weights[8].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
 @pytest.mark.parametrize("normalize", [True, False])
 def test_rows_that_are_no_numbers_stay_within_the_experts(normalize: bool) -> None:
     logits = torch.randn(3, 5)
@@ -133,7 +144,14 @@ def test_logits_of_both_signs_and_both_zeros(choose, dtype) -> None:  # type: ig
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize(("choose", "dtype"), WAYS)
+def routed_together(logits: torch.Tensor, to: Router) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise of many tokens at once, by programs that choose for several."""
+    same = torch.eye(logits.shape[1], dtype=logits.dtype)
+    experts, weights = routing.route(logits.repeat(20, 1), to._replace(weight=same))
+    return experts[-len(logits) :], weights[-len(logits) :]
+
+
+@pytest.mark.parametrize(("choose", "dtype"), [*WAYS, (routed_together, torch.float16)])
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.5])
 @pytest.mark.parametrize(("normalize", "share"), [(True, 1 / 3), (False, 1 / 6)])
 def test_equal_logits_go_to_the_lower_expert(  # type: ignore[no-untyped-def]

@@ -42,7 +42,7 @@ def store_choice(
     )
     expert, share = _chosen(
         values, left, key, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, BLOCK_C,
-        _names_experts(logits.dtype.element_ty, SCORING),
+        names_experts(logits.dtype.element_ty, SCORING),
     )  # fmt: skip
     place = tl.arange(0, BLOCK_C)
     tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
@@ -61,7 +61,7 @@ def _store_ranked(
     )
     column = tl.arange(0, BLOCK_E)
     is_before = key[:, None] > key[None, :]
-    if not _names_experts(logits.dtype.element_ty, SCORING):
+    if not names_experts(logits.dtype.element_ty, SCORING):
         is_before |= (key[:, None] == key[None, :]) & (column[:, None] < column[None, :])
     # Summed over the rows, which threads have several of, not over lanes.
     rank = tl.sum(is_before.to(tl.int32), axis=0)
@@ -79,13 +79,71 @@ def _store_ranked(
 
 
 @triton.jit
+def store_choices(
+    logits, biases, experts, weights, token, tokens, eps, factor, NAMED: tl.constexpr,
+    SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`store_choice` of many tokens [TOKENS] at once, whose logits [TOKENS, BLOCK_E] float32 are at
+    hand; without groups of experts. NAMED: see `names_experts`."""
+    names: tl.constexpr = logits.shape[1] - 1
+    column = tl.arange(0, logits.shape[1])[None, :]
+    place = tl.arange(0, BLOCK_C)[None, :]
+    values = logits
+    if SCORING == "sigmoid":
+        values = tl.sigmoid(values)
+    left = values
+    if biases is not None:
+        left += biases[None, :]
+    left = tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
+    key = _reordered((left + 0.0).to(tl.int32, bitcast=True))
+    if NAMED:
+        key = (key & -logits.shape[1]) | (names - column)
+    key = tl.where(column < EXPERTS, key, _TAKEN)
+    best = tl.full((logits.shape[0], BLOCK_C), float("-inf"), tl.float32)
+    expert = tl.zeros((logits.shape[0], BLOCK_C), tl.int32)
+    for j in tl.static_range(CHOSEN):
+        largest = tl.max(key, axis=1, keep_dims=True)
+        if NAMED:
+            index = names - (largest & names)
+            bits = _reordered(tl.where(largest < 0, largest | names, largest & ~names))
+        else:
+            index = tl.where(key == largest, column, EXPERTS - 1)
+            index = tl.min(index, axis=1, keep_dims=True)
+            bits = _reordered(largest)
+        is_best = column == index
+        if biases is not None:
+            bits = tl.where(is_best, values.to(tl.int32, bitcast=True), 0)
+            bits = tl.max(bits, axis=1, keep_dims=True)
+        best = tl.where(place == j, bits.to(tl.float32, bitcast=True), best)
+        expert = tl.where(place == j, index, expert)
+        key = tl.where(is_best, _TAKEN, key)
+    if SCORING == "sigmoid":
+        share = tl.where(place < CHOSEN, best, 0.0)
+        if NORMALIZE:
+            share = share / (tl.sum(share, axis=1, keep_dims=True) + eps)
+    else:
+        largest_of_all = tl.max(best, axis=1, keep_dims=True)
+        share = tl.exp(best - largest_of_all)
+        total = tl.sum(share, axis=1, keep_dims=True)
+        if not NORMALIZE:
+            others = tl.where(key == _TAKEN, float("-inf"), left)
+            total += tl.sum(tl.exp(others - largest_of_all), axis=1, keep_dims=True)
+        share = share / total
+    target = token[:, None] * CHOSEN + place
+    mask = (token < tokens)[:, None] & (place < CHOSEN)
+    tl.store(experts + target, expert, mask=mask)
+    tl.store(weights + target, share * factor, mask=mask)
+
+
+@triton.jit
 def _read(
     logits, biases, token, SCORING: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A token's logits as float32 or sigmoids, and what they are chosen by, as a number and as an
     integer in the same order, [BLOCK_E] each; -inf and _TAKEN behind the EXPERTS. Where it
-    `_names_experts` an integer ends in BLOCK_E - 1 - its place, so that no two are equal."""
+    `names_experts` an integer ends in BLOCK_E - 1 - its place, so that no two are equal."""
     column = tl.arange(0, BLOCK_E)
     # Others may have written them while this kernel ran.
     own = tl.load(
@@ -103,13 +161,13 @@ def _read(
         left = _in_best_groups(left, GROUPS, CHOSEN_GROUPS)
     # Of integers a warp finds the largest in one instruction.
     key = _reordered((left + 0.0).to(tl.int32, bitcast=True))
-    if _names_experts(logits.dtype.element_ty, SCORING):
+    if names_experts(logits.dtype.element_ty, SCORING):
         key = (key & -BLOCK_E) | (BLOCK_E - 1 - column)
     return values, left, tl.where(column < EXPERTS, key, _TAKEN)
 
 
 @triton.constexpr_function
-def _names_experts(kind, scoring):
+def names_experts(kind, scoring):
     """Whether keys have room for their experts' names: 16 bits leave the last 13 of a float32's
     empty."""
     return scoring == "softmax" and kind.primitive_bitwidth == 16

@@ -1,6 +1,7 @@
 """Routers in Triton: the scores of all experts, and the best of them. Of few tokens in one kernel,
 whose last program for a token chooses, and which can make the norm before the router, too; of some
-hundreds in two, the first of which makes the scores in small tiles; otherwise cuBLAS makes them."""
+hundreds in one, too, where a program can have all experts, or else in two, the first of which makes
+the scores in small tiles; otherwise cuBLAS makes them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wa
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.choices import (
     MOST_RANKED,
+    names_experts,
     store_choice,
     store_choice_of_warps,
+    store_choices,
 )
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
@@ -33,6 +36,10 @@ _WARPS = 4
 _MOST_NORMS = 128
 # Of more tokens cuBLAS makes the scores faster.
 _MOST_TILED = 512
+# A program reads the whole weight, if that is small: numbers, and experts.
+_MOST_WHOLE = 64 * 2048
+_MOST_EXPERTS = 64
+_TOKENS = 16  # of such a program
 
 
 class Tile(NamedTuple):
@@ -52,15 +59,38 @@ def choose_tile(tokens: int, num_experts: int, width: int) -> Tile:
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """As in Experts."""
     tokens = x.shape[0]
+    num_experts, width = router.weight.shape
     if not _are_few(tokens, x.dtype, router):
+        if _fits_a_program(x, router):
+            return _route_whole(x.contiguous(), router)
         return choose(scores(x, router), router)
     x = x.contiguous()
-    num_experts, width = router.weight.shape
     experts, weights = _results(x, router)
     logits = _logits(x, router)
     _route_kernel[(cdiv(num_experts, _ROWS), tokens)](
         x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
         width, ROWS=_ROWS, DEPTH=min(_DEPTH, next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
+    )  # fmt: skip
+    return experts, weights
+
+
+def _fits_a_program(x: Tensor, router: Router) -> bool:
+    """Whether some programs, each of which reads the whole weight, route these tokens."""
+    weight = router.weight
+    in_16_bits = x.dtype == weight.dtype and x.dtype.itemsize == 2
+    small = len(weight) <= _MOST_EXPERTS and weight.numel() <= _MOST_WHOLE
+    return in_16_bits and small and router.num_groups == 1 and 0 < len(x) <= _MOST_TILED
+
+
+def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    (num_experts, width), tokens = router.weight.shape, len(x)
+    experts, weights = _results(x, router)
+    rounded_to = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+    _route_whole_kernel[(cdiv(tokens, _TOKENS),)](
+        x, router.weight, router.bias, experts, weights, tokens, router.eps, router.factor,
+        router.scoring, router.normalize, num_experts, router.chosen,
+        max(16, next_power_of_2(num_experts)), next_power_of_2(router.chosen), width, _TOKENS,
+        256 if width % 256 == 0 else 128, 4, rounded_to, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return experts, weights
 
@@ -259,6 +289,18 @@ def _scores_kernel(
     let_next_start()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    total = _products(x, weight, token, n, tokens, WIDTH, EXPERTS, TOKENS, ROWS, DEPTH, STAGES)
+    target = logits + token[:, None] * EXPERTS + n[None, :]
+    mask = (token < tokens)[:, None] & (n < EXPERTS)[None, :]
+    tl.store(target, total.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _products(
+    x, weight, token, n, tokens, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of these tokens [TOKENS] and experts n [ROWS]: [TOKENS, ROWS] float32."""
     k = tl.arange(0, DEPTH)
     # Tokens and experts past the end repeat the last ones; they are computed but not stored.
     inputs = x + tl.minimum(token, tokens - 1)[:, None] * WIDTH + k[None, :]
@@ -273,9 +315,7 @@ def _scores_kernel(
             values = tl.load(inputs + start)
             numbers = tl.load(rows + start)
         total = tl.dot(values, tl.trans(numbers), total)
-    target = logits + token[:, None] * EXPERTS + n[None, :]
-    mask = (token < tokens)[:, None] & (n < EXPERTS)[None, :]
-    tl.store(target, total.to(logits.dtype.element_ty), mask=mask)
+    return total
 
 
 @launched
@@ -301,6 +341,30 @@ def _choose_kernel(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
             CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
         )  # fmt: skip
+
+
+@launched(do_not_specialize=["tokens"])
+def _route_whole_kernel(
+    x, weight, bias, experts, weights, tokens, eps, factor,
+    SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """KIND: of inputs, which softmax routers' logits are rounded to."""
+    biases = None
+    if bias is not None:
+        biases = _load_biases(bias, EXPERTS, BLOCK_E)
+    wait_for_inputs()
+    let_next_start()
+    n = tl.arange(0, BLOCK_E)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    logits = _products(x, weight, token, n, tokens, WIDTH, EXPERTS, TOKENS, BLOCK_E, DEPTH, STAGES)
+    if SCORING == "softmax":
+        logits = logits.to(KIND).to(tl.float32)
+    store_choices(
+        logits, biases, experts, weights, token, tokens, eps, factor, names_experts(KIND, SCORING),
+        SCORING, NORMALIZE, EXPERTS, CHOSEN, BLOCK_C,
+    )  # fmt: skip
 
 
 @triton.jit
