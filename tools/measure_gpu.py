@@ -50,8 +50,8 @@ DRAFTED = {"nemotron-h-8b": (20, 10), "granite-4.0-h-tiny": (16, 10)}  # GB of K
 FEW = "conv decode,conv tiles,product of few rows"
 KERNELS = {
     "nemotron-h-8b": f"{FEW},spared writes",
-    "granite-4.0-h-tiny": f"{FEW},spared writes,norm and router,experts",
-    "qwen3.5-35b-a3b": f"{FEW},norm and router,experts",
+    "granite-4.0-h-tiny": f"{FEW},spared writes,norm and router,experts,expert tiles",
+    "qwen3.5-35b-a3b": f"{FEW},norm and router,experts,expert tiles",
     "falcon-mamba-7b": "Mamba1 decode,conv decode,conv tiles,product of few rows",
     "jamba-mini-1.6": "Mamba1 decode",
     "lfm2-1.2b": "conv,layer prefill,product of few rows",

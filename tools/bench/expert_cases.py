@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +21,15 @@ from megatron_hybrid.kernels.experts.protocol import (
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 
+if TYPE_CHECKING:
+    from megatron_hybrid.kernels.experts.triton import Tiles
+
+# Columns, depth, warps and stages; a gated product's columns are half of its weight's rows.
+TILES = (
+    "32.128.4.4", "32.256.4.3", "64.64.4.4", "64.64.4.6", "64.128.4.3", "64.128.4.4", "64.128.8.4",
+    "64.256.4.3", "128.64.4.4", "128.64.8.4", "128.128.4.3", "128.128.8.3",
+)  # fmt: skip
+
 
 def expert_cases(bench: Bench) -> Iterator[Case]:
     config = bench.model.moe
@@ -29,6 +40,8 @@ def expert_cases(bench: Bench) -> Iterator[Case]:
         yield _experts(bench, tokens, config)
         if _shared_is_like_experts(config):
             yield _experts(bench, tokens, config, config.shared)
+        if bench.kernels.name == "gpu" and 1 < tokens <= 512:  # others have no tiles
+            yield _expert_tiles(bench, tokens, config)
 
 
 def _router(bench: Bench, tokens: int, config: MoEConfig) -> Case:
@@ -47,16 +60,14 @@ def _experts(bench: Bench, tokens: int, config: MoEConfig, beside: MLPConfig | N
     """`beside`: the MLP that all tokens share, as a layer computes it with its experts."""
     inner = config.expert.intermediate_size
     halves = 2 if config.expert.gated else 1
-    rows, shared_inner = halves * inner, 0 if beside is None else beside.intermediate_size
+    shared_inner = 0 if beside is None else beside.intermediate_size
     width, number = config.latent_size or bench.model.hidden_size, config.num_experts
     chosen = torch.rand(tokens, number, device=bench.device).topk(config.experts_per_token).indices
 
     def make() -> Calls:
         x = bench.normal(tokens, width)
         weights = torch.rand(chosen.shape, device=bench.device)
-        up = bench.normal(number, rows, width).mul_(width**-0.5)
-        down = bench.normal(number, width, inner).mul_(inner**-0.5)
-        layer = ExpertWeights(up, down, config.expert.activation, config.expert.gated)
+        layer = _weights(bench, config)
         shared = None
         if beside is not None:
             shared = SharedExpert(
@@ -72,6 +83,48 @@ def _experts(bench: Bench, tokens: int, config: MoEConfig, beside: MLPConfig | N
     flops = 2 * tokens * products * width * (halves + 1)
     name = "experts" if beside is None else "experts and shared MLP"
     return Case(name, f"{tokens} tokens", moved, make, flops)
+
+
+def _weights(bench: Bench, config: MoEConfig) -> ExpertWeights:
+    expert, number = config.expert, config.num_experts
+    inner, width = expert.intermediate_size, config.latent_size or bench.model.hidden_size
+    up = bench.normal(number, (2 if expert.gated else 1) * inner, width).mul_(width**-0.5)
+    down = bench.normal(number, width, inner).mul_(inner**-0.5)
+    return ExpertWeights(up, down, expert.activation, expert.gated)
+
+
+def _expert_tiles(bench: Bench, tokens: int, config: MoEConfig) -> Case:
+    """The grouped products with other tiles than theirs, one of the two at a time."""
+    from megatron_hybrid.kernels.experts.triton import Tile, choose_tiles, mix_grouped  # of GPUs
+
+    number, gated = config.num_experts, config.expert.gated
+    chosen = torch.rand(tokens, number, device=bench.device).topk(config.experts_per_token).indices
+    ours = choose_tiles(chosen.numel(), number, gated, bench.dtype)
+    others = {f"{rows} rows": ours._replace(rows=rows) for rows in (16, 32, 64)}
+    for name in TILES:
+        tile = Tile(*map(int, name.split(".")))
+        up = tile._replace(columns=tile.columns // 2) if gated else tile  # and as many of the gate
+        others |= {f"up {name}": ours._replace(up=up), f"down {name}": ours._replace(down=tile)}
+    width = config.latent_size or bench.model.hidden_size
+
+    def make() -> Calls:
+        weights = torch.rand(chosen.shape, device=bench.device)
+        inputs = bench.normal(tokens, width), chosen.int(), weights, _weights(bench, config)
+        calls: Calls = {"ours": partial(mix_grouped, *inputs, ours)}
+        return calls | {
+            name: partial(mix_grouped, *inputs, tiles)
+            for name, tiles in others.items()
+            if tiles != ours
+        }
+
+    used = len(chosen.unique())
+    moved = used * config.expert.intermediate_size * (3 if gated else 2) * width * bench.item
+    return Case("expert tiles", f"{tokens} tokens, ours {_named(ours)}", moved, make)
+
+
+def _named(tiles: Tiles) -> str:
+    up, down = (".".join(map(str, tile)) for tile in (tiles.up, tiles.down))
+    return f"{tiles.rows} rows, up {up}, down {down}"
 
 
 def _mix(
