@@ -48,13 +48,14 @@ SHAPES = {
 QUANTISED = {"nemotron-h-8b": ("--quantization", "fp8"), "qwen3.5-35b-a3b-nvfp4": ()}
 DRAFTED = {"nemotron-h-8b": (20, 10), "granite-4.0-h-tiny": (16, 10)}  # GB of KV and of states
 FEW = "conv decode,conv tiles,product of few rows"
+EXPERTS = "norm and router,router,experts,expert tiles"
 KERNELS = {
     "nemotron-h-8b": f"{FEW},spared writes",
-    "granite-4.0-h-tiny": f"{FEW},spared writes,norm and router,experts,expert tiles",
-    "qwen3.5-35b-a3b": f"{FEW},norm and router,experts,expert tiles",
+    "granite-4.0-h-tiny": f"{FEW},spared writes,{EXPERTS},attention decode",
+    "qwen3.5-35b-a3b": f"{FEW},spared writes,{EXPERTS},attention decode",
     "falcon-mamba-7b": "Mamba1 decode,conv decode,conv tiles,product of few rows",
     "jamba-mini-1.6": "Mamba1 decode",
-    "lfm2-1.2b": "conv,layer prefill,product of few rows",
+    "lfm2-1.2b": "conv,layer prefill,product of few rows,attention decode",
 }
 MOST_SECONDS = 300  # of a job
 # Tests that look at how much memory is free, or that have kernels which wait for another GPU's.

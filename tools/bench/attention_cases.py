@@ -42,7 +42,8 @@ def attention_cases(bench: Bench) -> Iterator[Case]:
 
 def _decode_attention(bench: Bench, batch: int, kv: int) -> Case:
     attention, shape = bench.kernels.attention, bench.attention_shape()
-    plan = attention.plan(bench.paged([1] * batch, [kv] * batch), shape)
+    paged = bench.paged([1] * batch, [kv] * batch)
+    plan = attention.plan(paged, shape)
     blocks = batch * -(-kv // BLOCK)
 
     def make() -> Calls:
@@ -53,12 +54,19 @@ def _decode_attention(bench: Bench, batch: int, kv: int) -> Case:
             for values in (cache.key, cache.value)
         ]
         key, value = (values.transpose(1, 2) for values in dense)
-        return {
+        calls: Calls = {
             "ours": lambda: attention.attend(query, cache, plan),
             "SDPA": lambda: F.scaled_dot_product_attention(
                 query[:, :, None], key, value, scale=shape.scale, enable_gqa=True
             ),
         }
+        if bench.kernels.name == "gpu":
+            from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
+
+            own = TritonAttention()
+            planned = own.plan(paged, shape)
+            calls["our own kernel"] = lambda: own.attend(query, cache, planned)
+        return calls
 
     moved = batch * kv * shape.kv_heads * shape.head_dim * 2 * bench.item
     flops = 4 * batch * kv * shape.heads * shape.head_dim

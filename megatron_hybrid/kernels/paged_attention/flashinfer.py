@@ -13,9 +13,10 @@ fit there, FlashAttention 3 reads them from their blocks.
 A CUDA graph has wrappers of its own, whose launches are the same for every plan. The short prompts
 of mixed graphs run on FlashAttention 2, which splits long KV over programs, and 3 does not.
 
+Decodes of few sequences run on our own kernel (triton_decode.py) where that is faster.
+
 Keys and values in FP8: prefills run on FlashAttention 2, as 3 has no kernels for them beside 16-bit
-queries; decodes on our own kernel (triton_decode.py), as flashinfer's takes nearly as long for them
-as for 16 bits.
+queries; decodes on our own kernel, as flashinfer's takes nearly as long for them as for 16 bits.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ from megatron_hybrid.kernels.paged_attention.triton import (
 )
 
 _HEAD_DIMS = (64, 128, 256)
+# Sequences whose decodes with keys and values in 16 bits are our kernel's; none, until that is
+# measured beside flashinfer's: tools/benchmark_kernels.py --only "attention decode".
+_MOST_OWN = 0
 # A graph's schedule takes about 30 bytes a sequence, 15 a program and 4 a token, thousands of each
 # at most; the wrapper's own 8 MiB times the number of graphs would be wasted.
 _GRAPH_SCHEDULE_BYTES = 1 << 20
@@ -111,7 +115,12 @@ class FlashInferPlan:
 class FlashInferAttention:
     """An Attention. What flashinfer has no kernel for goes to TritonAttention."""
 
-    def __init__(self, workspace_bytes: int = 512 << 20, choose: Choice = prompts.choose) -> None:
+    def __init__(
+        self,
+        workspace_bytes: int = 512 << 20,
+        choose: Choice = prompts.choose,
+        most_own: int = _MOST_OWN,
+    ) -> None:
         """`workspace_bytes`: room for the gathered keys and values of a layer, and at other times
         for partial results where KV is split over programs. Of the latter a CUDA graph takes
         4 * p * heads * head_dim * t bytes: t = 16 for the decodes of up to 16 query heads a KV
@@ -119,8 +128,10 @@ class FlashInferAttention:
         multiprocessor, divided by the KV heads, and the number of tiles of t queries, counting
         each of the query heads of a KV head. flashinfer raises an error where it is not enough.
 
-        `choose`: on which kernel prompts run on Hopper, outside of graphs.
+        `choose`: on which kernel prompts run on Hopper, outside of graphs. `most_own`: sequences
+        whose decodes are our own kernel's.
         """
+        self._most_own = most_own
         self._workspace_bytes = workspace_bytes
         self._choose_kernel = choose
         self._triton = TritonAttention()
@@ -138,8 +149,9 @@ class FlashInferAttention:
         decodes, tokens = paged.num_decodes, len(paged.kv_slot)
         has_prefills = len(paged.kv_length) > decodes
         decode = None
-        if decodes and (paged.longest_run or shape.kv_dtype == FP8):
-            # flashinfer plans with the lengths, which only the device knows where there are drafts
+        is_ours = shape.kv_dtype == FP8 or decodes <= self._most_own
+        # flashinfer plans with the lengths, which only the device knows where there are drafts
+        if decodes and (paged.longest_run or is_ours):
             decode = self._triton.plan(_decodes_of(paged), shape)
         elif decodes:
             decode = wrappers.plan_decodes(paged)
@@ -161,6 +173,8 @@ class FlashInferAttention:
         """As in Attention."""
         if isinstance(plan, TritonPlan):
             return self._triton.attend(query, cache, plan)
+        if isinstance(plan.decode, TritonPlan) and plan.prefill is None:
+            return self._triton.attend(query, cache, plan.decode)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         middle, end = plan.num_decode_tokens, plan.num_tokens
         if isinstance(plan.decode, TritonPlan):

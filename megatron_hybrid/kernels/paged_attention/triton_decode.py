@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
 
@@ -85,7 +86,7 @@ def attend(
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
         # with 128 registers a thread four programs run on a multiprocessor
-        num_warps=4, maxnreg=128 if is_fp8 and rows == 16 else None,
+        num_warps=4, maxnreg=128 if is_fp8 and rows == 16 else None, **OPTIONS,
     )  # fmt: skip
     join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
     return output
@@ -110,7 +111,7 @@ def join(output: Tensor, parts: Tensor, sums: Tensor, cu_seqlens: Tensor, v_scal
     _join_kernel[(tokens, heads)](
         output, parts, sums, cu_seqlens, len(cu_seqlens) - 1, tokens, v_scale,
         HEADS=heads, SPLITS=splits, PLACES=next_power_of_2(splits),
-        HEAD_DIM=head_dim, DIMS=next_power_of_2(head_dim), num_warps=4,
+        HEAD_DIM=head_dim, DIMS=next_power_of_2(head_dim), num_warps=4, **OPTIONS,
     )  # fmt: skip
 
 
@@ -121,6 +122,8 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
+    wait_for_inputs()
+    let_next_start()
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(cu_seqlens + sequences):
         return  # padding, which no program has computed
@@ -190,6 +193,7 @@ def _attend_kernel(
     first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
     queries = (tl.load(cu_seqlens + sequence + 1) - first_token).to(tl.int32)
     if queries == 0:
+        wait_for_inputs()  # so that who waits for this kernel waits for all before it
         return
     length = tl.load(kv_length + sequence).to(tl.int32)
     share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
@@ -203,6 +207,11 @@ def _attend_kernel(
     head = kv_head * GROUP + row % GROUP
     position = length - queries + row // GROUP
     dim = tl.arange(0, HEAD_DIM)
+    # Lengths and blocks were there before, the newest key was not.
+    blocks = kv_indices + tl.load(kv_indptr + sequence)
+    block = tl.load(blocks + begin // BLOCK_SIZE, mask=begin < end, other=0)
+    wait_for_inputs()
+    let_next_start()
     q = tl.load(
         query + (token * query_stride + head * query_head_stride)[:, None] + dim[None, :],
         mask=row_inside[:, None],
@@ -224,8 +233,6 @@ def _attend_kernel(
     tile = tl.arange(0, KEYS)
     k_place = tile[:, None] * (kv_heads * HEAD_DIM) + dim[None, :]
     v_place = tile[:, None] * (kv_heads * VALUE_DIM) + half[None, :]
-    blocks = kv_indices + tl.load(kv_indptr + sequence)
-    block = tl.load(blocks + begin // BLOCK_SIZE, mask=begin < end, other=0)
     largest = tl.full([ROWS], -1e30, tl.float32)  # a row may see none of these keys
     total = tl.zeros([ROWS], tl.float32)
     result_0 = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)

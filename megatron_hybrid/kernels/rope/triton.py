@@ -111,6 +111,7 @@ def _prepare_kernel(
     if q_weight is not None:
         weights = _weights(q_weight, k_weight, dim, inside, is_query)
     wait_for_inputs()
+    let_next_start()
     source = qkv + token * token_stride + head * head_stride
     numbers = tl.load(source + dim, mask=inside, other=0)
     result = numbers
