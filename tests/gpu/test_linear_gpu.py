@@ -78,14 +78,24 @@ def test_activations_of_one_row(
     )
 
 
-FEW_SHAPES = [(6448, 1536), (1536, 3072), (12352, 2048), (2688, 4096), (77, 144), (33, 136)]
+FEW_SHAPES = [
+    (6448, 1536),
+    (1536, 3072),
+    (12352, 2048),
+    (2688, 4096),
+    (21504, 4096),
+    (4096, 21504),
+    (77, 144),
+    (33, 136),
+]
 FEW_TILES = [
-    few_rows.Tile(64, 128, 5),
-    few_rows.Tile(64, 128, 5, splits=3, by_descriptor=False),
-    few_rows.Tile(64, 128, 4, splits=2, weights_first=False),
-    few_rows.Tile(128, 64, 6, splits=2),
-    few_rows.Tile(32, 256, 4),
-    few_rows.Tile(16, 256, 4, splits=2, weights_first=False, by_descriptor=False),
+    few_rows.Tile(128, 128, 5),
+    few_rows.Tile(128, 64, 5, programs=2),
+    few_rows.Tile(128, 64, 5, programs=2, is_cut=False),
+    few_rows.Tile(64, 128, 8),
+    few_rows.Tile(64, 128, 4, programs=2, weights_first=False),
+    few_rows.Tile(64, 256, 4),
+    few_rows.Tile(64, 64, 5, programs=3),
 ]
 
 
@@ -107,12 +117,13 @@ def test_few_rows_in_any_tile(tile: few_rows.Tile, rows: int, columns: int, toke
     ("activation", "gated", "has_bias"),
     [("silu", True, False), ("gelu", True, True), ("relu2", True, True), ("none", True, False)],
 )
-@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (1030, 96), (8200, 1040)])
+@pytest.mark.parametrize("tokens", [4, 20, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 16), (1030, 96), (8200, 1040), (14336, 2048)])
 def test_activations_of_few_rows(
-    rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+    rows: int, columns: int, tokens: int, activation: str, gated: bool, has_bias: bool
 ) -> None:
     check_few_rows_activated(
-        few_rows, 20, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
+        few_rows, tokens, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
     )
 
 
@@ -129,7 +140,7 @@ def test_few_rows_do_not_depend_on_each_other(
 def test_few_rows_wait_for_what_the_kernel_before_writes(weights_first: bool) -> None:
     """Products of products, launched one right behind the other: the inputs of each are what the
     one before wrote, and so are the counters and, in the same memory, the parts' sums."""
-    tile = few_rows.Tile(64, 128, 5, splits=4, weights_first=weights_first)
+    tile = few_rows.Tile(64, 128, 4, programs=2, weights_first=weights_first)
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (24, 2048, 2048)
     weights = torch.randn(shape, generator=generator, device="cuda").bfloat16() / 2048**0.5

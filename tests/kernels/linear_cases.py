@@ -246,7 +246,8 @@ def few_rows_case(
     generator = torch.Generator(device).manual_seed(rows + tokens)
 
     def among_nan(count: int, every: int) -> Tensor:
-        wide = torch.full((every * count, columns + 16), torch.nan, dtype=dtype, device=device)
+        width = columns + 16 + -columns % 8  # rows begin at multiples of 16 bytes
+        wide = torch.full((every * count, width), torch.nan, dtype=dtype, device=device)
         values = wide[::every, :columns]
         return values.copy_(torch.randn(values.shape, generator=generator, device=device))
 

@@ -25,6 +25,8 @@ from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from triton.runtime.interpreter import interpreter_builder  # noqa: E402
+
 from megatron_hybrid.kernels.linear import few_rows  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 from megatron_hybrid.kernels.linear.products import written_out  # noqa: E402
@@ -89,12 +91,15 @@ def test_activations_of_one_row(
     check_one_row_activated(linear, rows, columns, has_bias, activation, gated, torch.float16)
 
 
-# What loops and loads differ in; the last has more parts than steps.
+# By programs that fit on the device at once: fewer than tiles, which begin and end inside of them,
+# and more; whole tiles and as many parts of each are the others'.
 TILES = [
-    few_rows.Tile(64, 128, 4),
-    few_rows.Tile(16, 64, 3, splits=3, by_descriptor=False),
-    few_rows.Tile(32, 128, 4, splits=2, weights_first=False),
-    few_rows.Tile(16, 256, 4, splits=16, weights_first=False, by_descriptor=False),
+    (7, few_rows.Tile(16, 64, 3)),
+    (7, few_rows.Tile(16, 64, 3, is_cut=False)),
+    (5, few_rows.Tile(16, 128, 4, programs=2, weights_first=False)),
+    (31, few_rows.Tile(32, 32, 2)),
+    (132, few_rows.Tile(64, 128, 4)),
+    (132, few_rows.Tile(128, 16, 4, programs=3)),
 ]
 
 
@@ -106,30 +111,78 @@ def test_few_rows_in_16_bits(tokens: int, rows: int, columns: int, has_bias: boo
     check_few_rows(few_rows, tokens, rows, columns, has_bias, torch.float16)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(5, 100, 1040), (33, 33, 328)])
-def test_few_rows_in_any_tile(tile: few_rows.Tile, tokens: int, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("processors", "tile"), TILES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"), [(2, 230, 328), (5, 100, 1040), (33, 33, 328), (64, 150, 501)]
+)
+def test_few_rows_in_any_tile(
+    processors: int,
+    tile: few_rows.Tile,
+    tokens: int,
+    rows: int,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(few_rows, "_PROCESSORS", processors)
     check_few_rows(few_rows, tokens, rows, columns, True, torch.float16, tile=tile)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_programs_of_few_rows_run_in_any_order(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one first: all but that keep their sums until others' are done."""
+    monkeypatch.setattr(few_rows, "_PROCESSORS", 7)
+    x, weight, bias = few_rows_case(5, 520, 328, True, torch.float16)
+    tile = few_rows.Tile(32, 64, 4)
+    product = few_rows.multiply(x, weight, bias, tile, gated=gated)
+    numbers: list[int] = []
+
+    def backwards(x: int, y: int, z: int) -> None:
+        numbers.append(x)
+        set_usually(6 - x, y, z)
+
+    set_usually = interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    assert torch.equal(few_rows.multiply(x, weight, bias, tile, gated=gated), product)
+    assert numbers == [*range(7)]
 
 
 @pytest.mark.parametrize(
     ("activation", "gated", "has_bias"),
     [("silu", True, False), ("gelu", False, True), ("relu2", True, True), ("none", True, False)],
 )
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(2, 6, 16), (17, 150, 1040)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "processors"),
+    [(2, 6, 16, 132), (17, 150, 1040, 132), (4, 700, 1040, 5), (33, 900, 328, 3)],
+)
 def test_activations_of_few_rows(
-    tokens: int, rows: int, columns: int, activation: str, gated: bool, has_bias: bool
+    tokens: int,
+    rows: int,
+    columns: int,
+    processors: int,
+    activation: str,
+    gated: bool,
+    has_bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of several programs' tiles each, too: they end in either half of the weight."""
+    monkeypatch.setattr(few_rows, "_PROCESSORS", processors)
     check_few_rows_activated(
         few_rows, tokens, rows, columns, has_bias, activation, gated, torch.float16
     )
 
 
-def test_few_rows_do_not_depend_on_each_other() -> None:
-    x, weight = rounding_by_steps(few_rows.LARGEST, 70, 1536, step=128)
+@pytest.mark.parametrize(("rows", "processors"), [(70, 132), (150, 5)])
+def test_few_rows_do_not_depend_on_each_other(
+    rows: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "_PROCESSORS", processors)
+    x, weight = rounding_by_steps(few_rows.LARGEST, rows, 1536, step=128)
     check_few_rows_alone(few_rows, x, weight, None)
     whole = few_rows.multiply(x, weight)
-    otherwise = few_rows.multiply(x, weight, tile=few_rows.Tile(64, 128, 5, splits=4))
+    tile = few_rows.choose_tile(*weight.shape)._replace(is_cut=False)
+    otherwise = few_rows.multiply(x, weight, tile=tile)
     assert not torch.equal(whole, otherwise)  # the case shows what is added to what
 
 
@@ -148,8 +201,10 @@ def test_few_rows_are_multiplied_up_to_the_limit(monkeypatch: pytest.MonkeyPatch
     assert not few_rows.can_multiply(x[:1], weight)  # one_row's
     assert not few_rows.can_multiply(x[:2].float(), weight.float())
     assert not few_rows.can_multiply(x[:2].bfloat16(), weight)
-    assert not few_rows.can_multiply(x[:2, 1:17], weight[:, 1:17])  # not at multiples of 16 bytes
-    assert not few_rows.can_multiply(x[:2, :24], weight[:, :24])
+    assert not few_rows.can_multiply(x[:2, 1:17], weight[:, :16])  # not at multiples of 16 bytes
+    assert not few_rows.can_multiply(x[:2, :16], weight[:, 1:17])
+    assert few_rows.can_multiply(x[:2, :25], weight[:, :25])
+    assert not few_rows.can_multiply(x[:2, :25].contiguous(), weight[:, :25])
     assert not few_rows.can_multiply(x[:2], torch.zeros(16, 36).half()[:, :32])
     assert not few_rows.can_multiply(torch.zeros(2, 36).half()[:, :32], weight)
     taken: list[int] = []
@@ -174,17 +229,33 @@ def test_few_rows_are_cublas_until_they_are_measured() -> None:
     assert not any(few_rows.can_multiply(x[:count], weight) for count in range(65))
 
 
-# Rows and columns of models' weights, and how many parts these are cut into.
+# Rows and columns of models' weights, and how many programs these have.
 SHAPES = {
-    (6448, 1536): 2,
-    (1536, 3072): 6,
-    (12352, 2048): 1,
-    (2048, 4096): 8,
-    (131072, 2688): 1,
-    (64, 256): 1,
+    (4096, 4096): 128,  # tiles have as many parts
+    (1536, 3072): 120,
+    (6448, 1536): 132,
+    (12352, 2048): 132,
+    (16384, 4096): 128,  # whole tiles
+    (131072, 2688): 128,  # several
+    (1536, 1024): 96,  # two steps each
+    (288, 8192): 80,  # as many parts as a tile may have
+    (64, 64): 1,
 }
 
 
-def test_tiles_of_few_rows_fill_the_device() -> None:
-    splits = {shape: few_rows.choose_tile(*shape).splits for shape in SHAPES}
-    assert splits == SHAPES
+def test_programs_of_few_rows_fill_the_device() -> None:
+    programs = {}
+    for rows, columns in SHAPES:
+        tile = few_rows.choose_tile(rows, columns)
+        steps = -(-columns // tile.depth)
+        programs[rows, columns] = few_rows.number_of_programs(tile, -(-rows // tile.rows), steps)
+    assert programs == SHAPES
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_programs_of_few_rows_have_memory(programs: int, tokens: int) -> None:
+    tile = few_rows.Tile(64, 64, 100, programs)
+    stages = few_rows._stages(tile, 64, tokens)
+    needed = 2 * stages * 64 * (64 + tokens) + 4 * 64 * tokens
+    assert 0.75 * 232448 / programs < needed < 232448 / programs - 1024

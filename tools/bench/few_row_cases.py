@@ -1,7 +1,6 @@
 """Products of few rows with weights in 16 bits, for tools/benchmark_kernels.py: of every linear
-layer of a model but the experts', by kernels/linear/few_rows.py and by cuBLAS. For two weights, the
-one with the most rows and one with the fewest, other tiles follow, a row each: `ours` is the tile's
-then.
+layer of a model but the experts', by kernels/linear/few_rows.py and by cuBLAS. For each but the
+vocabulary's other tiles follow, a row each: `ours` is the tile's then.
 
     python tools/benchmark_kernels.py --model granite-4.0-h-tiny --only "product of few rows"
 """
@@ -38,9 +37,9 @@ def few_row_cases(bench: Bench) -> Iterator[Case]:
         return
     from megatron_hybrid.kernels.linear.few_rows import choose_tile  # of GPUs alone
 
-    layers = [shape for shape in shapes if shape[0] != bench.model.vocab_size]
-    fewest = min(layers, key=lambda shape: (shape[0], -shape[1]))
-    for shape in dict.fromkeys([max(layers), fewest]):
+    for shape in shapes:
+        if shape[0] == bench.model.vocab_size:
+            continue
         for tokens in TILED:
             for tile in other_tiles(choose_tile(*shape)):
                 yield _product(bench, tokens, shape, tile)
@@ -61,21 +60,23 @@ def linear_shapes(model: HybridModelConfig) -> list[tuple[int, int]]:
 
 
 def other_tiles(chosen: Tile) -> list[Tile]:
-    """Than the chosen one, and each unlike it in one thing: what is asked for first and how, parts,
-    rows and steps of about as many bytes."""
-    half, twice = max(1, chosen.splits // 2), chosen.splits * 2
+    """Than the chosen one: those that it differs from in one thing, and those of 64 and 128 rows
+    with one to three programs a processor, and with as many as tiles."""
+    from megatron_hybrid.kernels.linear.few_rows import Tile
+
     tiles = [
         chosen._replace(weights_first=False),
-        chosen._replace(by_descriptor=False),
-        chosen._replace(splits=half),
-        chosen._replace(splits=twice),
-        chosen._replace(depth=256, stages=3),
-        chosen._replace(rows=64, depth=128, stages=5),
-        chosen._replace(rows=32, depth=128, stages=4),
-        chosen._replace(rows=32, depth=64, stages=6),
-        chosen._replace(rows=32, depth=256, stages=4, splits=half),
-        chosen._replace(rows=16, depth=256, splits=max(1, half // 2)),
-        chosen._replace(rows=128, depth=64, stages=6, splits=twice),
+        chosen._replace(is_cut=False),
+        Tile(128, 128, 5),
+        Tile(128, 64, 8),
+        Tile(128, 64, 4),  # leaves memory for a program of the next kernel
+        Tile(128, 64, 5, programs=2),
+        Tile(128, 64, 5, programs=2, is_cut=False),
+        Tile(64, 256, 4),
+        Tile(64, 128, 8),
+        Tile(64, 128, 4, programs=2),
+        Tile(64, 128, 4, programs=2, is_cut=False),
+        Tile(64, 64, 5, programs=3),
     ]
     return [tile for tile in dict.fromkeys(tiles) if tile != chosen]
 

@@ -2,16 +2,18 @@
 one sequence with drafts. What counts is how fast the weight arrives, as for one_row, but here the
 multiplications are tensor cores'.
 
-A program has some rows of the weight, or a part of their columns, and all inputs; the weight is
-the left side of its products, so that 16 inputs fill a tile:
+Weights and inputs come by TMA, several steps ahead, and tensor cores read both where they arrive;
+the weight is the left side of the products, so that 16 inputs fill a tile. Each program loads all
+inputs for its rows, which is why it has many rows. There are as many programs as fit on the device
+at once, each with an equal run of the weight's steps, row of tiles by row of tiles:
 
-                    columns, a step at a time
-    rows of W  [ step 0 | step 1 | ... ]  x  inputs^T  ->  [rows, tokens] float32
-                 on their way before the inputs are there
+                columns, a step at a time
+    tile 0  | program 0                |
+    tile 1  | program 0 | program 1    |     a tile that is cut is what two programs have of it
+    tile 2  | program 1       | prog. 2|
 
-A weight of few rows is cut into parts of its columns, too; the last program of a tile that is done
-adds up what all of them have. Sums are in float32 and in an order that only the weight's shape
-decides: a token has the same bits beside any others.
+The last program of a tile that is done adds up what all of them have. Sums are in float32 and in an
+order that only the weight's shape decides: a token has the same bits beside any others.
 """
 
 from __future__ import annotations
@@ -25,34 +27,44 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.activation.triton import apply_activation
-from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.dependent_launch import (
+    ENABLED,
+    OPTIONS,
+    let_next_start,
+    wait_for_inputs,
+)
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.linear.products import counters, sum_of_splits
+from megatron_hybrid.kernels.linear.products import counters
 
 # Up to so many rows of inputs products are this kernel's. 1: none are, since nobody has measured it
 # yet; LARGEST would be all that it can do.
 MOST_ROWS = 1
 LARGEST = 64
 _WARPS = 4
-_PROCESSORS = 132  # of an H200
+# Of an H200, for any device: where tiles are cut decides bits.
+_PROCESSORS = 132
+_SHARED_BYTES = 227 * 1024  # of a processor
+_RESERVED_BYTES = 1024 + 512  # of it, a program: by CUDA, and for the barriers of steps
+_MOST_PARTS = 16  # of a tile, if all have the same number: more would move more sums than weights
 
 
 class Tile(NamedTuple):
-    """How a program covers a weight."""
+    """How programs cover a weight."""
 
     rows: int
     depth: int  # columns, a step
-    stages: int  # one more than the steps whose weights are on their way
-    splits: int = 1  # parts that the columns are cut into
-    # The first steps' weights are asked for before the inputs are there. Later steps' inputs come
-    # through registers then, one step ahead; otherwise like weights, as many steps ahead as these.
+    stages: int  # one more than the steps on their way; fewer where there is no memory for them
+    programs: int = 1  # that a processor has memory for
+    # As many programs as fit, which have equal runs of steps and may share tiles; otherwise as many
+    # as tiles.
+    is_cut: bool = True
+    # The first steps' weights are asked for, into the L2 cache, before the inputs are there.
     weights_first: bool = True
-    by_descriptor: bool = True  # weights come by TMA, if their rows begin at multiples of 16 bytes
 
     def __str__(self) -> str:
+        share = "cut" if self.is_cut else "whole"
         ahead = "weights first" if self.weights_first else "wait first"
-        way = "descriptor" if self.by_descriptor else "pointers"
-        return f"{self.rows}x{self.depth}, {self.stages}, 1/{self.splits}, {ahead}, {way}"
+        return f"{self.rows}x{self.depth}, {self.stages}, {self.programs}, {share}, {ahead}"
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
@@ -62,20 +74,31 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether inputs and weight have types and places that come in pieces of 16 bytes."""
+    """Whether inputs and weight have types and places that this kernel can load."""
     in_16_bits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    rows_apart = x.stride(0) % 8 == 0 and x.stride(1) == 1
-    return in_16_bits and rows_apart and weight.shape[1] % 16 == 0 and _in_pieces(weight)
+    return in_16_bits and _in_pieces(x) and _in_pieces(weight)
 
 
 def choose_tile(rows: int, columns: int) -> Tile:
-    """Of a weight. By its shape alone: a token's bits are the same among any number of others.
-    All programs should be there at once: a few that begin when others have ended would leave the
-    memory idle. A processor has memory for two of 64 rows, or for six of 32."""
-    tiles = cdiv(rows, 64)
-    if tiles > 2 * _PROCESSORS:
-        return Tile(32, 128, 4)
-    return Tile(64, 128, 5, splits=max(1, min(8, 2 * _PROCESSORS // tiles, columns // 512)))
+    """Of a weight. By its shape alone: a token's bits are the same among any number of others. Each
+    processor has one program with all of its memory: more would have more sums to add up. Weights
+    of few rows have tiles of half as many, which are cut into half as many parts."""
+    return Tile(128, 128, 5) if rows >= 4096 else Tile(64, 128, 8)
+
+
+def number_of_programs(tile: Tile, tiles: int, steps: int) -> int:
+    """For so many tiles of so many steps: as many as fit at once with two steps each, or up to a
+    tenth fewer, if each then has whole tiles or all tiles have as many parts."""
+    fitting = _PROCESSORS * tile.programs
+    if not tile.is_cut:
+        return tiles
+    if tiles >= fitting:
+        even = tiles // cdiv(tiles, fitting) if tiles % cdiv(tiles, fitting) == 0 else 0
+    else:
+        most = min(max(1, steps // 2), _MOST_PARTS)
+        even = tiles * min(fitting // tiles, most)
+        fitting = min(fitting, tiles * most)
+    return even if 10 * even >= 9 * fitting else fitting
 
 
 def multiply(
@@ -88,111 +111,201 @@ def multiply(
     gated: bool = False,
 ) -> Tensor:
     """x W^T + bias: x [tokens, columns], up to LARGEST tokens; weight [rows, columns]; rows of both
-    may be strided -> [tokens, rows]. `activation`: of the result; `gated`: of its first half, which
-    the other half is multiplied by: -> [tokens, rows / 2]. Either is what Activation.activate makes
-    of the product."""
-    (rows, columns), tokens = weight.shape, x.shape[0]
+    may be strided, as `fits` says -> [tokens, rows]. `activation`: of the result; `gated`: of its
+    first half, which the other half is multiplied by: -> [tokens, rows / 2]. Either is what
+    Activation.activate makes of the product."""
+    tokens, parts = x.shape[0], 2 if gated else 1
+    rows, columns = weight.shape[0] // parts, weight.shape[1]
     if tokens > LARGEST:
         raise ValueError(f"x has {tokens} rows, must have at most {LARGEST}")
-    parts = 2 if gated else 1
-    y = torch.empty(tokens, rows // parts, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if not tokens:
         return y
-    tile = choose_tile(rows, columns) if tile is None else tile
+    tile = choose_tile(weight.shape[0], columns) if tile is None else tile
     depth = min(tile.depth, max(16, next_power_of_2(columns)))
-    splits = min(tile.splits, cdiv(columns, depth))  # each has a step
-    by_descriptor = tile.by_descriptor and not gated and _in_pieces(weight)
-    given = weight
-    if by_descriptor:
-        stride = [weight.stride(0), 1]
-        given = TensorDescriptor(weight, [rows, columns], stride, [tile.rows, depth])
-    sums = y if splits == 1 else torch.empty(splits, tokens, rows, device=x.device)
-    _few_rows_kernel[(cdiv(rows // parts, tile.rows // parts), 1, splits)](
-        x, given, bias, y, sums, counters(x.device), tokens, rows, columns, x.stride(0),
-        weight.stride(0), activation, parts, max(16, next_power_of_2(tokens)), tile.rows, depth,
-        tile.stages, splits, tile.weights_first, by_descriptor, num_warps=_WARPS, **OPTIONS,
+    height = max(16, next_power_of_2(tokens))
+    tiles = cdiv(rows, tile.rows)
+    programs = number_of_programs(tile, tiles, parts * cdiv(columns, depth))
+    is_cut = tiles % programs > 0
+    partial = y
+    if is_cut:
+        partial = torch.empty(programs, 2, parts, tile.rows * height, device=x.device)
+    _few_rows_kernel[(programs,)](
+        TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [height, depth]),
+        TensorDescriptor(weight, [*weight.shape], [weight.stride(0), 1], [tile.rows, depth]),
+        weight, bias, y, partial, counters(x.device), tokens, rows, columns, weight.stride(0),
+        activation, parts, height, tile.rows, depth, _stages(tile, depth, height), is_cut,
+        tile.weights_first, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
 
 
-def _in_pieces(weight: Tensor) -> bool:
-    """Whether its rows begin at multiples of 16 bytes, as tensor descriptors have it."""
-    return weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+def _in_pieces(values: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as tensor descriptors have it."""
+    return values.stride(1) == 1 and values.stride(0) % 8 == 0 and values.data_ptr() % 16 == 0
+
+
+def _stages(tile: Tile, depth: int, tokens: int) -> int:
+    """For inputs that are padded to so many tokens."""
+    step = 2 * depth * (tile.rows + tokens)
+    sums = 4 * tile.rows * tokens  # which go from thread to thread through shared memory, too
+    memory = _SHARED_BYTES // tile.programs - _RESERVED_BYTES
+    return max(2, min(tile.stages, (memory - sums) // step))
 
 
 @launched(do_not_specialize=["tokens"])
 def _few_rows_kernel(
-    x, weight, bias, y, partial, counter, tokens, rows, columns, x_row, weight_row,
+    x, weight, asked_for, bias, y, partial, counter, tokens, rows, columns, weight_row,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, IS_CUT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight a program, of each of PARTS equal parts as many: the i-th row of one
-    part next to those of the others. weight: a tensor descriptor (of one part), or a pointer."""
-    each: tl.constexpr = ROWS // PARTS
-    of_part = rows // PARTS
-    place = tl.arange(0, ROWS)
-    in_part = tl.program_id(0) * each + place // PARTS
-    n = in_part + place % PARTS * of_part
-    row = tl.minimum(in_part, of_part - 1) + place % PARTS * of_part
-    m = tl.arange(0, TOKENS)
-    inputs = x + m.to(tl.int64)[:, None] * x_row
-    if not BY_DESCRIPTOR:
-        weights = weight + row.to(tl.int64)[:, None] * weight_row
-    steps = tl.cdiv(columns, DEPTH)
-    begin = tl.program_id(2) * steps // SPLITS
-    end = (tl.program_id(2) + 1) * steps // SPLITS
+    """x, weight: tensor descriptors; asked_for: the weight. It has PARTS parts of so many rows; a
+    tile has ROWS of each, one after the other. partial [programs, 2, PARTS, ROWS * TOKENS]: of a
+    program the sums of the tile that it does not begin, and of the one that it does not end."""
+    across = tl.cdiv(columns, DEPTH)
+    steps = PARTS * across  # of a tile
+    all_steps = tl.cdiv(rows, ROWS) * steps
+    begin = _begin(tl.program_id(0), all_steps)
+    end = _begin(tl.program_id(0) + 1, all_steps)
+    if WEIGHTS_FIRST:
+        n = tl.minimum(begin // steps * ROWS + tl.arange(0, ROWS), rows - 1)
+        n += begin % steps // across * rows
+        k = begin % across * DEPTH
+        row = asked_for + n.to(tl.int64) * weight_row
+        _ask_for(row + k, tl.minimum(columns - k, (STAGES - 1) * DEPTH))
+    wait_for_inputs()
+    let_next_start()
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    values = tl.zeros((TOKENS, DEPTH), x.dtype.element_ty)
-    if not WEIGHTS_FIRST:
-        wait_for_inputs()
-        let_next_start()
-    for step in tl.range(begin, end, num_stages=STAGES):
-        k = step * DEPTH + tl.arange(0, DEPTH)
-        if BY_DESCRIPTOR:
-            loaded = weight.load([tl.program_id(0) * ROWS, step * DEPTH])
-        else:
-            loaded = tl.load(weights + k[None, :], mask=(k < columns)[None, :], other=0.0)
-        if WEIGHTS_FIRST:
-            # In here, because before the first step the compiler puts the loads of the first
-            # weights. It does so with those that a product of the same step takes, which the
-            # inputs' therefore may not be.
-            if step == begin:
-                wait_for_inputs()
-                let_next_start()
-                values = _load_inputs(inputs, m < tokens, k, columns)
-            valid = m < tl.where(step + 1 < end, tokens, 0)
-            following = _load_inputs(inputs, valid, k + DEPTH, columns)
-            total = tl.dot(loaded, values.T, total)
-            values = following
-        else:
-            values = _load_inputs(inputs, m < tokens, k, columns)
-            total = tl.dot(loaded, values.T, total)
-    total = total.T
-    mask = (m < tokens)[:, None] & (in_part < of_part)[None, :]
-    if SPLITS > 1:
-        of_sums = m[:, None].to(tl.int64) * rows + n[None, :]
-        last, total = sum_of_splits(total, partial, counter, of_sums, mask, tokens, rows, SPLITS)
-        if not last:
-            return
-    if bias is not None:
-        total += tl.load(bias + row).to(tl.float32)[None, :]
-    kind: tl.constexpr = y.dtype.element_ty
-    # Rounded where two kernels would round.
-    if PARTS == 2:
-        pairs = tl.reshape(total.to(kind).to(tl.float32), (TOKENS, each, 2))
-        first, second = tl.split(pairs)
-        total = apply_activation(first, ACTIVATION).to(kind).to(tl.float32) * second
-    elif ACTIVATION != "none":
-        total = apply_activation(total.to(kind).to(tl.float32), ACTIVATION)
-    n = tl.program_id(0) * each + tl.arange(0, each)
-    mask = (m < tokens)[:, None] & (n < of_part)[None, :]
-    tl.store(y + m[:, None].to(tl.int64) * of_part + n[None, :], total.to(kind), mask=mask)
+    before = tl.zeros((ROWS, TOKENS), tl.float32)  # of PARTS == 2: the first part's
+    for now in tl.range(begin, end, num_stages=STAGES):
+        tile = now // steps
+        step = now - tile * steps
+        part = step // across if PARTS == 2 else 0
+        k = (step - part * across) * DEPTH
+        # Next to each other, so that both are waited for together.
+        loaded = weight.load([part * rows + tile * ROWS, k])
+        values = x.load([0, k])
+        total = tl.dot(loaded, values.T, total)
+        is_done = (step == steps - 1) | (now == end - 1)
+        if PARTS == 2:
+            # At every step, so that the product is waited for here.
+            is_first = (part == 0) & (is_done | (step == across - 1))
+            before = tl.where(is_first, total, before)
+            total = tl.where(is_first, 0.0, total)
+        # In here, so that the next tile's steps are on their way meanwhile.
+        if is_done:
+            _finish_segment(
+                total, before, bias, y, partial, counter, begin, tile, step, steps, all_steps,
+                tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS, IS_CUT,
+            )  # fmt: skip
+            total = tl.zeros((ROWS, TOKENS), tl.float32)
+            before = tl.zeros((ROWS, TOKENS), tl.float32)  # which frees its registers
 
 
 @triton.jit
-def _load_inputs(inputs, valid, k, columns):
-    """Columns k [DEPTH] of the tokens whose rows begin at `inputs` [TOKENS, 1]; zeros for those
-    that are not valid [TOKENS] and behind the columns."""
-    mask = valid[:, None] & (k < columns)[None, :]
-    return tl.load(inputs + k[None, :], mask=mask, other=0.0)
+def _finish_segment(
+    total, before, bias, y, partial, counter, begin, tile, step, steps, all_steps, tokens, rows,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    IS_CUT: tl.constexpr,
+):  # fmt: skip
+    """What a program, whose steps begin so, made of a tile up to some step. total: of its last
+    part."""
+    is_whole = (begin <= tile * steps) & (step == steps - 1)
+    if is_whole | (not IS_CUT):
+        _finish(total, before, bias, y, tile, tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS)
+    else:
+        _finish_together(
+            total, before, bias, y, partial, counter, begin, tile, steps, all_steps, tokens, rows,
+            ACTIVATION, PARTS, TOKENS, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _begin(program, all_steps):
+    """The first step of a program, or the one behind the last program's."""
+    return program * all_steps // tl.num_programs(0)
+
+
+@triton.jit
+def _owner(step, all_steps):
+    """The program that has a step."""
+    return ((step + 1) * tl.num_programs(0) - 1) // all_steps
+
+
+@triton.jit
+def _ask_for(rows, columns):
+    """So many columns of weights that begin at `rows` [ROWS], into the L2 cache."""
+    if ENABLED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [rows.to(tl.int64), tl.cdiv(columns, 8) * 16], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_together(
+    total, before, bias, y, partial, counter, begin, tile, steps, all_steps, tokens, rows,
+    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same of a tile that it shares with others."""
+    size: tl.constexpr = ROWS * TOKENS
+    at_once: tl.constexpr = max(1, min(8, 16384 // (PARTS * size)))
+    place = partial + tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    first = tile * steps
+    mine = place + _slot(tl.program_id(0), begin, first) * (PARTS * size)
+    tl.store(mine, total)
+    if PARTS == 2:
+        tl.store(mine + size, before)
+    if ENABLED:
+        # tl.debug_barrier, with which loops have one step after the other.
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, 0;", "=r,r", [0], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
+    beginning = _owner(first, all_steps)
+    ending = _owner(first + steps - 1, all_steps)
+    if tl.atomic_add(counter + tile, 1, sem="acq_rel") == ending - beginning:
+        total = tl.zeros((ROWS, TOKENS), tl.float32)
+        before = tl.zeros((ROWS, TOKENS), tl.float32)
+        for some in tl.range(beginning, ending + 1, at_once, num_stages=1):
+            for i in tl.static_range(at_once):
+                program = some + i
+                slot = _slot(program, _begin(program, all_steps), first)
+                theirs = place + slot * (PARTS * size)
+                is_there = program + tl.zeros((ROWS, TOKENS), tl.int32) <= ending
+                total += tl.load(theirs, mask=is_there, other=0.0, cache_modifier=".cg")
+                if PARTS == 2:
+                    theirs += size
+                    before += tl.load(theirs, mask=is_there, other=0.0, cache_modifier=".cg")
+        tl.store(counter + tile, 0)
+        _finish(total, before, bias, y, tile, tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS)
+
+
+@triton.jit
+def _slot(program, begin, first):
+    """Of a program whose steps begin so, for its sums of the tile whose steps begin at `first`."""
+    return 2 * program.to(tl.int64) + (begin <= first).to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    total, before, bias, y, tile, tokens, rows, ACTIVATION: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    n = tile * ROWS + tl.arange(0, ROWS)
+    m = tl.arange(0, TOKENS)
+    if bias is not None:
+        of_last = bias + (PARTS - 1) * rows
+        total += tl.load(of_last + n, mask=n < rows, other=0.0).to(tl.float32)[:, None]
+        if PARTS == 2:
+            before += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)[:, None]
+    kind: tl.constexpr = y.dtype.element_ty
+    # Rounded where two kernels would round.
+    if PARTS == 2:
+        before = apply_activation(before.to(kind).to(tl.float32), ACTIVATION)
+        total = before.to(kind).to(tl.float32) * total.to(kind).to(tl.float32)
+    elif ACTIVATION != "none":
+        total = apply_activation(total.to(kind).to(tl.float32), ACTIVATION)
+    mask = (n < rows)[:, None] & (m < tokens)[None, :]
+    tl.store(y + m[None, :].to(tl.int64) * rows + n[:, None], total.to(kind), mask=mask)
