@@ -12,8 +12,11 @@ from megatron_hybrid.kernels.devices import checked_output, row_strides
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
+from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 EPS = tl.constexpr(1e-6)  # in the lengths of q and k
+MOST_AT_ONCE = 7  # unfolded tokens of a sequence, all of which a program keeps in registers
+MOST_OF_FEW_ROWS = 128  # sequences times heads, where programs of single tokens have few rows
 
 
 def decode(
@@ -46,16 +49,31 @@ def decode_runs(
     ring: Rings,
     plan: DecodeRuns,
     out: Tensor | None = None,
+    *,
+    block_v: int | None = None,
+    num_warps: int = 1,
 ) -> Tensor:
-    """Rings are contiguous. The state stays in registers for the whole run."""
+    """Rings are contiguous. The state stays in registers for the whole run. Of single tokens that
+    may leave states unwritten, a program has `block_v` rows of a head's state, and these warps."""
     y = checked_output(tokens, state, out)
     count, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
-    _runs_kernel[(v_dim // 8, heads, plan.read_slot.shape[0] + 1)](
+    sequences = plan.read_slot.shape[0]
+    if plan.most_unfolded is None or not 0 < plan.most_unfolded <= MOST_AT_ONCE:
+        kernel, more, block_v, num_warps = _runs_kernel, {}, 8, 1
+    else:
+        kernel = _single_kernel
+        if block_v is None:
+            # As many as leave a warp's registers room for the rest, or as few as let few sequences
+            # have a program on every processor.
+            block_v = 8 if sequences * heads <= MOST_OF_FEW_ROWS else max(4096 // k_dim, 8)
+            block_v = min(block_v, v_dim)
+        more = {"MOST": plan.most_unfolded, "LANES": min(32, k_dim)}
+    kernel[(v_dim // block_v, heads, sequences + 1)](
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
-        *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5, constants.rounding_seed,
+        *row_strides(*tokens, y, state), k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=8, num_warps=1, **OPTIONS,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps, **more, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -134,14 +152,14 @@ def _runs_kernel(
     state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
     cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
-    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale, seed,
+    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    key_head = head // heads_per_key
+    key_head = head // (HEADS // K_HEADS)
     p = part * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, K_DIM)
     wait_for_inputs()
@@ -205,5 +223,175 @@ def _runs_kernel(
             if part == 0:
                 tl.store(ring_a_ptr + place * HEADS + head, a)
                 tl.store(ring_b_ptr + place * HEADS + head, b)
-                if head % heads_per_key == 0:
+                if head % (HEADS // K_HEADS) == 0:
                     tl.store(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n, k)
+
+
+@triton.jit
+def _load_if(ptrs, number):
+    """Zeros unless the number is above 0."""
+    return tl.load(ptrs, mask=tl.zeros(ptrs.shape, tl.int32) < number, other=0.0)
+
+
+@triton.jit
+def _dot(x, y):
+    """Of vectors [columns, lanes]."""
+    return tl.sum(tl.sum(x * y, 0), 0)
+
+
+@triton.jit
+def _times(s, x):
+    """s x, of s [rows, columns, lanes] and x [columns, lanes]: [rows]."""
+    return tl.sum(tl.sum(s * x[None, :, :], 1), 1)
+
+
+@triton.jit
+def _normalised(x):
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(_dot(x, x) + EPS)
+
+
+@triton.jit
+def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists):
+    """x and y before a token, of those after it; see _single_kernel."""
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    decay, beta = tl.where(exists, decay, 0.0), tl.where(exists, beta, 0.0)
+    k = _normalised(k)
+    taken = beta * _dot(k, x)
+    return (x - taken * k) * tl.exp2(decay), y + taken * v.to(tl.float32)
+
+
+@triton.jit
+def _next(s, k, v, a, b, decay_ptr, bias_ptr, head):
+    """The state after a token, as _advance."""
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    k = _normalised(k)
+    s *= tl.exp2(decay)
+    d = beta * (v.to(tl.float32) - _times(s, k))
+    return s + d[:, None, None] * k[None, :, :]
+
+
+@triton.jit
+def _store_part(state_ptr, begin, in_part, s, seed, position):
+    """A part of a slot's state, which begins there, after so many tokens."""
+    values = as_stored(s, state_ptr.dtype.element_ty, seed, position, begin + in_part)
+    tl.store(state_ptr + begin + in_part, values)
+
+
+@launched(do_not_specialize=["tokens"])
+def _single_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
+    state_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr, y_ptr,
+    cu_ptr, position_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr,
+    checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
+    q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
+    HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Of sequences of one token each. Where no state is written, none is formed, and the one that
+    is read is multiplied by one vector, however many tokens are unfolded. For with S' the state
+    after a token and S the one before it
+
+        S' x + y = decay S (x - beta (k . x) k) + (y + beta (k . x) v)
+
+    so from x = q and y = 0 behind the last token, x and y go back token by token, which takes
+    vectors alone, and end as S x + y of the state that is read.
+
+    A state's columns are [columns / LANES, LANES], behind the rows: so Triton 3.6 gives the lanes
+    that a part of a row leaves to other rows, and sums over columns are mostly sums in a lane.
+    Addresses are a scalar and what lies behind it, which loads have as a constant.
+    """
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    key_head = head // (HEADS // K_HEADS)
+    p = tl.arange(0, BLOCK_V)
+    in_v = head * V_DIM + part * BLOCK_V  # there this program's numbers begin
+    begin = tl.load(cu_ptr + sequence)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        wait_for_inputs()
+        for token in range(begin, tokens):
+            y_ptrs = y_ptr + (tl.cast(token, tl.int64) * y_row + in_v) + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
+        return
+
+    count = tl.load(cu_ptr + sequence + 1) - begin  # 1, or 0: only folds
+    position = tl.load(position_ptr + sequence)
+    unfolded = tl.load(unfolded_ptr + sequence)
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    checkpoint = tl.load(checkpoint_slot_ptr + sequence).to(tl.int64)
+    first = position - unfolded
+    tokens_in = tl.load(checkpoint_position_ptr + sequence) - first
+    if (unfolded + count == 0) & (write <= 0):
+        return
+
+    n = tl.arange(0, K_DIM // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    in_k = key_head * K_DIM
+    in_part = p[:, None, None] * K_DIM + n[None, :, :]
+    s_ptrs = state_ptr + (read * state_slot + in_v * K_DIM) + in_part
+    s = _load_if(s_ptrs, read).to(tl.float32)
+    # What is unfolded, all of it in flight at once, where no state is written.
+    kept = tl.where(write > 0, 0, unfolded)
+    old_k, old_v, old_a, old_b = (), (), (), ()
+    for j in tl.static_range(MOST):
+        place = ring + (first + j) % RING
+        k_ptrs = ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n
+        v_ptrs = ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p
+        old_k += (_load_if(k_ptrs, kept - j),)
+        old_v += (_load_if(v_ptrs, kept - j),)
+        old_a += (tl.load(ring_a_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
+        old_b += (tl.load(ring_b_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
+
+    wait_for_inputs()  # all that was there before
+    row = tl.cast(begin, tl.int64)
+    is_there = count > 0
+    new_k = _load_if(k_ptr + (row * k_row + in_k) + n, count)
+    q = _load_if(q_ptr + (row * q_row + in_k) + n, count)
+    new_v = _load_if(v_ptr + (row * v_row + in_v) + p, count)
+    new_a = tl.load(a_ptr + row * a_row + head, mask=is_there, other=0.0)
+    new_b = tl.load(b_ptr + row * b_row + head, mask=is_there, other=0.0)
+    let_next_start()
+    q = _normalised(q) * scale
+    y_ptrs = y_ptr + (row * y_row + in_v) + p
+
+    has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
+    if is_there & (write <= 0) & (has_checkpoint == 0):
+        x, y = q, tl.zeros([BLOCK_V], tl.float32)
+        x, y = _passed(x, y, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, True)
+        for i in tl.static_range(MOST - 1, -1, -1):
+            x, y = _passed(
+                x, y, old_k[i], old_v[i], old_a[i], old_b[i], decay_ptr, bias_ptr, head, i < kept
+            )
+        y += _times(s, x)
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
+    else:
+        for earlier in range(first, position):
+            place = ring + earlier % RING
+            k = tl.load(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n)
+            v = tl.load(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p)
+            a = tl.load(ring_a_ptr + place * HEADS + head)
+            b = tl.load(ring_b_ptr + place * HEADS + head)
+            s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head)
+            if has_checkpoint & (earlier - first + 1 == tokens_in):
+                to_slot = state_ptr + checkpoint * state_slot
+                _store_part(to_slot, in_v * K_DIM, in_part, s, seed, earlier + 1)
+        if is_there:
+            s = _next(s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head)
+            tl.store(y_ptrs, _times(s, q).to(y_ptr.dtype.element_ty))
+        after = position + count
+        if write > 0:
+            to_slot = state_ptr + write * state_slot
+            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after)
+        if is_there & has_checkpoint & (tokens_in == unfolded + 1):
+            to_slot = state_ptr + checkpoint * state_slot
+            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after)
+    if is_there & (write <= 0):
+        place = ring + position % RING
+        tl.store(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p, new_v)
+        if part == 0:
+            tl.store(ring_a_ptr + place * HEADS + head, new_a)
+            tl.store(ring_b_ptr + place * HEADS + head, new_b)
+            if head % (HEADS // K_HEADS) == 0:
+                tl.store(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n, new_k)
