@@ -80,7 +80,8 @@ def choose_rows(sequences: int, heads: int, head_dim: int, size: int) -> int:
     Few programs keep more of the memory busy if they are smaller and more: on an H100, convolution
     included, 8 rows took 5.5 us instead of 6.3 with 32 for one sequence of Nemotron-H-8B, and 73.5
     instead of 73.0 for 32 of them (docs/performance.md). With inputs in bfloat16 and states in
-    float32 the bits are the same with either; with others, the last ones may differ.
+    float32 the bits are to be the same with either (tests/gpu/test_runs_gpu.py); with others the
+    last ones may differ.
     """
     if sequences * heads <= MOST_OF_FEW_ROWS:
         return 8
@@ -262,8 +263,8 @@ def _single_kernel(
         C_t . h_t = decay (C_t . h) + sum over i of decay_i dt_i (C_t . B_i) x_i
 
     which for each element of the state takes one multiplication, as in attention. A state's columns
-    are in LANES lanes, not in all 32, which share out the rows as well: so sums over columns are
-    mostly sums in a lane.
+    are [columns / LANES, LANES], behind the rows: so Triton 3.6 gives the lanes that a part of a
+    row leaves to other rows, and sums over columns are mostly sums in a lane.
     """
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -290,8 +291,8 @@ def _single_kernel(
         return
 
     n = tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    of_row = p[None, :, None]
-    in_slot = head * (HEAD_DIM * SIZE) + of_row * SIZE + n[:, None, :]
+    of_row = p[:, None, None]
+    in_slot = head * (HEAD_DIM * SIZE) + of_row * SIZE + n[None, :, :]
     h = tl.load(
         state_ptr + read * state_slot + in_slot,
         mask=of_row < tl.where(read > 0, HEAD_DIM, 0),
@@ -336,7 +337,7 @@ def _single_kernel(
         scores = tl.sum(old_b.to(tl.float32) * flat_c[None, :], 1) * weight
         y = tl.sum(old_x.to(tl.float32) * scores[:, None], 0)
         y += (tl.sum(tl.sum(c * b, 0), 0) * new_weight + d) * x
-        y += tl.sum(tl.sum(h * c[:, None, :], 0), 1) * tl.exp2(total)
+        y += tl.sum(tl.sum(h * c[None, :, :], 1), 1) * tl.exp2(total)
         let_next_start()
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
     else:
@@ -356,7 +357,7 @@ def _single_kernel(
             h, reached, unfolded, total - before, dt, total - cs, position - unfolded, ring,
             ring_x_ptr, ring_b_ptr, in_x, in_b, HEADS * HEAD_DIM, GROUPS * SIZE, RING,
         )  # fmt: skip
-        h += (x * new_weight)[None, :, None] * b[:, None, :]
+        h += (x * new_weight)[:, None, None] * b[None, :, :]
         after = position + count
         store_state(state_ptr, write, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM)
         if has_checkpoint & (tokens_in == unfolded + count):
@@ -364,7 +365,7 @@ def _single_kernel(
                 state_ptr, checkpoint, state_slot, in_slot, h, of_row, seed, after, HEAD_DIM
             )
         if count > 0:
-            y = tl.sum(tl.sum(h * c[:, None, :], 0), 1) + d * x
+            y = tl.sum(tl.sum(h * c[None, :, :], 1), 1) + d * x
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
     if (count > 0) & (write <= 0):
         new_place = ring + position % RING
@@ -387,5 +388,5 @@ def _folded(
         place = ring + (first + j) % RING
         x = tl.load(ring_x_ptr + place * x_place + in_x).to(tl.float32) * take_from(weight, j)
         b = tl.load(ring_b_ptr + place * b_place + in_b).to(tl.float32)
-        h += x[None, :, None] * b[:, None, :]
+        h += x[:, None, None] * b[None, :, :]
     return h
