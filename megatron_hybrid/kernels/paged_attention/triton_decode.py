@@ -75,6 +75,8 @@ def attend(
     itemsize = cache.key.element_size()
     keys = 64 if block_size % 64 == 0 and head_dim <= 128 and itemsize < 4 else 32
     tile_bytes = 2 * keys * head_dim * itemsize
+    # With 128 registers a thread four programs run on a multiprocessor.
+    registers = {"maxnreg": 128} if is_fp8 and rows == 16 else {}
     _attend_kernel[(kv_heads * splits, sequences)](
         query, cache.key, cache.value.view(torch.int16) if is_fp8 else cache.value,
         output, parts, sums,
@@ -85,8 +87,7 @@ def attend(
         FIRST=shape.first_position, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
-        # with 128 registers a thread four programs run on a multiprocessor
-        num_warps=4, maxnreg=128 if is_fp8 and rows == 16 else None, **OPTIONS,
+        num_warps=4, **registers, **OPTIONS,
     )  # fmt: skip
     join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
     return output
