@@ -17,7 +17,7 @@ from megatron_hybrid.settings import Settings, flag_of, option
 
 MOST_WORKERS = 64
 CORES_A_WORKER = 16  # one worker keeps up with a GPU's engine; more take load off large machines
-POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced")
+POLICIES = ("longest_prefix", "first_prefix_block", "bounded_rendezvous", "load_balanced")
 MOST_REPLICAS = 1024
 MOST_SECONDS = 86400
 MOST_OPEN = 1_000_000  # requests and connections
@@ -243,7 +243,8 @@ class ServerOptions(ParseOptions):
         POLICIES[0],
         "which replica takes a request. longest_prefix: the one that would have computed it first, "
         "for what it has cached and what it has to do; first_prefix_block: always the same one for "
-        "prompts that begin with the same block; load_balanced: the one with the least to do",
+        "prompts that begin with the same block; bounded_rendezvous: the same, unless it has much "
+        "more than its share to do; load_balanced: the one with the least to do",
         POLICIES,
         group=REPLICAS,
     )

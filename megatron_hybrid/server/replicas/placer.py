@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from megatron_hybrid.kv_events import CacheContents
 from megatron_hybrid.server.link.messages import CacheSizes
+from megatron_hybrid.server.replicas.rendezvous import bounded_place, key_of
 from megatron_hybrid.server.replicas.replica import PromptKeys, Replica
 
 Prompts = Sequence[PromptKeys]  # of one request
@@ -53,6 +54,7 @@ class Placer:
         self._choose: Callable[[Prompts, int | None, Sequence[int]], int] = {
             "longest_prefix": self._longest_prefix,
             "first_prefix_block": self._first_prefix_block,
+            "bounded_rendezvous": self._bounded_rendezvous,
             "load_balanced": self._load_balanced,
         }[policy]
         self._placed: dict[str, _Placed] = {}
@@ -159,6 +161,15 @@ class Placer:
             replicas,
             key=lambda one: hashlib.blake2b(block + one.to_bytes(4, "little")).digest(),
         )
+
+    def _bounded_rendezvous(
+        self, prompts: Prompts, most: int | None, replicas: Sequence[int]
+    ) -> int:
+        """By the first block and what runs alone; no replica gets much more than its share."""
+        key = key_of(prompts[0].blocks())
+        if not key:
+            return self._load_balanced(prompts, most, replicas)
+        return bounded_place(key, {one: self.replicas[one].answers for one in replicas})
 
     def _work(self, replica: int, max_tokens: int | None) -> float:
         """By how much a request without a prompt would delay others, and they it, in tokens."""

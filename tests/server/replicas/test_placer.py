@@ -374,8 +374,24 @@ def test_the_first_block_decides_and_a_lost_replica_moves_only_its_own_prompts()
     ]
 
 
-def test_what_is_short_of_a_block_goes_to_the_least_busy_replica() -> None:
-    placer = hybrid_placer("first_prefix_block")
+def test_with_bounded_loads_the_same_beginning_has_a_place_and_a_next_one() -> None:
+    placer = hybrid_placer("bounded_rendezvous")
+    shared = [7] * BLOCK
+    first = place(placer, "a", [*shared, 1])
+    # Of two replicas none gets more than 1.5 times half of what runs.
+    places = [place(placer, f"b{number}", [*shared, number]) for number in range(11)]
+    assert [places.count(first), places.count(1 - first)] == [8, 3]
+    for number in range(11):
+        placer.end(f"b{number}")
+    placer.end("a")
+    assert place(placer, "c", [*shared, 9]) == first
+    placer.lose(first)
+    assert placer.place("d", [prompt([*shared, 9])], 1, None, [1 - first]) == 1 - first
+
+
+@pytest.mark.parametrize("policy", ["first_prefix_block", "bounded_rendezvous"])
+def test_what_is_short_of_a_block_goes_to_the_least_busy_replica(policy: str) -> None:
+    placer = hybrid_placer(policy)
     assert {place(placer, f"r{number}", [1]) for number in range(2)} == {0, 1}
 
 
