@@ -60,6 +60,9 @@ DYNAMO = [
     "uvloop>=0.21; sys_platform == 'linux'",
 ]
 
+# Replicas in Ray Serve. Pinned: its request routers are an alpha interface.
+RAY = ["ray[serve]>=2.60,<2.61", "aiohttp>=3.11", "starlette>=0.45"]
+
 # For the pictures of tools/simulate_prefix_cache.py --plot.
 PLOT = ["matplotlib>=3.9"]
 
@@ -115,6 +118,7 @@ setup(
         "gpu": GPU,
         "otel": OTEL,
         "plot": PLOT,
+        "ray": RAY,
         "test": TEST,
         "clients": CLIENTS,
         "dev": DEV,

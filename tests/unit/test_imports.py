@@ -24,7 +24,7 @@ ROOMS = """
     server.sampling_defaults
     server.link server.replicas server.http server.processes server.loop
     server.ask server.cli
-    dynamo
+    dynamo ray
     versions verify
     terminal
     commands completion cli

@@ -139,13 +139,15 @@ class Placer:
             replica.waiting -= placed.n
             replica.expect_no_more(prompt)
 
-    def _longest_prefix(self, prompts: Prompts, most: int | None, replicas: Sequence[int]) -> int:
-        def cost(one: int) -> float:
-            replica = self.replicas[one]
-            own = sum(prompt.length - replica.reusable(prompt) for prompt in prompts)
-            return self._work(one, most) + (1 + replica.answers) * own
+    def delay(self, number: int, prompts: Prompts, max_tokens: int | None) -> float:
+        """By how much later all answers together would be done with the request on that replica,
+        in tokens."""
+        replica = self.replicas[number]
+        own = sum(prompt.length - replica.reusable(prompt) for prompt in prompts)
+        return self._work(number, max_tokens) + (1 + replica.answers) * own
 
-        return min(replicas, key=lambda one: (cost(one), *self._filling(one)))
+    def _longest_prefix(self, prompts: Prompts, most: int | None, replicas: Sequence[int]) -> int:
+        return min(replicas, key=lambda one: (self.delay(one, prompts, most), *self._filling(one)))
 
     def _load_balanced(self, prompts: Prompts, most: int | None, replicas: Sequence[int]) -> int:
         return min(replicas, key=lambda one: (self._work(one, most), *self._filling(one)))
