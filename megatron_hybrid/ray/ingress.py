@@ -77,14 +77,13 @@ class Ingress:
         chunks = self._streams.forward.remote(asked)
         try:
             head: Head = await anext(chunks)
-        except BaseException:
+            kinds = [value for name, value in head.headers if name.lower() == "content-type"]
+            if not any(kind.startswith(EVENTS) for kind in kinds):
+                body = b"".join([chunk async for chunk in chunks])
+                return _response(Whole("", head.status, head.headers, body))
+        except BaseException:  # the client has gone, or the replica
             chunks.cancel()
             raise
-        headers = dict(head.headers)
-        is_stream = headers.get("Content-Type", "").startswith(EVENTS)
-        if not is_stream:
-            body = b"".join([chunk async for chunk in chunks])
-            return _response(Whole("", head.status, head.headers, body))
         answer = StreamingResponse(self._events(asked, chunks), head.status)
         _set_headers(answer, head.headers)
         return answer

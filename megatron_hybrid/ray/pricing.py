@@ -161,7 +161,8 @@ class Pricing:
 
     def _begin(self, name: str) -> None:
         priced = self._priced.pop(name, None)
-        if priced is None:
+        if priced is None:  # nobody asked: it counts as an answer, whose prompt is not known
+            self._placer.move(name, OURSELVES, 1)
             return
         self._placer.place(name, priced.prompts, priced.n, priced.max_tokens, [OURSELVES])
         self._computing |= {f"{name}-{k}": one for k, one in enumerate(priced.prompts)}

@@ -22,6 +22,7 @@ from megatron_hybrid.ray.arguments import Application, options_of_server
 from megatron_hybrid.ray.messages import Asked, Head, Price, Whole
 from megatron_hybrid.ray.pricing import Pricing
 from megatron_hybrid.ray.process import FirstRank, RankProcess, free_port, rank_environment
+from megatron_hybrid.ray.routes import has_prompt
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 from megatron_hybrid.server.log_format import LOG_FORMATS, set_up_logging
@@ -161,7 +162,8 @@ class Replica(Place):
     async def forward(self, asked: Asked) -> AsyncGenerator[Head | bytes, None]:
         """The answer of our server: its head, and then the body as it comes. Broken off, the
         request is ended in the engine."""
-        await asyncio.wrap_future(self._pricing.begin(asked.name))
+        if has_prompt(asked):
+            await asyncio.wrap_future(self._pricing.begin(asked.name))
         try:
             async with self._request(asked) as answer:
                 yield _head(answer)

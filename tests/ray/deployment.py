@@ -29,7 +29,8 @@ class Deployment:
     """With these arguments of `build`; `args: {device: cpu}` go without saying."""
 
     def __init__(self, folder: Path, **args: Any) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.address = "127.0.0.1", (port := free_port())
+        self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "serve.log"
         # Sockets are in it, and the paths of those are short.
         self._temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")

@@ -5,8 +5,10 @@ With TESTS=all, where Ray is installed; CI has neither it nor the minutes that t
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hybrid import LLM, SamplingParams
+from tests.dynamo.deployment import body_of
 from tests.ray.deployment import Deployment
 from tests.server.running import is_alive, wait_until
 from tests.thorough import thorough
@@ -128,6 +131,12 @@ def test_a_client_that_is_gone_is_no_longer_served(deployment: Deployment) -> No
         next(chunks)
         assert sum(deployment.figures("num_requests_running").values()) == 1
     wait_until(lambda: not sum(deployment.figures("num_requests_running").values()), 5)
+    with socket.create_connection(deployment.address) as client:  # nor one that wants it whole
+        body = json.dumps(body_of("Hello!", **(LONG | {"max_tokens": 6000}))).encode()
+        head = f"Host: us\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+        wait_until(lambda: sum(deployment.figures("num_requests_running").values()) == 1, 10)
+    wait_until(lambda: not sum(deployment.figures("num_requests_running").values()), 5)
 
 
 @pytest.mark.parametrize("who", ["replica", "engine"])
@@ -174,6 +183,12 @@ def test_replicas_come_with_the_queue_and_go(tmp_path: Path) -> None:
                 next(chunks)
                 assert sorted(deployment.figures("num_requests_running").values()) == [1, 4]
             assert all("error" not in next(one) for one in streams)
+        with ExitStack() as stack:  # one of these replicas ends, and answers first
+            streams = [stack.enter_context(deployment.stream(f"{n}?", **LONG)) for n in range(2)]
+            assert all(next(one) for one in streams)
+            assert set(deployment.figures("num_requests_running").values()) == {1.0}
+            for *_, last in streams:
+                assert last["usage"]["completion_tokens"] == LONG["max_tokens"]
         wait_until(lambda: len(deployment.figures("up")) == 1, 60)
         wait_until(lambda: len(deployment.engines()) == 1, 40)
         assert deployment.chat(QUESTION)["choices"]

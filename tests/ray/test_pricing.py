@@ -106,9 +106,13 @@ def test_requests_that_run_delay_the_next_one(asker: Asker) -> None:
     there = asker.price("two", "/v1/completions", **body)
     assert first is not None and there is not None and there.answers == 1
     assert there.skips > 0, "a prompt that is computed counts as cached"
+    asker.pricing.begin("nobody asked").result(10)
+    third = asker.price("three", "/v1/completions", **body)
+    assert third is not None and third.answers == 2
+    asker.pricing.end("nobody asked")
     asker.pricing.start("one")
     asker.pricing.end("one")
-    after = asker.price("three", "/v1/completions", **body)
+    after = asker.price("four", "/v1/completions", **body)
     assert after is not None and (after.answers, after.skips) == (0, 0)
     assert after.delay == first.delay
 
