@@ -40,11 +40,11 @@ def store_choice(
     values, left, key = _read(
         logits, biases, token, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E
     )
-    expert, share = _chosen(
-        values, left, key, biases, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN, BLOCK_C,
-        names_experts(logits.dtype.element_ty, SCORING),
-    )  # fmt: skip
     place = tl.arange(0, BLOCK_C)
+    expert, share = _chosen(
+        values, left, key, biases, tl.arange(0, BLOCK_E), place, eps, factor, SCORING, NORMALIZE,
+        EXPERTS, CHOSEN, names_experts(logits.dtype.element_ty, SCORING),
+    )  # fmt: skip
     tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
     tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
 
@@ -86,7 +86,6 @@ def store_choices(
 ):  # fmt: skip
     """`store_choice` of many tokens [TOKENS] at once, whose logits [TOKENS, BLOCK_E] float32 are at
     hand; without groups of experts. NAMED: see `names_experts`."""
-    names: tl.constexpr = logits.shape[1] - 1
     column = tl.arange(0, logits.shape[1])[None, :]
     place = tl.arange(0, BLOCK_C)[None, :]
     values = logits
@@ -95,45 +94,16 @@ def store_choices(
     left = values
     if biases is not None:
         left += biases[None, :]
-    left = tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
-    key = _reordered((left + 0.0).to(tl.int32, bitcast=True))
-    if NAMED:
-        key = (key & -logits.shape[1]) | (names - column)
-    key = tl.where(column < EXPERTS, key, _TAKEN)
-    best = tl.full((logits.shape[0], BLOCK_C), float("-inf"), tl.float32)
-    expert = tl.zeros((logits.shape[0], BLOCK_C), tl.int32)
-    for j in tl.static_range(CHOSEN):
-        largest = tl.max(key, axis=1, keep_dims=True)
-        if NAMED:
-            index = names - (largest & names)
-            bits = _reordered(tl.where(largest < 0, largest | names, largest & ~names))
-        else:
-            index = tl.where(key == largest, column, EXPERTS - 1)
-            index = tl.min(index, axis=1, keep_dims=True)
-            bits = _reordered(largest)
-        is_best = column == index
-        if biases is not None:
-            bits = tl.where(is_best, values.to(tl.int32, bitcast=True), 0)
-            bits = tl.max(bits, axis=1, keep_dims=True)
-        best = tl.where(place == j, bits.to(tl.float32, bitcast=True), best)
-        expert = tl.where(place == j, index, expert)
-        key = tl.where(is_best, _TAKEN, key)
-    if SCORING == "sigmoid":
-        share = tl.where(place < CHOSEN, best, 0.0)
-        if NORMALIZE:
-            share = share / (tl.sum(share, axis=1, keep_dims=True) + eps)
-    else:
-        largest_of_all = tl.max(best, axis=1, keep_dims=True)
-        share = tl.exp(best - largest_of_all)
-        total = tl.sum(share, axis=1, keep_dims=True)
-        if not NORMALIZE:
-            others = tl.where(key == _TAKEN, float("-inf"), left)
-            total += tl.sum(tl.exp(others - largest_of_all), axis=1, keep_dims=True)
-        share = share / total
+    left = _of_experts(left, column, EXPERTS)
+    key = _keys(left, column, EXPERTS, NAMED)
+    expert, share = _chosen(
+        values, left, key, biases, column, place, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN,
+        NAMED,
+    )  # fmt: skip
     target = token[:, None] * CHOSEN + place
     mask = (token < tokens)[:, None] & (place < CHOSEN)
     tl.store(experts + target, expert, mask=mask)
-    tl.store(weights + target, share * factor, mask=mask)
+    tl.store(weights + target, share, mask=mask)
 
 
 @triton.jit
@@ -155,15 +125,28 @@ def _read(
     left = values
     if biases is not None:
         left += biases
-    # Rows of NaN (the padding of a captured step may hold any bits) still choose real experts.
-    left = tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
+    left = _of_experts(left, column, EXPERTS)
     if GROUPS > 1:
         left = _in_best_groups(left, GROUPS, CHOSEN_GROUPS)
-    # Of integers a warp finds the largest in one instruction.
+    named: tl.constexpr = names_experts(logits.dtype.element_ty, SCORING)
+    return values, left, _keys(left, column, EXPERTS, named)
+
+
+@triton.jit
+def _of_experts(left, column, EXPERTS: tl.constexpr):
+    """-inf behind the EXPERTS, and in rows of NaN: the padding of a captured step may hold any
+    bits, and still chooses real experts."""
+    return tl.where((left == left) & (column < EXPERTS), left, float("-inf"))
+
+
+@triton.jit
+def _keys(left, column, EXPERTS: tl.constexpr, NAMED: tl.constexpr):
+    """Integers in the order of `left`, of which a warp finds the largest in one instruction."""
+    names: tl.constexpr = left.shape[-1] - 1
     key = _reordered((left + 0.0).to(tl.int32, bitcast=True))
-    if names_experts(logits.dtype.element_ty, SCORING):
-        key = (key & -BLOCK_E) | (BLOCK_E - 1 - column)
-    return values, left, tl.where(column < EXPERTS, key, _TAKEN)
+    if NAMED:
+        key = (key & ~names) | (names - column)
+    return tl.where(column < EXPERTS, key, _TAKEN)
 
 
 @triton.constexpr_function
@@ -175,41 +158,43 @@ def names_experts(kind, scoring):
 
 @triton.jit
 def _chosen(
-    values, left, key, biases, eps, factor, SCORING: tl.constexpr, NORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_C: tl.constexpr, NAMED: tl.constexpr,
+    values, left, key, biases, column, place, eps, factor, SCORING: tl.constexpr,
+    NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Of `_read`'s -> experts int32 and weights float32, [BLOCK_C] each; CHOSEN of these count, the
-    best first, the lower of equal ones."""
-    names: tl.constexpr = key.shape[0] - 1
-    column = tl.arange(0, key.shape[0])
-    place = tl.arange(0, BLOCK_C)
-    best = tl.full((BLOCK_C,), float("-inf"), tl.float32)
-    expert = tl.zeros((BLOCK_C,), tl.int32)
+    """Of what `_read` gives, of one token or of a row each -> experts int32 and weights float32, as
+    many as `place`; CHOSEN of these count, the best first, the lower of equal ones. column: the
+    experts' places; place: those of the chosen."""
+    names: tl.constexpr = key.shape[-1] - 1
+    last: tl.constexpr = len(key.shape) - 1
+    best = tl.full(place.shape, float("-inf"), tl.float32)
+    expert = tl.zeros(place.shape, tl.int32)
     for j in tl.static_range(CHOSEN):
-        largest = tl.max(key, axis=0)
+        largest = tl.max(key, axis=last, keep_dims=True)
         if NAMED:
             index = names - (largest & names)
             bits = _reordered(tl.where(largest < 0, largest | names, largest & ~names))
         else:
-            index = tl.min(tl.where(key == largest, column, EXPERTS - 1), axis=0)
+            index = tl.where(key == largest, column, EXPERTS - 1)
+            index = tl.min(index, axis=last, keep_dims=True)
             bits = _reordered(largest)
         is_best = column == index
         if biases is not None:  # which affect the choice alone: sigmoids' bits are in order
-            bits = tl.max(tl.where(is_best, values.to(tl.int32, bitcast=True), 0), axis=0)
+            bits = tl.where(is_best, values.to(tl.int32, bitcast=True), 0)
+            bits = tl.max(bits, axis=last, keep_dims=True)
         best = tl.where(place == j, bits.to(tl.float32, bitcast=True), best)
         expert = tl.where(place == j, index, expert)
         key = tl.where(is_best, _TAKEN, key)
     if SCORING == "sigmoid":
         share = tl.where(place < CHOSEN, best, 0.0)
         if NORMALIZE:
-            share = share / (tl.sum(share, axis=0) + eps)
+            share = share / (tl.sum(share, axis=last, keep_dims=True) + eps)
     else:
-        largest_of_all = tl.max(best, axis=0)
+        largest_of_all = tl.max(best, axis=last, keep_dims=True)
         share = tl.exp(best - largest_of_all)
-        total = tl.sum(share, axis=0)
+        total = tl.sum(share, axis=last, keep_dims=True)
         if not NORMALIZE:  # and the experts that were not chosen
             others = tl.where(key == _TAKEN, float("-inf"), left)
-            total += tl.sum(tl.exp(others - largest_of_all), axis=0)
+            total += tl.sum(tl.exp(others - largest_of_all), axis=last, keep_dims=True)
         share = share / total
     return expert, share * factor
 
