@@ -181,7 +181,7 @@ def test_few_rows_do_not_depend_on_each_other(
     x, weight = rounding_by_steps(few_rows.LARGEST, rows, 1536, step=128)
     check_few_rows_alone(few_rows, x, weight, None)
     whole = few_rows.multiply(x, weight)
-    tile = few_rows.choose_tile(*weight.shape)._replace(is_cut=False)
+    tile = few_rows.choose_tile(len(weight))._replace(is_cut=False)
     otherwise = few_rows.multiply(x, weight, tile=tile)
     assert not torch.equal(whole, otherwise)  # the case shows what is added to what
 
@@ -246,7 +246,7 @@ SHAPES = {
 def test_programs_of_few_rows_fill_the_device() -> None:
     programs = {}
     for rows, columns in SHAPES:
-        tile = few_rows.choose_tile(rows, columns)
+        tile = few_rows.choose_tile(rows)
         steps = -(-columns // tile.depth)
         programs[rows, columns] = few_rows.number_of_programs(tile, -(-rows // tile.rows), steps)
     assert programs == SHAPES

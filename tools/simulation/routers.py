@@ -43,7 +43,26 @@ class PlacerRouter:
         self.placer.lose(replica)
 
 
-class CacheAware:
+class _Counting:
+    """Knows how many requests run where, and nothing that replicas say."""
+
+    def __init__(self) -> None:
+        self._running: Counter[int] = Counter()
+
+    def started(self, ask: Ask) -> None:
+        pass
+
+    def ended(self, ask: Ask, *, is_whole: bool) -> None:
+        self._running[ask.replica] -= 1
+
+    def changed(self, replica: int, changes: list[Change]) -> None:
+        pass
+
+    def lost(self, replica: int) -> None:
+        pass
+
+
+class CacheAware(_Counting):
     """What SGLang's router and those that came of it do with `cache_aware`: the replica that was
     sent the longest prefix of this, if it is `threshold` of the prompt, else the one that was sent
     least; the one with the fewest requests, if the numbers differ by more than `absolute` and by
@@ -56,10 +75,10 @@ class CacheAware:
         absolute: int = 64,
         relative: float = 1.5,
     ) -> None:
+        super().__init__()
         self._geometry = geometry
         self._threshold, self._absolute, self._relative = threshold, absolute, relative
         self._sent: dict[int, set[int]] = {}
-        self._running: Counter[int] = Counter()
 
     def place(self, ask: Ask, replicas: Sequence[int]) -> int:
         size = self._geometry.block_size
@@ -84,26 +103,17 @@ class CacheAware:
             return best
         return min(replicas, key=lambda one: len(self._sent.get(one, ())))
 
-    def started(self, ask: Ask) -> None:
-        pass
-
-    def ended(self, ask: Ask, *, is_whole: bool) -> None:
-        self._running[ask.replica] -= 1
-
-    def changed(self, replica: int, changes: list[Change]) -> None:
-        pass
-
     def lost(self, replica: int) -> None:
         self._sent.pop(replica, None)
 
 
-class BoundedRendezvous:
+class BoundedRendezvous(_Counting):
     """Knows nothing but what runs where: see server/replicas/rendezvous.py."""
 
     def __init__(self, geometry: CacheGeometry, bound: float, first_blocks: int = 1) -> None:
+        super().__init__()
         self._block_size = geometry.block_size
         self._bound, self._first_blocks = bound, first_blocks
-        self._running: Counter[int] = Counter()
 
     def place(self, ask: Ask, replicas: Sequence[int]) -> int:
         blocks = PromptKeys(ask.prompt.astype("<i4").tobytes(), self._block_size, "").blocks()
@@ -115,18 +125,6 @@ class BoundedRendezvous:
             chosen = min(replicas, key=lambda one: loads[one])
         self._running[chosen] += 1
         return chosen
-
-    def started(self, ask: Ask) -> None:
-        pass
-
-    def ended(self, ask: Ask, *, is_whole: bool) -> None:
-        self._running[ask.replica] -= 1
-
-    def changed(self, replica: int, changes: list[Change]) -> None:
-        pass
-
-    def lost(self, replica: int) -> None:
-        pass
 
 
 def _placer(policy: str) -> Callable[[CacheGeometry], Router]:

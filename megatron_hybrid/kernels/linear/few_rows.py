@@ -79,7 +79,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return in_16_bits and _in_pieces(x) and _in_pieces(weight)
 
 
-def choose_tile(rows: int, columns: int) -> Tile:
+def choose_tile(rows: int) -> Tile:
     """Of a weight. By its shape alone: a token's bits are the same among any number of others. Each
     processor has one program with all of its memory: more would have more sums to add up. Weights
     of few rows have tiles of half as many, which are cut into half as many parts."""
@@ -121,7 +121,7 @@ def multiply(
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if not tokens:
         return y
-    tile = choose_tile(weight.shape[0], columns) if tile is None else tile
+    tile = choose_tile(weight.shape[0]) if tile is None else tile
     depth = min(tile.depth, max(16, next_power_of_2(columns)))
     height = max(16, next_power_of_2(tokens))
     tiles = cdiv(rows, tile.rows)
