@@ -15,6 +15,7 @@ import pytest
 
 from megatron_hybrid import LLM, SamplingParams
 from tests.dynamo.deployment import Deployment, Worker
+from tests.server.deployed import check_chat, check_stream
 from tests.server.running import is_alive, wait_until
 from tests.thorough import thorough
 
@@ -56,22 +57,13 @@ def llm() -> LLM:
 
 
 def test_a_chat_has_the_answer_of_the_model(deployment: Deployment, llm: LLM) -> None:
-    (expected,) = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0))
-    answer = deployment.chat(QUESTION)
-    (choice,) = answer["choices"]
-    assert choice["message"]["content"] == expected.text and choice["finish_reason"] == "stop"
-    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
-    assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+    check_chat(deployment.chat(QUESTION), llm, QUESTION)
 
 
 def test_a_stream_has_the_same_in_pieces_and_the_usage(deployment: Deployment) -> None:
     whole = deployment.chat(QUESTION)
     with deployment.stream(QUESTION) as chunks:
-        *spoken, last = chunks
-    pieces = [choice["delta"].get("content") for one in spoken for choice in one["choices"]]
-    assert "".join(filter(None, pieces)) == whole["choices"][0]["message"]["content"]
-    assert len(pieces) > 5
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        check_stream(list(chunks), whole)
 
 
 def test_a_completion_of_token_ids_has_log_probabilities(deployment: Deployment, llm: LLM) -> None:

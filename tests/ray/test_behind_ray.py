@@ -19,6 +19,7 @@ import pytest
 from megatron_hybrid import LLM, SamplingParams
 from tests.dynamo.deployment import body_of
 from tests.ray.deployment import Deployment
+from tests.server.deployed import check_chat, check_stream
 from tests.server.running import is_alive, wait_until
 from tests.thorough import thorough
 
@@ -45,21 +46,13 @@ def llm() -> LLM:
 
 
 def test_a_chat_has_the_answer_of_the_model(deployment: Deployment, llm: LLM) -> None:
-    (expected,) = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0))
-    answer = deployment.chat(QUESTION)
-    (choice,) = answer["choices"]
-    assert choice["message"]["content"] == expected.text and choice["finish_reason"] == "stop"
-    assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+    check_chat(deployment.chat(QUESTION), llm, QUESTION)
 
 
 def test_a_stream_has_the_same_in_pieces_and_the_usage(deployment: Deployment) -> None:
     whole = deployment.chat(QUESTION)
     with deployment.stream(QUESTION) as chunks:
-        *spoken, last = chunks
-    pieces = [choice["delta"].get("content") for one in spoken for choice in one["choices"]]
-    assert "".join(filter(None, pieces)) == whole["choices"][0]["message"]["content"]
-    assert len(pieces) > 5
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        check_stream(list(chunks), whole)
 
 
 def test_the_second_turn_skips_the_first_wherever_it_went(deployment: Deployment) -> None:
