@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import TracebackType
 from typing import Any
+
+from tests.server.running import http_server
 
 MODEL = "m"
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -95,12 +96,10 @@ class RecordingServer:
             def log_message(self, *of: Any) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._serving = http_server(Handler)
 
     def __enter__(self) -> RecordingServer:
-        self._thread.start()
+        self.url = self._serving.__enter__()
         return self
 
     def __exit__(
@@ -109,5 +108,4 @@ class RecordingServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._serving.__exit__(kind, error, traceback)
