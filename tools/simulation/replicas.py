@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import StepResult
 from megatron_hybrid.request import RequestEvent, SamplingParams
+from simulation.chat import zipf_weights
 from simulation.parameters import MAX_CONTEXT
 from simulation.text import GENERATION_PROMPT, Context, Corpus, Tokens
 
@@ -70,7 +72,8 @@ COSTS = {
 @dataclass(frozen=True, slots=True)
 class Chats:
     """requests: in all. systems: different system messages, the k-th is 1/k as frequent as the
-    first. spread: of the logarithms of turns' and answers' lengths and of the numbers of turns; 0:
+    first. documents: texts, as frequent, one of which begins a chat's first message; 0: none does.
+    spread: of the logarithms of turns' and answers' lengths and of the numbers of turns; 0:
     all are alike. think: mean seconds between an answer and its client's next request. bursts: all
     who wait ask together, every 2 * think seconds. Other sizes are in tokens."""
 
@@ -78,6 +81,8 @@ class Chats:
     turns: int = 5
     systems: int = 10
     system_tokens: int = 434
+    documents: int = 0
+    document_tokens: int = 600
     turn_tokens: int = 84
     answer_tokens: int = 16
     clients: int = 16
@@ -140,6 +145,7 @@ class RoutingResult:
     first_tokens: list[float] = field(default_factory=list)  # seconds from being sent
     answers: list[float] = field(default_factory=list)  # seconds until the last token
     by_replica: Counter[int] = field(default_factory=Counter)  # requests
+    placing_seconds: float = field(default=0.0, compare=False)  # of the real clock, in all
 
 
 class SimulatedReplica:
@@ -205,6 +211,7 @@ class Replicas:
         self._costs = costs
         self._kill_at = chats.requests // 2 if kill else None
         self._replicas = {k: SimulatedReplica(geometry, max_tokens) for k in range(replicas)}
+        self._alive = list(self._replicas)
         self._random = Random(f"{chats.seed} pauses")
         self._noise = Random(f"{chats.seed} noise")
         self._coming = _conversations(chats)
@@ -248,12 +255,18 @@ class Replicas:
         name = f"r{self.result.requests}"
         ask = Ask(name, client, chat, prompt, answer, chat.context.ends, now)
         self.result.requests += 1
-        ask.replica = self._router.place(ask, sorted(self._replicas))
+        ask.replica = self._place(ask)
         self.result.by_replica[ask.replica] += 1
         self.result.moved += chat.replica not in (None, ask.replica)
         chat.replica = ask.replica
         self._replicas[ask.replica].submit(ask)
         self._step(now, ask.replica)
+
+    def _place(self, ask: Ask) -> int:
+        started = perf_counter()
+        replica = self._router.place(ask, self._alive)
+        self.result.placing_seconds += perf_counter() - started
+        return replica
 
     def _step(self, now: float, number: int) -> None:
         """Begin one, if the replica is idle and has work."""
@@ -313,6 +326,7 @@ class Replicas:
         """The replica is gone; what it had fails, and those chats are not continued."""
         self._kill_at = None
         killed = self._replicas.pop(number)
+        self._alive.remove(number)
         self._router.lost(number)
         for ask in killed.asks.values():
             self.result.failed += 1
@@ -323,7 +337,9 @@ class Replicas:
 def _conversations(chats: Chats) -> Iterator[Chat]:
     rng, corpus = Random(chats.seed), Corpus(chats.seed)
     systems = [corpus.text(rng, chats.system_tokens) for _ in range(chats.systems)]
-    weights = [1 / rank for rank in range(1, chats.systems + 1)]
+    weights = zipf_weights(chats.systems, 1.0)
+    documents = [corpus.text(rng, chats.document_tokens) for _ in range(chats.documents)]
+    document_weights = zipf_weights(chats.documents, 1.0)
 
     def size(mean: int) -> int:
         """Log-normal."""
@@ -331,10 +347,11 @@ def _conversations(chats: Chats) -> Iterator[Chat]:
         return max(1, round(mean * np.exp(normal - chats.spread**2 / 2)))
 
     for number in range(-(-chats.requests // chats.turns)):
-        (system,) = rng.choices(systems, weights)
+        (system,) = rng.choices(systems, cum_weights=weights)
+        about = rng.choices(documents, cum_weights=document_weights) if documents else []
         turns: deque[tuple[Tokens, Tokens]] = deque()
-        for _ in range(size(chats.turns)):
+        for turn in range(size(chats.turns)):
             text = corpus.text(rng, size(chats.turn_tokens))
-            message = np.concatenate((corpus.unique(number), text))
+            message = np.concatenate((*(() if turn else about), corpus.unique(number), text))
             turns.append((message, corpus.text(rng, size(chats.answer_tokens))))
         yield Chat(number, Context().message(system), turns)

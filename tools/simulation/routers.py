@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from megatron_hybrid.cache.changes import Change
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.kv_events.messages import events_of
 from megatron_hybrid.server.link.messages import CacheSizes
-from megatron_hybrid.server.options import POLICIES
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.rendezvous import bounded_place, key_of
 from megatron_hybrid.server.replicas.replica import PromptKeys
+from simulation.indexed_routers import DynamoKV, HashRing, IndexedPlacer
 from simulation.replicas import Ask, Router
 
 
@@ -127,20 +128,24 @@ class BoundedRendezvous(_Counting):
         return chosen
 
 
-def _placer(policy: str) -> Callable[[CacheGeometry], Router]:
-    return lambda geometry: PlacerRouter(policy, geometry)
+def _rendezvous(bound: float, first_blocks: int = 1) -> Callable[[CacheGeometry, int], Router]:
+    return lambda geometry, _: BoundedRendezvous(geometry, bound, first_blocks)
 
 
-def _rendezvous(bound: float, first_blocks: int = 1) -> Callable[[CacheGeometry], Router]:
-    return lambda geometry: BoundedRendezvous(geometry, bound, first_blocks)
-
-
-ROUTERS: dict[str, Callable[[CacheGeometry], Router]] = {
-    **{policy: _placer(policy) for policy in POLICIES if policy != "bounded_rendezvous"},
-    "cache_aware": CacheAware,
+# By name, for replicas of this geometry and number.
+ROUTERS: dict[str, Callable[[CacheGeometry, int], Router]] = {
+    **{policy: partial(IndexedPlacer, policy) for policy in ("longest_prefix", "load_balanced")},
+    "coordinator": lambda geometry, _: PlacerRouter("longest_prefix", geometry),
+    "first_prefix_block": lambda geometry, _: PlacerRouter("first_prefix_block", geometry),
+    "dynamo_kv": DynamoKV,
+    "dynamo_kv-4": partial(DynamoKV, prefill_load_scale=4.0),
+    "cache_aware": lambda geometry, _: CacheAware(geometry),
     "rendezvous-1.25": _rendezvous(1.25),
     "rendezvous-1.5": _rendezvous(1.5),
     "rendezvous-2": _rendezvous(2.0),
     "rendezvous-8-blocks-1.5": _rendezvous(1.5, 8),
     "rendezvous-8-blocks-2": _rendezvous(2.0, 8),
+    "ring-8-blocks": partial(HashRing, first_blocks=8),
+    "ring-8-blocks-1.5": partial(HashRing, first_blocks=8, bound=1.5),
+    "ring-8-blocks-2": partial(HashRing, first_blocks=8, bound=2.0),
 }

@@ -39,7 +39,8 @@ class PromptKeys:
         known = self._by_epoch.get(epoch)
         if known is None:
             root = root_key(epoch, self._cache_salt, stored_as=self._stored_as)
-            keys = SequenceKeys(root, self._block_size, lambda low, high: self.tokens[low:high])
+            tokens = self.tokens  # a reference to self here would be one in a circle
+            keys = SequenceKeys(root, self._block_size, lambda low, high: tokens[low:high])
             keys.extend_to(self.length)
             known = self._by_epoch[epoch] = keys, [wire_hash(key) for key in keys.blocks]
         return known
