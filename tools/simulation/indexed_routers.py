@@ -16,6 +16,8 @@ from megatron_hybrid.server.replicas.placer import RECENT_ANSWERS
 from simulation.holders import Contents, Groups, Underway, raise_to
 from simulation.replicas import Ask
 
+PLACER_POLICIES = ("longest_prefix", "longest_kv_prefix", "load_balanced")
+
 
 class _Indexed:
     """What is known of each replica: `prefill` tokens that wait there to be computed, `answers`
@@ -75,11 +77,13 @@ class _Indexed:
 
 class IndexedPlacer(_Indexed):
     """The coordinator with longest_prefix or load_balanced, decision by decision: what they are is
-    in server/replicas/placer.py, which looks at one replica after the other."""
+    in server/replicas/placer.py, which looks at one replica after the other. With longest_kv_prefix
+    it takes KV blocks for what is skipped, as if it had never heard of states."""
 
     def __init__(self, policy: str, geometry: CacheGeometry, replicas: int) -> None:
         super().__init__(geometry, replicas)
-        self._by_prefix = {"longest_prefix": True, "load_balanced": False}[policy]
+        assert policy in PLACER_POLICIES
+        self._policy = policy
         self._ended = 0
         self._mean_answer = 1.0
 
@@ -94,11 +98,14 @@ class IndexedPlacer(_Indexed):
             (min(tokens, length - 1) // unit * unit, held)
             for tokens, held in self._underway.blocks(keys)
         ]
-        left = length - self._tokens(expected, self._contents.skippable(keys, length))
-        if self._by_prefix:
+        contents = self._contents
+        knows_states = self._policy != "longest_kv_prefix"
+        cached = contents.skippable(keys, length) if knows_states else contents.blocks(keys)
+        left = length - self._tokens(expected, cached)
+        if self._policy != "load_balanced":
             costs += (1 + self._answers) * left
         (ties,) = np.nonzero(costs == costs.min())
-        filling = np.lexsort((self._total[ties], self._contents.num_blocks[ties]))
+        filling = np.lexsort((self._total[ties], contents.num_blocks[ties]))
         chosen = int(ties[filling[0]])
         self._put(ask, chosen, keys, left[chosen])
         return chosen

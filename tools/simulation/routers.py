@@ -13,7 +13,7 @@ from megatron_hybrid.server.link.messages import CacheSizes
 from megatron_hybrid.server.replicas.placer import Placer
 from megatron_hybrid.server.replicas.rendezvous import bounded_place, key_of
 from megatron_hybrid.server.replicas.replica import PromptKeys
-from simulation.indexed_routers import DynamoKV, HashRing, IndexedPlacer
+from simulation.indexed_routers import PLACER_POLICIES, DynamoKV, HashRing, IndexedPlacer
 from simulation.replicas import Ask, Router
 
 
@@ -134,7 +134,7 @@ def _rendezvous(bound: float, first_blocks: int = 1) -> Callable[[CacheGeometry,
 
 # By name, for replicas of this geometry and number.
 ROUTERS: dict[str, Callable[[CacheGeometry, int], Router]] = {
-    **{policy: partial(IndexedPlacer, policy) for policy in ("longest_prefix", "load_balanced")},
+    **{policy: partial(IndexedPlacer, policy) for policy in PLACER_POLICIES},
     "coordinator": lambda geometry, _: PlacerRouter("longest_prefix", geometry),
     "first_prefix_block": lambda geometry, _: PlacerRouter("first_prefix_block", geometry),
     "dynamo_kv": DynamoKV,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid.cache.changes import Change
+from megatron_hybrid.cache.changes import BLOCKS, Change, Cleared
 from megatron_hybrid.kv_events import CacheContents
 from megatron_hybrid.kv_events.contents import shared_blocks
 from megatron_hybrid.kv_events.messages import events_of
@@ -37,6 +37,31 @@ def test_indexed_placer_decides_as_the_coordinator(policy: str, kill: bool) -> N
         plain = Replicas(chats, PlacerRouter(policy, geometry), REPLICAS, **more).run()
         assert result == plain
         assert result.skipped_tokens > 0 and (result.failed > 0) == kill
+
+
+class BlocksAlone(PlacerRouter):
+    """The coordinator of replicas without recurrent layers, as far as it is told."""
+
+    def changed(self, replica: int, changes: list[Change]) -> None:
+        told: list[Change] = []
+        for one in changes:
+            if isinstance(one, Cleared):
+                told.append(Cleared(one.epoch, replace(one.geometry, bytes_per_state=0)))
+            elif one.kind == BLOCKS:
+                told.append(one)
+        super().changed(replica, told)
+
+
+def test_without_states_it_decides_as_if_there_were_none() -> None:
+    results = [
+        Replicas(CHATS, router, REPLICAS).run()
+        for router in (
+            IndexedPlacer("longest_kv_prefix", REFERENCE, REPLICAS),
+            BlocksAlone("longest_prefix", REFERENCE),
+            IndexedPlacer("longest_prefix", REFERENCE, REPLICAS),
+        )
+    ]
+    assert results[0] == results[1] != results[2]
 
 
 class Checked(DynamoKV):
