@@ -51,6 +51,7 @@ from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
 from megatron_hybrid.models.config import (
+    GATED_DELTA_NET,
     MAMBA,
     SHARED_TRANSFORMER,
     SIDE_BY_SIDE,
@@ -63,8 +64,8 @@ from megatron_hybrid.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
-# Of Mamba2, where it pays: see docs/performance.md.
-SPARES_WRITES = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+# Layers with Mamba2 or a gated delta net, where it pays: see docs/performance.md.
+SPARES_WRITES = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER, GATED_DELTA_NET}
 WRITE_INTERVAL = 4
 
 

@@ -178,10 +178,10 @@ def test_few_rows_do_not_depend_on_each_other(
     rows: int, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_rows, "_PROCESSORS", processors)
-    x, weight = rounding_by_steps(few_rows.LARGEST, rows, 1536, step=128)
+    x, weight = rounding_by_steps(few_rows.LARGEST, rows, 2560, step=256)
     check_few_rows_alone(few_rows, x, weight, None)
     whole = few_rows.multiply(x, weight)
-    tile = few_rows.choose_tile(len(weight))._replace(is_cut=False)
+    tile = few_rows.choose_tile(*weight.shape)._replace(is_cut=False)
     otherwise = few_rows.multiply(x, weight, tile=tile)
     assert not torch.equal(whole, otherwise)  # the case shows what is added to what
 
@@ -195,6 +195,8 @@ def test_few_rows_are_limited() -> None:
 def test_few_rows_are_multiplied_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _ = few_rows_case(9, 16, 32, False, torch.float16)
     monkeypatch.setattr(few_rows, "MOST_ROWS", 8)
+    assert not few_rows.can_multiply(x[:2], weight)  # of too few rows
+    monkeypatch.setattr(few_rows, "FEWEST", len(weight))
     assert few_rows.can_multiply(x[:2], weight)
     assert few_rows.can_multiply(x[:8], weight)
     assert not few_rows.can_multiply(x[:9], weight)
@@ -224,21 +226,17 @@ def test_few_rows_are_multiplied_up_to_the_limit(monkeypatch: pytest.MonkeyPatch
     assert taken == [8, 8]
 
 
-def test_few_rows_are_cublas_until_they_are_measured() -> None:
-    x, weight, _ = few_rows_case(64, 16, 32, False, torch.float16)
-    assert not any(few_rows.can_multiply(x[:count], weight) for count in range(65))
-
-
 # Rows and columns of models' weights, and how many programs these have.
 SHAPES = {
     (4096, 4096): 128,  # tiles have as many parts
     (1536, 3072): 120,
-    (6448, 1536): 132,
-    (12352, 2048): 132,
-    (16384, 4096): 128,  # whole tiles
-    (131072, 2688): 128,  # several
-    (1536, 1024): 96,  # two steps each
+    (4096, 8192): 128,
+    (5120, 4096): 132,
     (288, 8192): 80,  # as many parts as a tile may have
+    (6448, 1536): 101,  # whole tiles
+    (12352, 2048): 193,
+    (1536, 1024): 24,
+    (131072, 2688): 128,  # several
     (64, 64): 1,
 }
 
@@ -246,7 +244,7 @@ SHAPES = {
 def test_programs_of_few_rows_fill_the_device() -> None:
     programs = {}
     for rows, columns in SHAPES:
-        tile = few_rows.choose_tile(rows)
+        tile = few_rows.choose_tile(rows, columns)
         steps = -(-columns // tile.depth)
         programs[rows, columns] = few_rows.number_of_programs(tile, -(-rows // tile.rows), steps)
     assert programs == SHAPES

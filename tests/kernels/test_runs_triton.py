@@ -25,7 +25,6 @@ from megatron_hybrid.kernels.gated_delta_rule import triton as delta_rule  # noq
 from megatron_hybrid.kernels.gated_delta_rule import triton_decode as delta_decode  # noqa: E402
 from megatron_hybrid.kernels.mamba1_scan import triton as mamba1  # noqa: E402
 from megatron_hybrid.kernels.mamba2_scan import triton as mamba2  # noqa: E402
-from megatron_hybrid.kernels.mamba2_scan.triton_decode import choose_rows  # noqa: E402
 
 
 def as_it_is(runs: DecodeRuns, ring_length: int) -> Any:
@@ -138,16 +137,6 @@ def test_the_delta_rules_single_tokens_are_those_of_its_runs(
             torch.testing.assert_close(own, other, atol=0, rtol=0, equal_nan=True)
         call.done()
         number += 1
-
-
-@pytest.mark.parametrize(
-    ("sequences", "heads", "size", "rows"),
-    [(1, 128, 128, 8), (16, 128, 128, 8), (17, 128, 128, 32), (42, 48, 64, 8), (43, 48, 64, 64)],
-)
-def test_programs_of_few_sequences_have_few_rows(
-    sequences: int, heads: int, size: int, rows: int
-) -> None:
-    assert choose_rows(sequences, heads, 64, size) == rows
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -31,7 +31,7 @@ TILED = (4, 32)  # rows of inputs that all tiles are timed with
 def few_row_cases(bench: Bench) -> Iterator[Case]:
     shapes = linear_shapes(bench.model)
     for shape in shapes:
-        for tokens in [1, 3] if bench.tiny else [1, 2, 4, 8, 16, 32]:
+        for tokens in [1, 3] if bench.tiny else [1, 2, 4, 8, 16, 32, 64]:
             yield _product(bench, tokens, shape)
     if bench.tiny:
         return
@@ -41,7 +41,7 @@ def few_row_cases(bench: Bench) -> Iterator[Case]:
         if shape[0] == bench.model.vocab_size:
             continue
         for tokens in TILED:
-            for tile in other_tiles(choose_tile(shape[0])):
+            for tile in other_tiles(choose_tile(*shape)):
                 yield _product(bench, tokens, shape, tile)
 
 

@@ -16,7 +16,6 @@ from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 EPS = tl.constexpr(1e-6)  # in the lengths of q and k
 MOST_AT_ONCE = 7  # unfolded tokens of a sequence, all of which a program keeps in registers
-MOST_OF_FEW_ROWS = 128  # sequences times heads, where programs of single tokens have few rows
 
 
 def decode(
@@ -51,29 +50,25 @@ def decode_runs(
     out: Tensor | None = None,
     *,
     block_v: int | None = None,
-    num_warps: int = 1,
 ) -> Tensor:
-    """Rings are contiguous. The state stays in registers for the whole run. Of single tokens that
-    may leave states unwritten, a program has `block_v` rows of a head's state, and these warps."""
+    """Rings are contiguous. The state stays in registers for the whole run. `block_v`: rows of a
+    head's state that a program has, of single tokens that may leave states unwritten; None: as many
+    as leave a warp's registers room for the rest."""
     y = checked_output(tokens, state, out)
     count, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
     sequences = plan.read_slot.shape[0]
     if plan.most_unfolded is None or not 0 < plan.most_unfolded <= MOST_AT_ONCE:
-        kernel, more, block_v, num_warps = _runs_kernel, {}, 8, 1
+        kernel, more, block_v = _runs_kernel, {}, 8
     else:
         kernel = _single_kernel
-        if block_v is None:
-            # As many as leave a warp's registers room for the rest, or as few as let few sequences
-            # have a program on every processor.
-            block_v = 8 if sequences * heads <= MOST_OF_FEW_ROWS else max(4096 // k_dim, 8)
-            block_v = min(block_v, v_dim)
+        block_v = min(v_dim, max(4096 // k_dim, 8)) if block_v is None else block_v
         more = {"MOST": plan.most_unfolded, "LANES": min(32, k_dim)}
     kernel[(v_dim // block_v, heads, sequences + 1)](
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps, **more, **OPTIONS,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
 

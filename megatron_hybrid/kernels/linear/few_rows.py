@@ -4,8 +4,9 @@ multiplications are tensor cores'.
 
 Weights and inputs come by TMA, several steps ahead, and tensor cores read both where they arrive;
 the weight is the left side of the products, so that 16 inputs fill a tile. Each program loads all
-inputs for its rows, which is why it has many rows. There are as many programs as fit on the device
-at once, each with an equal run of the weight's steps, row of tiles by row of tiles:
+inputs for its rows, which is why it has many rows. A weight of many rows has a program for each
+tile of them. Of one with few rows there are as many programs as fit on the device at once, each
+with an equal run of the weight's steps, row of tiles by row of tiles:
 
                 columns, a step at a time
     tile 0  | program 0                |
@@ -36,10 +37,10 @@ from megatron_hybrid.kernels.dependent_launch import (
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.products import counters
 
-# Up to so many rows of inputs products are this kernel's. 1: none are, since nobody has measured it
-# yet; LARGEST would be all that it can do.
-MOST_ROWS = 1
+# Up to so many rows of inputs products are this kernel's; it can do LARGEST.
+MOST_ROWS = 32
 LARGEST = 64
+FEWEST = 1024  # rows of a weight; of fewer cuBLAS is faster
 _WARPS = 4
 # Of an H200, for any device: where tiles are cut decides bits.
 _PROCESSORS = 132
@@ -68,9 +69,9 @@ class Tile(NamedTuple):
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is for such inputs, and faster than cuBLAS. That it is was measured of
-    none: MOST_ROWS says so."""
-    return 2 <= x.shape[0] <= min(MOST_ROWS, LARGEST) and fits(x, weight)
+    """Whether this kernel is for such inputs, and not slower than cuBLAS."""
+    rows = weight.shape[0]
+    return 2 <= x.shape[0] <= min(MOST_ROWS, LARGEST) and rows >= FEWEST and fits(x, weight)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -79,11 +80,14 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return in_16_bits and _in_pieces(x) and _in_pieces(weight)
 
 
-def choose_tile(rows: int) -> Tile:
-    """Of a weight. By its shape alone: a token's bits are the same among any number of others. Each
-    processor has one program with all of its memory: more would have more sums to add up. Weights
-    of few rows have tiles of half as many, which are cut into half as many parts."""
-    return Tile(128, 128, 5) if rows >= 4096 else Tile(64, 128, 8)
+def choose_tile(rows: int, columns: int) -> Tile:
+    """Of a weight. By its shape alone: a token's bits are the same among any number of others. See
+    docs/performance.md for what others take."""
+    if rows > 32768:  # programs stay
+        return Tile(128, 128, 5)
+    if rows >= 6144 or columns <= 2048:
+        return Tile(64, 128, 4, programs=2, is_cut=False)
+    return Tile(64, 256, 4)
 
 
 def number_of_programs(tile: Tile, tiles: int, steps: int) -> int:
@@ -121,7 +125,7 @@ def multiply(
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if not tokens:
         return y
-    tile = choose_tile(weight.shape[0]) if tile is None else tile
+    tile = choose_tile(*weight.shape) if tile is None else tile
     depth = min(tile.depth, max(16, next_power_of_2(columns)))
     height = max(16, next_power_of_2(tokens))
     tiles = cdiv(rows, tile.rows)

