@@ -13,6 +13,7 @@ from tests.kernels.linear_cases import (
     check_multiply,
     check_one_row,
     check_one_row_activated,
+    check_one_row_bytes,
     check_quantize_rows,
     few_rows_case,
 )
@@ -23,8 +24,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from megatron_hybrid.kernels.linear import few_rows  # noqa: E402
+from megatron_hybrid.kernels.linear import few_rows, one_row_bytes, reference  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+
+QUANTIZE = [name for name, format in FORMATS.items() if format.activations != "none"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -37,9 +40,7 @@ def test_every_format(name: str, tokens: int, rows: int, columns: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, format in FORMATS.items() if format.activations != "none"]
-)
+@pytest.mark.parametrize("name", QUANTIZE)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (5, 21504), (300, 300), (1000, 4096)])
 def test_inputs_are_rounded_alike(name: str, tokens: int, columns: int) -> None:
     check_quantize_rows(
@@ -76,6 +77,82 @@ def test_activations_of_one_row(
     check_one_row_activated(
         linear, rows, columns, has_bias, activation, gated, torch.bfloat16, "cuda"
     )
+
+
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("name", QUANTIZE)
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (18560, 4096),
+        (4096, 8192),
+        (21504, 4096),
+        (4096, 21504),
+        (12288, 2048),
+        (2048, 4096),
+        (10304, 2688),
+        (6448, 1536),
+        (130, 32768),
+        (77, 1000),
+        (300, 96),
+        (3, 16),
+    ],
+)
+def test_one_row_in_8_bits(
+    rows: int, columns: int, name: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    check_one_row_bytes(one_row_bytes, FORMATS[name], rows, columns, has_bias, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        one_row_bytes.Tile(1, 2048, 1),
+        one_row_bytes.Tile(8, 2048, 1),
+        one_row_bytes.Tile(4, 1024, 2),
+        one_row_bytes.Tile(16, 512, 2),
+        one_row_bytes.Tile(8, 256, 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_one_row_in_8_bits_in_any_tile(name: str, tile: one_row_bytes.Tile) -> None:
+    case = FORMATS[name], 1030, 4912, True, torch.bfloat16, "cuda", tile
+    check_one_row_bytes(one_row_bytes, *case)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_rounded_rows_wait_for_what_the_kernel_before_writes(name: str) -> None:
+    """Products of products of one row, which is rounded before each: all kernels are launched one
+    right behind the other."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (24, 2048, 2048)
+    plain = torch.randn(shape, generator=generator, device="cuda") / 2048**0.5
+    weights = [FORMATS[name].quantize(weight) for weight in plain]
+    for weight in weights:
+        if weight.input_scale is not None:
+            weight.input_scale.fill_(0.01)
+    first = torch.randn(1, 2048, generator=generator, device="cuda").bfloat16()
+
+    def chain() -> list[torch.Tensor]:
+        results = [first]
+        for weight in weights:
+            results.append(linear.multiply(results[-1], weight))
+        return results
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for x, y, weight in zip(results, results[1:], weights, strict=False):
+        rows = linear.quantize_rows(x, weight.format, weight.input_scale)
+        torch.cuda.synchronize()
+        assert torch.equal(linear.multiply(rows, weight), y)
+        expected = reference.multiply(rows, weight)
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
 FEW_SHAPES = [

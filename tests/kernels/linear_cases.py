@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.activation import reference as activations
 from megatron_hybrid.kernels.linear import reference
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
-from megatron_hybrid.kernels.protocols import Inputs
+from megatron_hybrid.kernels.protocols import Inputs, QuantizedRows
 
 FORMATS = {
     "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
@@ -167,6 +167,59 @@ def _one_row_case(
 
     x, weight = normal(1, columns), normal(2 * rows, columns)[::2]
     return x, weight, normal(rows) if has_bias else None
+
+
+def check_one_row_bytes(
+    one_row_bytes: ModuleType,
+    format: WeightFormat,
+    rows: int,
+    columns: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    tile: Any = None,
+) -> None:
+    """one_row_bytes.multiply against float64; NaN, or int8's largest, lie around inputs, weight and
+    scales, and NaN in memory that it writes."""
+    x, weight, bias = one_row_bytes_case(format, rows, columns, has_bias, dtype, device)
+    y = _on_poisoned_memory(lambda: one_row_bytes.multiply(x, weight, bias, tile))
+    scale = x.scale.double().repeat_interleave(format.columns or columns, 1)[:, :columns]
+    inputs, numbers = x.values.double() * scale, weight.dequantize(torch.float64)
+    expected, products = inputs @ numbers.t(), inputs.abs() @ numbers.abs().t()
+    if bias is not None:
+        expected = expected + bias.double()
+    assert y.shape == (1, rows)
+    assert y.dtype == dtype
+    limit = torch.finfo(dtype).eps * expected.abs() + 1e-6 * products
+    assert ((y - expected).abs() <= limit).all()
+
+
+def one_row_bytes_case(
+    format: WeightFormat, rows: int, columns: int, has_bias: bool, dtype: torch.dtype, device: str
+) -> tuple[QuantizedRows, QuantizedWeight, Tensor | None]:
+    """Inputs, weight and bias."""
+    weight = some_weight(format, rows, columns, device)
+    plain = some_inputs(1, columns, dtype, device)
+    x = reference.quantize_rows(plain, format, weight.input_scale)
+    scale = x.scale
+    if format.activations == "group":  # groups are not side by side
+        scale = _among_nan(scale.t().contiguous(), 1, 3).t()
+    x = x._replace(values=_among_nan(x.values, 1, 16), scale=scale)
+    weight = replace(
+        weight, values=_among_nan(weight.values, 2, 16), scale=_among_nan(weight.scale, 1, 1)
+    )
+    generator = torch.Generator().manual_seed(rows + columns)
+    bias = torch.randn(rows, generator=generator).to(device, dtype) if has_bias else None
+    return x, weight, bias
+
+
+def _among_nan(values: Tensor, every: int, more: int) -> Tensor:
+    """A copy as every so-manieth row of a larger one, which has so many columns more."""
+    count, columns = values.shape
+    nan = 127 if values.dtype == torch.int8 else torch.nan
+    wide = torch.full((every * count, columns + more), nan, device=values.device)
+    view = wide.to(values.dtype)[::every, :columns]
+    return view.copy_(values)
 
 
 def check_few_rows(

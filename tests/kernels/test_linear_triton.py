@@ -16,8 +16,10 @@ from tests.kernels.linear_cases import (
     check_multiply,
     check_one_row,
     check_one_row_activated,
+    check_one_row_bytes,
     check_quantize_rows,
     few_rows_case,
+    one_row_bytes_case,
     rounding_by_steps,
     some_weight,
 )
@@ -27,9 +29,10 @@ if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
-from megatron_hybrid.kernels.linear import few_rows  # noqa: E402
+from megatron_hybrid.kernels.linear import few_rows, one_row_bytes  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
 from megatron_hybrid.kernels.linear.products import written_out  # noqa: E402
+from megatron_hybrid.kernels.protocols import QuantizedRows  # noqa: E402
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -89,6 +92,65 @@ def test_activations_of_one_row(
     rows: int, columns: int, activation: str, gated: bool, has_bias: bool
 ) -> None:
     check_one_row_activated(linear, rows, columns, has_bias, activation, gated, torch.float16)
+
+
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("name", QUANTIZE)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(3, 16), (300, 96), (140, 1000), (37, 2500), (9, 4112), (5, 9216)]
+)
+def test_one_row_in_8_bits(
+    rows: int, columns: int, name: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    check_one_row_bytes(one_row_bytes, FORMATS[name], rows, columns, has_bias, dtype)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        one_row_bytes.Tile(1, 2048, 1),
+        one_row_bytes.Tile(8, 2048, 3),
+        one_row_bytes.Tile(4, 1024, 2),
+        one_row_bytes.Tile(16, 512, 1),
+        one_row_bytes.Tile(8, 256, 20),
+    ],
+    ids=str,
+)
+def test_one_row_in_8_bits_in_any_tile(tile: one_row_bytes.Tile, name: str) -> None:
+    check_one_row_bytes(one_row_bytes, FORMATS[name], 150, 4900, True, torch.float32, tile=tile)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_rows_of_one_token_are_multiplied_without_tensor_cores(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    usual = one_row_bytes.multiply
+
+    def spied(x: QuantizedRows, *arguments: Any) -> torch.Tensor:
+        taken.append(len(x.values))
+        return usual(x, *arguments)
+
+    monkeypatch.setattr(one_row_bytes, "multiply", spied)
+    for tokens in (1, 2):
+        check_multiply(linear, FORMATS[name], tokens, 32, 128, torch.float32)
+    monkeypatch.setattr(one_row_bytes, "_MOST_COLUMNS", 112)
+    check_multiply(linear, FORMATS[name], 1, 32, 128, torch.float32)
+    assert taken == [1]
+
+
+def test_one_rows_sums_in_8_bits_do_not_depend_on_the_weights_rows() -> None:
+    """Of one with many rows there are more of them in a program."""
+    tiles = {one_row_bytes.choose_tile(rows, 2048) for rows in (4096, 16384)}
+    results = []
+    for tile in tiles:
+        x, weight, bias = one_row_bytes_case(
+            FORMATS["fp8 by row"], 70, 2048, True, torch.float32, "cpu"
+        )
+        results.append(one_row_bytes.multiply(x, weight, bias, tile))
+    assert len(results) == 2
+    assert torch.equal(*results)
 
 
 # By programs that fit on the device at once: fewer than tiles, which begin and end inside of them,

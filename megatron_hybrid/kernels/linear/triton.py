@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.linear import few_rows, fp4_few, one_row, reference
+from megatron_hybrid.kernels.linear import few_rows, fp4_few, one_row, one_row_bytes, reference
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.few import can_chunk, multiply_row
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -87,7 +88,7 @@ def quantize_rows(x: Tensor, format: WeightFormat, input_scale: Tensor | None) -
     if tokens:
         _quantize_kernel[(tokens, cdiv(columns, block))](
             x, out.values, out.scale, columns, x.stride(0), *out.scale.stride(),
-            kind, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
+            kind, BLOCK=block, num_warps=min(max(block // 512, 1), 32), **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -144,6 +145,8 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if columns % 16 or block < 32 or block & (block - 1):
         # Tensor descriptors have rows of 16 bytes; nothing that a model has is so narrow.
         return reference.multiply(x, weight, bias)
+    if one_row_bytes.can_multiply(x, weight):
+        return one_row_bytes.multiply(x, weight, bias)
     if format.numbers == "float8_e4m3fn" and rows % 16 == 0:
         if format.columns is None and (tokens > 256 or (tokens > 128 and rows > 8192)):
             return _scaled_mm_by_row(x, weight, bias)
@@ -248,6 +251,8 @@ def _quantize_kernel(
     x, values, scale, columns, x_row, scale_row, scale_group, KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
