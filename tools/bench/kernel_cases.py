@@ -12,6 +12,7 @@ from bench.few_row_cases import few_row_cases
 from bench.layer_cases import layer_cases
 from bench.norm_cases import activation_cases, gated_norm_cases, norm_cases
 from bench.normed_router_cases import normed_router_cases
+from bench.one_row_byte_cases import one_row_byte_cases
 from bench.projected_cases import projected_cases
 from bench.quantized_cases import quantized_expert_cases, quantized_linear_cases
 from bench.recurrent_cases import recurrent_cases
@@ -34,4 +35,5 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from normed_router_cases(bench)
     yield from quantized_linear_cases(bench)
     yield from few_row_cases(bench)
+    yield from one_row_byte_cases(bench)
     yield from sampling_cases(bench)

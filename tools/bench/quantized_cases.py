@@ -29,7 +29,7 @@ FORMATS = {
 }
 
 
-def _bytes(format: WeightFormat, rows: int, columns: int) -> float:
+def weight_bytes(format: WeightFormat, rows: int, columns: int) -> float:
     """Of a weight."""
     grid = format.grid(rows, columns)
     scale = 1 if format.numbers == "float4_e2m1" else 4
@@ -71,7 +71,7 @@ def quantized_linear_cases(bench: Bench) -> Iterator[Case]:
                 }
                 return calls if bench.tiny else calls | _linear_libraries(x, inputs, packed)
 
-            moved = _bytes(format, rows, columns) + tokens * (rows + columns) * bench.item
+            moved = weight_bytes(format, rows, columns) + tokens * (rows + columns) * bench.item
             flops = 2 * tokens * rows * columns * _time_of(format)
             yield Case(f"linear {name}", f"{tokens} x {columns} to {rows}", moved, make, flops)
 
@@ -154,7 +154,7 @@ def quantized_expert_cases(bench: Bench) -> Iterator[Case]:
                 return calls if bench.tiny else calls | _expert_libraries(bench, x, chosen, packed)
 
             used = len(chosen.unique())  # experts whose weights are read
-            moved = used * (_bytes(format, rows, width) + _bytes(format, width, inner))
+            moved = used * (weight_bytes(format, rows, width) + weight_bytes(format, width, inner))
             moved += 2 * tokens * width * bench.item
             pairs = tokens * config.experts_per_token
             flops = 2 * pairs * width * (rows + inner) * _time_of(format)
