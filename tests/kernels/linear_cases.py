@@ -181,7 +181,7 @@ def check_one_row_bytes(
 ) -> None:
     """one_row_bytes.multiply against float64; NaN, or int8's largest, lie around inputs, weight and
     scales, and NaN in memory that it writes."""
-    x, weight, bias = one_row_bytes_case(format, rows, columns, has_bias, dtype, device)
+    x, weight, bias = _one_row_bytes_case(format, rows, columns, has_bias, dtype, device)
     y = _on_poisoned_memory(lambda: one_row_bytes.multiply(x, weight, bias, tile))
     scale = x.scale.double().repeat_interleave(format.columns or columns, 1)[:, :columns]
     inputs, numbers = x.values.double() * scale, weight.dequantize(torch.float64)
@@ -194,10 +194,9 @@ def check_one_row_bytes(
     assert ((y - expected).abs() <= limit).all()
 
 
-def one_row_bytes_case(
+def _one_row_bytes_case(
     format: WeightFormat, rows: int, columns: int, has_bias: bool, dtype: torch.dtype, device: str
 ) -> tuple[QuantizedRows, QuantizedWeight, Tensor | None]:
-    """Inputs, weight and bias."""
     weight = some_weight(format, rows, columns, device)
     plain = some_inputs(1, columns, dtype, device)
     x = reference.quantize_rows(plain, format, weight.input_scale)

@@ -19,7 +19,6 @@ from tests.kernels.linear_cases import (
     check_one_row_bytes,
     check_quantize_rows,
     few_rows_case,
-    one_row_bytes_case,
     rounding_by_steps,
     some_weight,
 )
@@ -31,6 +30,7 @@ from triton.runtime.interpreter import interpreter_builder  # noqa: E402
 
 from megatron_hybrid.kernels.linear import few_rows, one_row_bytes  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight  # noqa: E402
 from megatron_hybrid.kernels.linear.products import written_out  # noqa: E402
 from megatron_hybrid.kernels.protocols import QuantizedRows  # noqa: E402
 
@@ -141,16 +141,21 @@ def test_rows_of_one_token_are_multiplied_without_tensor_cores(
 
 
 def test_one_rows_sums_in_8_bits_do_not_depend_on_the_weights_rows() -> None:
-    """Of one with many rows there are more of them in a program."""
-    tiles = {one_row_bytes.choose_tile(rows, 2048) for rows in (4096, 16384)}
-    results = []
-    for tile in tiles:
-        x, weight, bias = one_row_bytes_case(
-            FORMATS["fp8 by row"], 70, 2048, True, torch.float32, "cpu"
-        )
-        results.append(one_row_bytes.multiply(x, weight, bias, tile))
-    assert len(results) == 2
-    assert torch.equal(*results)
+    """Of a weight with many rows there are more of them in a program."""
+    generator = torch.Generator().manual_seed(0)
+    x, values = (torch.randint(-4, 5, (count, 2048), generator=generator) / 64 for count in (1, 70))
+    # Added to the first product, and to the last one, small ones lose bits.
+    x[:, 0] = x[:, -1] = values[:, 0] = 448
+    values[:, -1] = -448
+    kind, ones = torch.float8_e4m3fn, torch.ones(70, 1)
+    weight = QuantizedWeight(FORMATS["fp8 by row"], values.to(kind), ones)
+    rows = QuantizedRows(x.to(kind), ones[:1], torch.float32)
+    few, many = (one_row_bytes.choose_tile(count, 2048) for count in (4096, 16384))
+    assert few.rows < many.rows
+    product = one_row_bytes.multiply(rows, weight, tile=few)
+    assert torch.equal(one_row_bytes.multiply(rows, weight, tile=many), product)
+    otherwise = one_row_bytes.multiply(rows, weight, tile=few._replace(depth=1024))
+    assert not torch.equal(otherwise, product)  # the case shows what is added to what
 
 
 # By programs that fit on the device at once: fewer than tiles, which begin and end inside of them,
