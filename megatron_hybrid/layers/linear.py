@@ -143,7 +143,12 @@ class Linear(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether it is one weight that is not quantised, without a bias."""
-        return self.bias is None and len(self._runs) == 1 and isinstance(self.weight, Tensor)
+        return self.is_one_weight and isinstance(self.weight, Tensor)
+
+    @property
+    def is_one_weight(self) -> bool:
+        """Whether it is one weight, quantised or not, without a bias."""
+        return self.bias is None and len(self._runs) == 1
 
     def stacked(self, experts: int) -> Weight:
         """The weight [experts, outputs / experts, inputs] of as many layers that lie one below the

@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedExpert,
     SharedResult,
 )
+from megatron_hybrid.kernels.linear.formats import format_of
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
@@ -205,23 +206,25 @@ class MoE(Mixer):
         if self.shared is None:
             return None
         shared = self._shared_expert(layer)
-        if shared is not None and plans.kernels.experts.takes_shared(x.shape[0], layer, shared):
+        if shared is not None and plans.kernels.experts.takes_shared(x, layer, shared):
             return shared
         return SharedResult(self.shared(x, plans), self.shared_gate)
 
     def _shared_expert(self, layer: ExpertWeights) -> SharedExpert | None:
-        """The shared MLP, if it can be computed with the experts: it is of their kind, and all
-        weights are as they are."""
+        """The shared MLP, if it can be computed with the experts: it is of their kind, and its
+        weights are kept as theirs."""
         shared = self.shared
-        if shared is None or not isinstance(layer.up, Tensor) or not isinstance(layer.down, Tensor):
+        if shared is None:
             return None
         config, expert = shared.config, self.config.expert
         if (config.gated, config.activation) != (expert.gated, expert.activation):
             return None
         up, down = shared.up_proj, shared.down_proj
-        if not up.is_plain or not down.is_plain:
+        if not up.is_one_weight or not down.is_one_weight:
             return None
-        assert isinstance(up.weight, Tensor) and isinstance(down.weight, Tensor)
+        for own, theirs in ((up.weight, layer.up), (down.weight, layer.down)):
+            if format_of(own) != format_of(theirs):
+                return None
         return SharedExpert(up.weight, down.weight, self.shared_gate)
 
 

@@ -23,6 +23,7 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     by_hand,
     mixture,
     quantized_mixture,
+    quantized_shared,
     shared_by_hand,
     shared_mlp,
     shared_out,
@@ -39,8 +40,9 @@ NEMOTRON = {
     "num_experts": 128, "chosen": 6, "width": 2688, "inner": 1856,
     "activation": "relu2", "gated": False,
 }  # fmt: skip
+QWEN = {"num_experts": 256, "chosen": 8, "width": 2048, "inner": 512}
 ODD = {"num_experts": 5, "chosen": 3, "width": 200, "inner": 72}
-SHAPES = {"granite": GRANITE, "nemotron": NEMOTRON, "odd": ODD}
+SHAPES = {"granite": GRANITE, "nemotron": NEMOTRON, "qwen": QWEN, "odd": ODD}
 
 
 def make(shape: str, tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Mixture:
@@ -230,7 +232,7 @@ def test_mix_with_a_shared_mlp(
 ) -> None:
     m = make(shape, tokens, dtype)
     shared = shared_mlp(m.x.shape[1], beside, m.gated, has_gate, "cuda", dtype)
-    assert triton.takes_shared(tokens, m.arguments()[-1], shared)
+    assert triton.takes_shared(m.x, m.arguments()[-1], shared)
     check_beside(mix_poisoned(m, shared), m, shared)
 
 
@@ -390,6 +392,22 @@ def test_ranks_with_some_of_the_experts_in_fp4_add_up_to_all(shape: str, tokens:
     check(torch.stack(parts).float().sum(0).to(m.x.dtype), whole)
 
 
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, triton.FEW_TOKENS])
+@pytest.mark.parametrize(
+    ("shape", "beside"), [("granite", 1024), ("nemotron", 3712), ("qwen", 512)]
+)
+def test_few_tokens_in_fp4_and_a_shared_mlp(
+    shape: str, beside: int, tokens: int, has_gate: bool
+) -> None:
+    m = make(shape, tokens)
+    packed, plain = quantized_mixture(m, FP4)
+    mlp = shared_mlp(m.x.shape[1], beside, m.gated, has_gate, "cuda", torch.bfloat16)
+    shared, plain_shared = quantized_shared(mlp, FP4)
+    assert triton.takes_shared(m.x, packed.arguments()[-1], shared)
+    check_beside(mix_poisoned(packed, shared), plain, plain_shared)
+
+
 @pytest.mark.parametrize("tokens", [2, 6, 33])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 def test_all_tokens_to_one_expert_in_fp4(tokens: int, integers: torch.dtype) -> None:
@@ -400,12 +418,19 @@ def test_all_tokens_to_one_expert_in_fp4(tokens: int, integers: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("shape", ["granite", "nemotron"])
-def test_a_token_in_fp4_has_the_same_bits_in_every_crowd(shape: str) -> None:
-    m = make(shape, 40)
+@pytest.mark.parametrize(
+    ("tokens", "crowds"),
+    [(triton.FEW_TOKENS, [(0, 1), (1, 3)]), (40, [(7, 12), (3, 10), (11, 40)])],
+)
+def test_a_token_in_fp4_has_the_same_bits_in_every_crowd(
+    shape: str, tokens: int, crowds: list[tuple[int, int]]
+) -> None:
+    """Of few tokens, and of more: of few it is not on tensor cores."""
+    m = make(shape, tokens)
     packed, _ = quantized_mixture(m, FP4)
     whole = mix_fp4_poisoned(packed)
     assert torch.equal(whole, mix_fp4_poisoned(packed))
-    for rows in (slice(0, 1), slice(7, 11), slice(3, 8), slice(11, 40)):
+    for rows in (slice(*crowd) for crowd in crowds):
         some = packed._replace(
             x=packed.x[rows], experts=packed.experts[rows], weights=packed.weights[rows]
         )

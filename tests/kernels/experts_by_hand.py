@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
-from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
 
 
 class Mixture(NamedTuple):
@@ -75,21 +75,34 @@ def shared_out(m: Mixture, ranks: int) -> list[Mixture]:
 
 def quantized_mixture(m: Mixture, format: WeightFormat) -> tuple[Mixture, Mixture]:
     """With weights in a format, and with what these mean."""
-    packed: list[Weight] = []
-    for weight in (m.up_proj, m.down_proj):
-        assert isinstance(weight, Tensor)
-        rounded = format.quantize(weight.flatten(0, 1))
-        if (
-            rounded.row_scale is not None
-        ):  # Triton's interpreter reads float8 from 256 on as infinite
-            halves = (rounded.scale.float() / 2).to(rounded.scale.dtype)
-            rounded = replace(rounded, scale=halves, row_scale=rounded.row_scale * 2)
-        packed.append(rounded.stacked(len(weight)))
-    up, down = packed
-    assert not isinstance(up, Tensor) and not isinstance(down, Tensor)
+    assert isinstance(m.up_proj, Tensor) and isinstance(m.down_proj, Tensor)
+    up, down = (
+        _quantized(weight.flatten(0, 1), format).stacked(len(weight))
+        for weight in (m.up_proj, m.down_proj)
+    )
     dtype = m.x.dtype
     plain = m._replace(up_proj=up.dequantize(dtype), down_proj=down.dequantize(dtype))
     return m._replace(up_proj=up, down_proj=down), plain
+
+
+def _quantized(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
+    rounded = format.quantize(weight)
+    if rounded.row_scale is None:
+        return rounded
+    # Triton's interpreter reads float8 from 256 on as infinite.
+    halves = (rounded.scale.float() / 2).to(rounded.scale.dtype)
+    return replace(rounded, scale=halves, row_scale=rounded.row_scale * 2)
+
+
+def quantized_shared(
+    shared: SharedExpert, format: WeightFormat
+) -> tuple[SharedExpert, SharedExpert]:
+    """As quantized_mixture."""
+    assert isinstance(shared.up, Tensor) and isinstance(shared.down, Tensor)
+    up, down = (_quantized(weight, format) for weight in (shared.up, shared.down))
+    dtype = shared.up.dtype
+    plain = shared._replace(up=up.dequantize(dtype), down=down.dequantize(dtype))
+    return shared._replace(up=up, down=down), plain
 
 
 def check_quantized(
@@ -162,6 +175,7 @@ def shared_mlp(
 def shared_by_hand(m: Mixture, shared: SharedExpert) -> Tensor:
     """What a shared MLP of the experts' kind adds, in float64."""
     every = torch.arange(len(m.x), device=m.x.device)
+    assert isinstance(shared.up, Tensor) and isinstance(shared.down, Tensor)
     y = _mlp_by_hand(m, every, shared.up, shared.down)
     if shared.gate is not None:
         y = y * (m.x.double() @ shared.gate.double().t()).sigmoid()

@@ -13,7 +13,7 @@ if torch.cuda.is_available():
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from megatron_hybrid.kernels.experts import reference, triton  # noqa: E402
+from megatron_hybrid.kernels.experts import fp4_rows, reference, triton  # noqa: E402
 from megatron_hybrid.kernels.experts.protocol import SharedResult  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
@@ -22,6 +22,7 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     check_quantized,
     mixture,
     quantized_mixture,
+    quantized_shared,
     shared_by_hand,
     shared_mlp,
     shared_out,
@@ -125,7 +126,7 @@ def test_mix_with_a_shared_mlp_in_slices(
 def check_shared(m: Mixture, beside: int, has_gate: bool) -> None:
     shared = shared_mlp(m.x.shape[1], beside, m.gated, has_gate)
     layer = m.arguments()[-1]
-    assert triton.takes_shared(len(m.x), layer, shared)
+    assert triton.takes_shared(m.x, layer, shared)
     result = triton.mix(*m.arguments(), shared=shared)
     check(result, by_hand(m) + shared_by_hand(m, shared))
 
@@ -168,7 +169,8 @@ def test_a_shared_mlp_is_taken_in_slices_of_an_experts_size_and_by_few_tokens() 
     layer = mixture(1, inner=24).arguments()[-1]
 
     def takes(tokens: int, inner: int) -> bool:
-        return triton.takes_shared(tokens, layer, shared_mlp(40, inner, True, False))
+        x = torch.zeros(tokens, 40)
+        return triton.takes_shared(x, layer, shared_mlp(40, inner, True, False))
 
     assert [takes(tokens, 48) for tokens in (0, 1, 5, 512, 513)] == [False, True, True, True, False]
     assert [takes(tokens, 40) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
@@ -222,6 +224,69 @@ def test_quantized_weights(
     name: str, tokens: int, activation: str, gated: bool, inner: int
 ) -> None:
     check_quantized(triton, QUANTIZED[name], tokens, activation, gated, inner)
+
+
+FP4 = QUANTIZED["fp4"]
+
+
+def close_in_16_bits(result: Tensor, expected: Tensor) -> None:
+    """bfloat16 is rounded to at the hidden layer and at the end: twice up to 2^-7, since the
+    interpreter cuts off."""
+    error = (result.double() - expected).norm(dim=1)
+    assert (error <= 1.2e-2 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "width", "inner", "beside", "words"),
+    [(1, 64, 32, 16, 128), (2, 48, 16, 32, 4), (1, 16, 48, None, 4)],
+)
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
+def test_few_tokens_in_fp4_and_a_shared_mlp(
+    activation: str, gated: bool, tokens: int, width: int, inner: int, beside: int | None,
+    words: int, has_gate: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """words: of a step."""
+    monkeypatch.setattr(fp4_rows, "_MOST_WORDS", words)
+    monkeypatch.setattr(fp4_rows, "_DOWN_STEPS", 3)
+    m = mixture(
+        tokens, chosen=3, width=width, inner=inner, activation=activation, gated=gated,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    packed, plain = quantized_mixture(m, FP4)
+    expected, shared = by_hand(plain), None
+    if beside is not None:
+        mlp = shared_mlp(width, beside, gated, has_gate, dtype=torch.bfloat16)
+        shared, plain_shared = quantized_shared(mlp, FP4)
+        expected += shared_by_hand(plain, plain_shared)
+        assert triton.takes_shared(m.x, packed.arguments()[-1], shared)
+    assert fp4_rows.can_mix(packed.arguments()[-1], tokens, torch.bfloat16, shared)
+    close_in_16_bits(triton.mix(*packed.arguments(), shared=shared), expected)
+
+
+def test_few_tokens_in_fp4_of_ranks_with_some_of_the_experts() -> None:
+    m = mixture(2, chosen=3, width=32, inner=16, dtype=torch.bfloat16)
+    mlp, plain_mlp = quantized_shared(shared_mlp(32, 16, True, True, dtype=torch.bfloat16), FP4)
+    parts = [quantized_mixture(part, FP4) for part in shared_out(m, 4)]
+    first, *others = [packed.arguments(6) for packed, _ in parts]
+    mixed = triton.mix(*first, shared=mlp).float()
+    mixed += sum(triton.mix(*other).float() for other in others)
+    whole = m._replace(
+        up_proj=torch.cat([plain.up_proj for _, plain in parts]),
+        down_proj=torch.cat([plain.down_proj for _, plain in parts]),
+    )
+    close_in_16_bits(mixed, by_hand(whole) + shared_by_hand(whole, plain_mlp))
+
+
+def test_a_shared_mlp_in_fp4_beside_many_tokens_or_other_inputs_is_left_alone() -> None:
+    m = mixture(triton.FEW_TOKENS + 1, width=64, inner=32, dtype=torch.bfloat16)
+    layer = quantized_mixture(m, FP4)[0].arguments()[-1]
+    shared, plain = quantized_shared(shared_mlp(64, 32, True, True, dtype=torch.bfloat16), FP4)
+    assert triton.takes_shared(m.x[1:], layer, shared)
+    assert not triton.takes_shared(m.x, layer, shared)
+    assert not triton.takes_shared(m.x[:0], layer, shared)
+    assert not triton.takes_shared(m.x[1:].float(), layer, shared)
+    assert not triton.takes_shared(m.x[1:], layer, plain)
 
 
 def test_ranks_with_quantized_weights_add_up_to_all() -> None:

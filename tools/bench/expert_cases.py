@@ -138,7 +138,7 @@ def _mix(
     """As in a layer of experts."""
     kernels = bench.kernels
     beside: Shared | None = shared
-    if shared is not None and not kernels.experts.takes_shared(len(x), layer, shared):
+    if shared is not None and not kernels.experts.takes_shared(x, layer, shared):
         up = kernels.linear.multiply(x, shared.up)
         hidden = kernels.activation.activate(up, layer.activation, layer.gated)
         beside = SharedResult(kernels.linear.multiply(hidden, shared.down), shared.gate)

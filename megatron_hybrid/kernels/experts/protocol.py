@@ -24,10 +24,11 @@ class ExpertWeights(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """An MLP that all tokens go through besides, of the experts' kind, with weights as they are."""
+    """An MLP that all tokens go through besides, of the experts' kind, with weights kept as
+    theirs."""
 
-    up: Tensor  # [inner (twice that where gated: gate, then up), width]
-    down: Tensor  # [width, inner]
+    up: Weight  # [inner (twice that where gated: gate, then up), width]
+    down: Weight  # [width, inner]
     # [1, width]: what it gives is multiplied by the sigmoid of each token's product with this.
     gate: Tensor | None
 
@@ -92,8 +93,8 @@ class Experts(Protocol):
         """`route` of Norm.add_rms_norm's result, in one kernel: the same as of two, arguments as
         there; None where there is none for such inputs, which are as they were then."""
 
-    def takes_shared(self, tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
-        """Whether `mix` of so many tokens may be given this MLP, or else what it gave."""
+    def takes_shared(self, x: Inputs, layer: ExpertWeights, shared: SharedExpert) -> bool:
+        """Whether `mix` of x may be given this MLP, or else what it gave."""
 
     def mix(
         self,

@@ -61,7 +61,7 @@ def add_norm_route(*_: object) -> None:
     """One after the other."""
 
 
-def takes_shared(tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
+def takes_shared(x: Inputs, layer: ExpertWeights, shared: SharedExpert) -> bool:
     """Never."""
     return False
 

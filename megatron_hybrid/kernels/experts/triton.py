@@ -27,6 +27,7 @@ from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wa
 from megatron_hybrid.kernels.experts import (
     few,
     fp4_few,
+    fp4_rows,
     triton_few,
     triton_prompts,
     triton_quantized,
@@ -88,8 +89,11 @@ def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) 
     return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
-def takes_shared(tokens: int, layer: ExpertWeights, shared: SharedExpert) -> bool:
+def takes_shared(x: Inputs, layer: ExpertWeights, shared: SharedExpert) -> bool:
     """As in Experts."""
+    tokens = x.shape[0]
+    if not isinstance(layer.up, Tensor) or not isinstance(layer.down, Tensor):
+        return fp4_rows.can_mix(layer, tokens, x.dtype, shared)
     if tokens <= FEW_TOKENS:
         return tokens > 0
     return tokens <= _MOST_SHARING and shared.down.shape[1] % layer.down.shape[-1] == 0
@@ -109,6 +113,10 @@ def mix(
     if tokens == 0:
         return torch.empty_like(plain)
     experts, weights = experts.contiguous(), weights.contiguous()
+    if fp4_rows.can_mix(layer, tokens, plain.dtype):
+        if isinstance(shared, SharedExpert):
+            return fp4_rows.mix(plain, experts, weights, layer, shared)
+        return _with_shared(fp4_rows.mix(plain, experts, weights, layer), shared, plain)
     routed = _mix_quantized(x, experts, weights, layer)
     if routed is not None:
         return _with_shared(routed, shared, plain)

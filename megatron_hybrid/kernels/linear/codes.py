@@ -181,7 +181,7 @@ def _of_step(codes, factor, zeros, KEPT: tl.constexpr, DEPTH: tl.constexpr, kind
     scales = None
     middle = None
     if KEPT.in_assembler:
-        scales = of_words(_lifted(factor))
+        scales = of_words(lifted(factor.to(tl.uint8, bitcast=True)))
     elif KEPT.group != 0 and not scale_by_step(KEPT, DEPTH):
         scales = of_words(factor.to(tl.float32))
     if KEPT.zero_points:
@@ -211,7 +211,7 @@ def of_words(chunks):
 def word_numbers(words, middle, scales, KEPT: tl.constexpr, kind: tl.constexpr):
     """Words of eight codes -> as many tensors like `words`, by pair of columns, four of columns
     and column: what codes stand for, less `middle` (None: half of their range) and times `scales`
-    (None: 1), which are like `words`; in assembler, scales are of `_lifted`."""
+    (None: 1), which are like `words`; in assembler, scales are of `lifted`."""
     if KEPT.in_assembler:
         return tl.inline_asm_elementwise(
             FP4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scales],
@@ -235,12 +235,11 @@ def word_numbers(words, middle, scales, KEPT: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def _lifted(scales):
-    """float8_e4m3fn -> int32, bfloat16 twice, 2^119 times as large. Not to be repeated by all
-    threads that need one."""
-    scales = scales.to(tl.uint8, bitcast=True).to(tl.int32)
+def lifted(scales):
+    """float8_e4m3fn as uint8 -> int32, bfloat16 twice, 2^119 times as large. Not to be repeated by
+    all threads that need one."""
     return tl.inline_asm_elementwise(
-        FP4_SCALE, "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1
+        FP4_SCALE, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

@@ -227,6 +227,11 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+def format_of(weight: Weight) -> WeightFormat | None:
+    """None: it is not quantised."""
+    return weight.format if isinstance(weight, QuantizedWeight) else None
+
+
 def pack_codes(codes: Tensor, format: WeightFormat) -> Tensor:
     """[..., K] codes as they are kept. Of 4 bits, 16 columns are two words of four bytes: columns 0
     to 3 and 8 to 11, the others. Of uint4 the first four are the lower halves of a word's bytes;
