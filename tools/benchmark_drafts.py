@@ -166,7 +166,7 @@ class Ways:
             before = engine.stats()
             found.append(rate(engine, count, *self._length))
             if drafts:
-                print(f"  {way}, decode_{count}: {_drafted(before, engine.stats())}")
+                print(f"  {way}, decode_{count}: {_drafted(before, engine.stats())}", flush=True)
         del engine
         gc.collect()  # of what refers to itself, so that the next one finds the same room
         if torch.cuda.is_available():

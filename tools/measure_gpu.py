@@ -46,8 +46,8 @@ SHAPES = {
     "nemotron-3-nano-30b-a3b": 32,
 }
 QUANTISED = {"nemotron-h-8b": ("--quantization", "fp8"), "qwen3.5-35b-a3b-nvfp4": ()}
-DRAFTED = {"nemotron-h-8b": (20, 10), "granite-4.0-h-tiny": (16, 10)}  # GB of KV and of states
-FEW = "conv decode,conv tiles,product of few rows"
+DRAFTED = {"nemotron-h-8b": (40, 6), "granite-4.0-h-tiny": (24, 6)}  # GB of KV and of states
+FEW = "conv decode,conv tiles,product of few rows,product of one row"
 EXPERTS = "norm and router,router,experts,expert tiles"
 KERNELS = {
     "nemotron-h-8b": f"{FEW},spared writes",
@@ -100,8 +100,10 @@ def jobs() -> Iterator[Job]:
         yield Job(f"starts/{model}", ("tools/benchmark_start.py", *starts))
     for model, (kv, states) in DRAFTED.items():
         rooms = ("--num-speculative-tokens", "4", KV, str(kv), STATES, str(states))
+        graphs = "--inference-dynamic-batching-"  # few, since five engines capture them
+        rooms += (f"{graphs}num-cuda-graphs", "6", f"{graphs}cuda-graph-mixed-prefill-count", "0")
         loads = ("decode_1", "decode_8", "decode_32", "decode_128", "decode_256")
-        options = ("--config", f"configs/{model}.yaml", *rooms, *loads)
+        options = ("--config", f"configs/{model}.yaml", "--prompt", "256", *rooms, *loads)
         yield Job(f"drafts/{model}", ("tools/benchmark_drafts.py", *options))
     for model in SHAPES:
         steps = ("--config", f"configs/{model}.yaml", *DECODES, "prefill", "--rows", "14")

@@ -20,8 +20,10 @@ from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.linear.codes import FP4_FACTOR, Kept, lifted, word_numbers
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 
+# An expert's inner size up to which a program has two rows of the second product, and beyond which
+# two tokens are the most: by what was fast on an H100 (docs/performance.md).
+_SMALL = 1024
 _UP_ROWS = 2  # of each half, where a gate is beside them
-_DOWN_ROWS = 1
 _MOST_WORDS = 128  # of a step: four a thread, which are one load
 _DOWN_STEPS = 10  # whose weights are on their way at a time
 
@@ -33,7 +35,8 @@ def can_mix(
     weights: list[Weight] = [layer.up, layer.down]
     if shared is not None:
         weights += [shared.up, shared.down]
-    return 0 < tokens <= FEW_TOKENS and dtype == torch.bfloat16 and all(map(_fits, weights))
+    most = FEW_TOKENS if layer.down.shape[-1] <= _SMALL else 2
+    return 0 < tokens <= most and dtype == torch.bfloat16 and all(map(_fits, weights))
 
 
 def _fits(weight: Weight) -> bool:
@@ -74,9 +77,10 @@ def mix(
         width, inner, beside, chosen, layer.activation, layer.gated, limit, kept, _UP_ROWS,
         _words(width), num_warps=1, **OPTIONS,
     )  # fmt: skip
-    _down_kernel[(width // _DOWN_ROWS, tokens)](
+    rows = 2 if inner <= _SMALL else 1
+    _down_kernel[(width // rows, tokens)](
         _fours(hidden), experts, weights, *_tensors(down), *shared_down, _fours(shared_hidden),
-        share, y, width, inner, beside, chosen, limit, kept, _DOWN_ROWS, _words(inner),
+        share, y, width, inner, beside, chosen, limit, kept, rows, _words(inner),
         _DOWN_STEPS, num_warps=1, **OPTIONS,
     )  # fmt: skip
     return y

@@ -54,12 +54,10 @@ def can_multiply(x: QuantizedRows, weight: QuantizedWeight) -> bool:
 
 
 def choose_tile(rows: int, columns: int) -> Tile:
-    """Of a weight: 64 to 128 bytes of it are on their way for each thread before inputs are there,
-    and a program has 8 to 64 KiB. Sums are in an order that the columns alone decide."""
-    if columns >= 8192:
-        return Tile(2, 2048, 2)
+    """Of a weight, by what was fast on an H100 (docs/performance.md). Sums are in an order that the
+    columns alone decide."""
     if columns >= 4096:
-        return Tile(4, 2048, 2)
+        return Tile(2, 2048, 2 if columns >= 8192 else 1)
     if columns > 2048:
         return Tile(4, 512, 8)
     return Tile(8 if rows >= 8192 else 4, 512, 4)

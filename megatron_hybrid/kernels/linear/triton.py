@@ -218,7 +218,7 @@ def multiply_bytes(
         tokens, rows, columns, *x.scale.stride(), weight.scale.stride(0),
         group, format.rows, format.activations == "group",
         tile.tokens, tile.rows, depth, tile.stages, tile.splits, tile.tokens <= 64,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -241,7 +241,7 @@ def multiply_plain_inputs(
         bias, y, _parts(y, tile), counters(y.device),
         tokens, rows, columns, x.stride(0), weight.scale.stride(0), Kept.of(weight, x),
         tile.tokens, tile.rows, tile.depth, columns % tile.depth == 0, tile.stages, tile.splits,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -282,6 +282,8 @@ def _bytes_kernel(
     token = tl.minimum(m, tokens - 1)
     steps = tl.cdiv(columns, DEPTH)
     each = tl.cdiv(steps, SPLITS)
+    wait_for_inputs()
+    let_next_start()
     kind: tl.constexpr = tl.int32 if weight.dtype == tl.int8 else tl.float32
     if WEIGHT_FIRST:
         total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -333,6 +335,8 @@ def _plain_inputs_kernel(
     token = tl.minimum(m, tokens - 1).to(tl.int64)
     each = tl.cdiv(tl.cdiv(columns, DEPTH), SPLITS) * DEPTH
     begin = tl.program_id(2) * each
+    wait_for_inputs()
+    let_next_start()
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     total = accumulate(
         total, weight, scale, zero, x + token[None, :] * x_row, None, 0, (m < tokens)[None, :],
