@@ -40,7 +40,7 @@ def other_tiles(rows: int, columns: int) -> list[Tile]:
     side_by_side = [Tile(rows, 2048, steps) for rows in (2, 4, 8) for steps in (1, 2, 4)]
     a_warp_each = [Tile(rows, 512, steps) for rows in (4, 8) for steps in (2, 4, 8)]
     two_warps_each = [Tile(4, 1024, steps) for steps in (1, 2, 4)]
-    chosen = choose_tile(rows, columns)
+    chosen = choose_tile(columns)
     return [
         tile
         for tile in (*side_by_side, *a_warp_each, *two_warps_each)

@@ -53,14 +53,14 @@ def can_multiply(x: QuantizedRows, weight: QuantizedWeight) -> bool:
     return x.shape[0] == 1 and weight.shape[1] <= _MOST_COLUMNS
 
 
-def choose_tile(rows: int, columns: int) -> Tile:
+def choose_tile(columns: int) -> Tile:
     """Of a weight, by what was fast on an H100 (docs/performance.md). Sums are in an order that the
     columns alone decide."""
     if columns >= 4096:
         return Tile(2, 2048, 2 if columns >= 8192 else 1)
     if columns > 2048:
         return Tile(4, 512, 8)
-    return Tile(8 if rows >= 8192 else 4, 512, 4)
+    return Tile(4, 1024, 1)
 
 
 def multiply(
@@ -69,7 +69,7 @@ def multiply(
     """x W^T + bias: x [1, columns], weight [rows, columns] (rows may be strided) -> [1, rows]."""
     (rows, columns), format = weight.shape, weight.format
     y = torch.empty(1, rows, dtype=x.dtype, device=x.values.device)
-    tile = choose_tile(rows, columns) if tile is None else tile
+    tile = choose_tile(columns) if tile is None else tile
     depth = min(tile.depth, max(_CHUNK, next_power_of_2(columns)))
     beside = _PROGRAM // depth
     below = cdiv(tile.rows, beside)
