@@ -62,7 +62,7 @@ class Sampler:
             self._ranks = parallel.replica
             self._decider = parallel.tensor.size * (parallel.pipeline.size - 1)
         self._adjustments = LogitAdjustments(rows, kernels)
-        self._indexed = b""  # the rows of the last index
+        self._indexed: bytes | None = None  # the rows of the last index
         self._last_index = torch.empty(0, dtype=torch.int64)
 
     def sample(

@@ -135,3 +135,12 @@ def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
 def test_logprobs_ask_for_no_more_than_the_vocabulary_has():
     found = sample(torch.tensor([[0.0, 1.0]]), table(1, temperature=0.0, logprobs=20))
     assert len(found.logprobs[0][0].top) == 2
+
+
+def test_rows_are_indexed_where_they_are_also_in_a_first_step_that_samples_none() -> None:
+    """As the first part of a prompt that is longer than a step. On a GPU rows come in 32 bits."""
+    sampler = Sampler(table(4), reference, initialize())
+    for rows in ([], [2, 1], [2, 1], []):
+        on_device = torch.tensor(rows, dtype=torch.int32, device="meta")
+        index = sampler._index(np.asarray(rows, dtype=np.int64), on_device)
+        assert (index.device.type, index.dtype, len(index)) == ("meta", torch.int64, len(rows))
