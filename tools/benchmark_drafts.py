@@ -77,12 +77,21 @@ class SomeWrong:
 @torch.no_grad()
 def make_answers_repeat(model: HybridModel) -> None:
     """After token t comes t + 1, and after the last of each PERIOD tokens the first of them; where
-    embedding and head are one, t itself. All layers compute what they did, but an embedding so
-    much larger than what they add decides alone."""
-    assert model.embedding is not None
+    embedding and head are one, the other one of a pair, 2 k and 2 k + 1. All layers compute what
+    they did, but an embedding so much larger than what they add decides alone."""
+    assert model.embedding is not None and model.final_norm is not None
     embedding = model.embedding.weight
     embedding.mul_(64 / embedding.float().std())
-    if model.lm_head is not None:
+    if model.lm_head is None:
+        # The tokens of a pair differ in the sign of half their numbers, which the norm turns round.
+        # (A token must not repeat itself: where a guess for a token in flight was wrong, the device
+        # puts the row's own in the drafts' places, which would hold.)
+        half = embedding.shape[1] // 2
+        odd = embedding[1::2]
+        odd.copy_(embedding[::2][: len(odd)])
+        odd[:, half:].neg_()
+        model.final_norm.weight.abs_()[half:].neg_()
+    else:
         tokens = torch.arange(len(embedding), device=embedding.device)
         last = (tokens + PERIOD - 1).clamp(max=len(embedding) - 1)
         before = torch.where(tokens % PERIOD == 0, last, tokens - 1)
