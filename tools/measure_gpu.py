@@ -100,10 +100,12 @@ def jobs() -> Iterator[Job]:
         yield Job(f"starts/{model}", ("tools/benchmark_start.py", *starts))
     for model, (kv, states) in DRAFTED.items():
         rooms = ("--num-speculative-tokens", "4", KV, str(kv), STATES, str(states))
-        graphs = "--inference-dynamic-batching-"  # few, since five engines capture them
-        rooms += (f"{graphs}num-cuda-graphs", "6", f"{graphs}cuda-graph-mixed-prefill-count", "0")
+        # five engines capture them
+        few = ("--inference-dynamic-batching-num-cuda-graphs", "6")
+        none = ("--inference-dynamic-batching-cuda-graph-mixed-prefill-count", "0")
         loads = ("decode_1", "decode_8", "decode_32", "decode_128", "decode_256")
-        options = ("--config", f"configs/{model}.yaml", "--prompt", "256", *rooms, *loads)
+        short = ("--config", f"configs/{model}.yaml", "--prompt", "256")
+        options = (*short, *rooms, *few, *none, *loads)
         yield Job(f"drafts/{model}", ("tools/benchmark_drafts.py", *options))
     for model in SHAPES:
         steps = ("--config", f"configs/{model}.yaml", *DECODES, "prefill", "--rows", "14")

@@ -157,8 +157,8 @@ def _up_kernel(
         inputs = _inputs(fours + token * (WIDTH // 4), step * WORDS, length, WORDS, 1)
         following = ()
         for i in tl.static_range(parts * ROWS):
-            codes, scales = loaded[i * steps + step]
-            following = following + (sums[i] + _products(codes, scales, inputs, KEPT),)
+            products = _products(loaded[i * steps + step], inputs, KEPT)
+            following = following + (sums[i] + products,)
         sums = following
     for i in tl.static_range(ROWS):
         value = tl.sum(sums[i], axis=0) * _row_factor(row_scale, row + i, KEPT)
@@ -223,8 +223,7 @@ def _down_kernel(
                     factors, at = shared_row_scale, n.to(tl.int64)
                 added = ()
                 for r in tl.static_range(ROWS):
-                    codes, scales = loaded[i * ROWS + r]
-                    products = _products(codes, scales, inputs, KEPT)
+                    products = _products(loaded[i * ROWS + r], inputs, KEPT)
                     products *= factor * _row_factor(factors, at + r, KEPT)
                     added = added + (sums[r] + products,)
                 sums = added
@@ -310,8 +309,10 @@ def _upper(bits):
 
 
 @triton.jit
-def _products(words, scales, x, KEPT: tl.constexpr):
-    """The sum of a word's products with its inputs, without what a row has in common."""
+def _products(loaded, x, KEPT: tl.constexpr):
+    """The sum of a word's products with its inputs, without what a row has in common. loaded: of
+    _load; x: of _inputs."""
+    words, scales = loaded
     if KEPT.in_assembler:
         n = word_numbers(words, None, lifted(scales), KEPT, tl.float32)
     else:
