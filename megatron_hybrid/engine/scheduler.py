@@ -46,6 +46,9 @@ Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed o
 # Tokens of waiting prompts that a step hashes, unless it may compute more: 2 ms in blocks of 16
 # tokens, less in larger ones. A longer prompt takes several steps.
 HASHED_AT_ONCE = 65_536
+# As many times that it hashes besides while it has room for prompts that are not longer than that:
+# where nearly all of them is cached, many fit into a step.
+HASHED_FOR_ROOM = 4
 # Blocks of waiting prompts that a step looks up in the cache, of one prompt at least: 2 ms, and 10
 # where no state is left behind the KV of any.
 MATCHED_AT_ONCE = 32_768
@@ -238,15 +241,18 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit who can be: in the queue's order, past those that wait for a twin or whose prompts
-        are being hashed."""
+        are being hashed, step by step."""
         context, twins = self._context, self.twins
-        unmatched = MATCHED_AT_ONCE
+        unmatched, unhashed = MATCHED_AT_ONCE, HASHED_FOR_ROOM * HASHED_AT_ONCE
         # no more than there are rows: one that waits for a twin keeps its row against later ones
         for request in self._first(context.rows.num_free):
             if budget == 0 or unmatched <= 0:
                 break
             if not context.has_keys(request):
-                continue
+                if request.num_tokens > min(HASHED_AT_ONCE, unhashed):
+                    continue
+                unhashed -= context.hash_keys(request, request.num_tokens)
+                self._waiting.index(request)
             unmatched -= request.num_tokens // context.geometry.block_size
             match = context.match(request)
             if twins.must_wait(request, match.skip, budget):

@@ -144,6 +144,33 @@ def test_a_step_hashes_only_so_many_tokens_of_many_prompts(monkeypatch: pytest.M
     assert max(hashed) <= 1000 + 16 and sum(hashed) == 60 * 320
 
 
+def test_a_step_with_room_hashes_more_of_prompts_that_are_mostly_cached(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    hashed = count_hashed(monkeypatch, at_once=200)
+    monkeypatch.setattr(scheduler, "HASHED_FOR_ROOM", 3)
+    engine = symbolic.make_engine(num_blocks=400, max_requests=16, max_tokens=200, exact_ends=True)
+    text = [t % 90 for t in T[:160]]
+    symbolic.generate(engine, [text])
+    hashed.clear()
+    prompts = {f"r{i}": [*text, 80 + i % 10, i, 3] for i in range(12)}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy(3))
+    first = engine.step()
+    assert engine.scheduler.num_running == 4 and hashed[0] <= 4 * 200
+    events = symbolic.run(engine)
+    for event in first:
+        events[event.request_id].insert(0, event)
+    for name, prompt in prompts.items():
+        assert events[name][-1].cached_tokens == 160
+        assert symbolic.answer(events[name]) == symbolic.expected_answer(prompt, 3)
+    # one longer than that goes on a part at a time
+    engine.add_request("long", [80, *text, *text[:70]], greedy(1))
+    hashed.clear()
+    symbolic.run(engine)
+    assert max(hashed) <= 200 + 16 and len(hashed) > 2
+
+
 def test_samples_of_one_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatch):
     hashed = count_hashed(monkeypatch, at_once=64)
     engine = symbolic.make_engine(num_blocks=400, max_requests=8, exact_ends=True)
