@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+EVENTS = "text/event-stream"
+# Ray's gRPC takes 4 MiB for a message; what is larger goes in pieces, or through its object store.
+MOST_BYTES = 2 << 20
+
 
 class Asked(NamedTuple):
     """A client's request. name: its own, among all. path: with the query. The headers' names are in
@@ -22,10 +26,17 @@ class Asked(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first thing that comes back; bytes follow."""
+    """The first thing that comes back, with the body if it is no stream; more bytes may follow."""
 
     status: int
     headers: list[tuple[str, str]]
+    body: bytes = b""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether events follow, one after the other."""
+        kinds = [value for name, value in self.headers if name.lower() == "content-type"]
+        return any(kind.startswith(EVENTS) for kind in kinds)
 
 
 class Whole(NamedTuple):

@@ -19,7 +19,7 @@ from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_hybrid.ray.arguments import Application, options_of_server
-from megatron_hybrid.ray.messages import Asked, Head, Price, Whole
+from megatron_hybrid.ray.messages import MOST_BYTES, Asked, Head, Price, Whole
 from megatron_hybrid.ray.pricing import Pricing
 from megatron_hybrid.ray.process import FirstRank, RankProcess, free_port, rank_environment
 from megatron_hybrid.ray.routes import has_prompt
@@ -163,20 +163,34 @@ class Replica(Place):
         """The answer of our server: its head, and then the body as it comes. Broken off, the
         request is ended in the engine."""
         if has_prompt(asked):
-            await asyncio.wrap_future(self._pricing.begin(asked.name))
+            self._pricing.begin(asked.name)  # done before whatever is asked later
         try:
             async with self._request(asked) as answer:
-                yield _head(answer)
+                head = _head(answer)
+                if not head.is_stream:
+                    body = await answer.read()  # each item costs much more than its bytes
+                    yield head._replace(body=body[:MOST_BYTES])
+                    for start in range(MOST_BYTES, len(body), MOST_BYTES):
+                        yield body[start : start + MOST_BYTES]
+                    return
+                yield head
+                has_begun = False
                 async for chunk in answer.content.iter_any():
-                    self._pricing.start(asked.name)
+                    if not has_begun:
+                        self._pricing.start(asked.name)
+                        has_begun = True
                     yield chunk
+        except aiohttp.ClientError as error:
+            # By gRPC it goes to the ingress as it is, and not each of these can be pickled.
+            raise ConnectionError(f"The server does not answer: {error!r}") from None
         finally:
             self._pricing.end(asked.name)
 
     async def call(self, asked: Asked) -> Whole:
         """The same in one piece, of what every replica is asked."""
         async with self._request(asked) as answer:
-            return Whole(self.name, *_head(answer), await answer.read())
+            status, headers, _ = _head(answer)
+            return Whole(self.name, status, headers, await answer.read())
 
     def _request(self, asked: Asked) -> Any:
         if self._session is None:

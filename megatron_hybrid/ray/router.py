@@ -13,7 +13,7 @@ from typing import Any
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from megatron_hybrid.ray.messages import Asked, Price
+from megatron_hybrid.ray.messages import MOST_BYTES, Asked, Price
 from megatron_hybrid.ray.routes import has_prompt
 
 # A replica that has not answered by then is taken only if no other one answers.
@@ -72,6 +72,9 @@ class SkippingRouter(RequestRouter):
                 internal_request_id=name,
                 call_method="ask",
                 app_name=self.app_name,
+                # By gRPC, where the request fits.
+                _by_reference=len(asked.body) > MOST_BYTES,
+                _on_separate_loop=False,
             ),
         )
         try:

@@ -97,6 +97,13 @@ def test_other_routes_answer_too(deployment: Deployment) -> None:
     assert wrong["status"] == 400 and "max_tokens is 100000" in wrong["error"]["message"]
 
 
+def test_what_is_larger_than_a_message_of_grpc_goes_both_ways(deployment: Deployment) -> None:
+    text = "\u00e9" * 1_000_000  # as JSON 6 MB, and its tokens more
+    assert deployment.post("/tokenize", prompt=text)["count"] >= len(text)
+    refused = deployment.chat(text)
+    assert refused["status"] == 400 and "max_seq_length" in str(refused).replace("-", "_")
+
+
 def test_a_stored_response_is_found_on_the_replica_that_has_it(deployment: Deployment) -> None:
     for _ in range(4):
         first = deployment.post("/v1/responses", input="My name is Ada.", max_output_tokens=8)
@@ -132,6 +139,15 @@ def test_a_client_that_is_gone_is_no_longer_served(deployment: Deployment) -> No
     wait_until(lambda: not sum(deployment.figures("num_requests_running").values()), 5)
 
 
+def test_a_front_end_that_dies_ends_its_streams_with_an_error(deployment: Deployment) -> None:
+    with deployment.stream("Hello!", **LONG) as chunks:
+        next(chunks)
+        for pid in deployment.pids("gunicorn: worker"):
+            os.kill(pid, signal.SIGKILL)
+        assert list(chunks)[-1]["error"]["type"] == "server_error"
+    wait_until(lambda: all("choices" in deployment.chat("Hello!") for _ in range(4)), 30)
+
+
 @pytest.mark.parametrize("who", ["replica", "engine"])
 def test_a_dead_replica_ends_its_streams_with_an_error_and_comes_back(
     deployment: Deployment, who: str
@@ -153,6 +169,29 @@ def test_a_dead_replica_ends_its_streams_with_an_error_and_comes_back(
     wait_until(lambda: len(set(deployment.figures("up")) - names) == 1, 120)
     assert len(deployment.figures("up")) == 2
     wait_until(lambda: len(deployment.engines()) == 2, 10)
+
+
+def test_behind_haproxy_it_is_the_same(
+    tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")  # 30 else
+    deployment = Deployment(tmp_path)
+    try:
+        deployment.wait(1)
+        whole = deployment.chat(QUESTION)
+        check_chat(whole, llm, QUESTION)
+        with deployment.stream(QUESTION) as chunks:
+            check_stream(list(chunks), whole)
+        with deployment.stream("Hello!", **(LONG | {"max_tokens": 6000})) as chunks:
+            next(chunks)
+        wait_until(lambda: not sum(deployment.figures("num_requests_running").values()), 5)
+        with deployment.stream("Hello!", **LONG) as chunks:
+            next(chunks)
+            os.kill(deployment.engines()[0], signal.SIGKILL)
+            assert list(chunks)[-1]["error"]["type"] == "server_error"
+    finally:
+        deployment.close()
 
 
 def test_replicas_come_with_the_queue_and_go(tmp_path: Path) -> None:

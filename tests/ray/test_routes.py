@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_hybrid.ray.failures import broken_stream, failed
-from megatron_hybrid.ray.messages import Asked, Whole
+from megatron_hybrid.ray.messages import Asked, Head, Whole
 from megatron_hybrid.ray.routes import as_one, asks_all, has_prompt, is_control
 
 
@@ -22,6 +22,12 @@ def test_whom_a_route_is_for() -> None:
     assert is_control("/pause") and not is_control("/reset_prefix_cache")
     assert has_prompt(Asked("a", "POST", "/v1/chat/completions?x=1", {}, b""))
     assert not has_prompt(Asked("a", "POST", "/tokenize", {}, b""))
+
+
+def test_only_events_are_a_stream() -> None:
+    assert Head(200, [("Content-Type", "text/event-stream; charset=utf-8")]).is_stream
+    assert not Head(200, [("content-type", "application/json")]).is_stream
+    assert not Head(204, []).is_stream
 
 
 def test_of_what_one_replica_has_its_answer_counts() -> None:
