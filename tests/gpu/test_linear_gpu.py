@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,6 +30,28 @@ pytestmark = [
 
 from megatron_hybrid.kernels.linear import few_rows, one_row_bytes, reference  # noqa: E402
 from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+
+
+def replayed_chain(
+    first: torch.Tensor, weights: Iterable[Any], multiply: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
+    """Products of products, from a CUDA graph that ran twenty times, behind the first inputs."""
+
+    def chain() -> list[torch.Tensor]:
+        results = [first]
+        for weight in weights:
+            results.append(multiply(results[-1], weight))
+        return results
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    return [result.clone() for result in results]  # what the graph wrote is in its own memory
+
 
 QUANTIZE = [name for name, format in FORMATS.items() if format.activations != "none"]
 
@@ -134,19 +160,7 @@ def test_rounded_rows_wait_for_what_the_kernel_before_writes(name: str) -> None:
             weight.input_scale.fill_(0.01)
     first = torch.randn(1, 2048, generator=generator, device="cuda").bfloat16()
 
-    def chain() -> list[torch.Tensor]:
-        results = [first]
-        for weight in weights:
-            results.append(linear.multiply(results[-1], weight))
-        return results
-
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = chain()
-    for _ in range(20):
-        graph.replay()
-    torch.cuda.synchronize()
+    results = replayed_chain(first, weights, linear.multiply)
     for x, y, weight in zip(results, results[1:], weights, strict=False):
         rows = linear.quantize_rows(x, weight.format, weight.input_scale)
         torch.cuda.synchronize()
@@ -223,19 +237,7 @@ def test_few_rows_wait_for_what_the_kernel_before_writes(weights_first: bool) ->
     weights = torch.randn(shape, generator=generator, device="cuda").bfloat16() / 2048**0.5
     first = torch.randn(32, 2048, generator=generator, device="cuda").bfloat16()
 
-    def chain() -> list[torch.Tensor]:
-        results = [first]
-        for weight in weights:
-            results.append(few_rows.multiply(results[-1], weight, tile=tile))
-        return results
-
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = chain()
-    for _ in range(20):
-        graph.replay()
-    torch.cuda.synchronize()
+    results = replayed_chain(first, weights, partial(few_rows.multiply, tile=tile))
     for x, y, weight in zip(results, results[1:], weights, strict=False):
         assert torch.equal(few_rows.multiply(x, weight, tile=tile), y)
         torch.testing.assert_close(y, x @ weight.t(), rtol=2e-2, atol=2e-2)

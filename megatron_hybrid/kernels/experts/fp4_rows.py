@@ -18,7 +18,7 @@ from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, gate_of
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.linear.codes import FP4_FACTOR, Kept, lifted, word_numbers
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, is_nvfp4
 
 # An expert's inner size up to which a program has two rows of the second product, and beyond which
 # two tokens are the most: by what was fast on an H100 (docs/performance.md).
@@ -40,11 +40,7 @@ def can_mix(
 
 
 def _fits(weight: Weight) -> bool:
-    if not isinstance(weight, QuantizedWeight):
-        return False
-    format, (rows, columns) = weight.format, weight.shape[-2:]
-    kind = format.numbers, format.columns, format.activations
-    return kind == ("float4_e2m1", 16, "none") and rows % 4 == 0 and columns % 16 == 0
+    return is_nvfp4(weight) and weight.shape[-2] % 4 == 0 and weight.shape[-1] % 16 == 0
 
 
 def mix(

@@ -227,6 +227,13 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+def is_nvfp4(weight: Weight) -> bool:
+    """Whether it is float4_e2m1 with a scale for each 16 columns, and inputs stay as they are."""
+    format = format_of(weight)
+    kind = None if format is None else (format.numbers, format.columns, format.activations)
+    return kind == ("float4_e2m1", 16, "none")
+
+
 def format_of(weight: Weight) -> WeightFormat | None:
     """None: it is not quantised."""
     return weight.format if isinstance(weight, QuantizedWeight) else None

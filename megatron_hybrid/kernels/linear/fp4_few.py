@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.kernels import cuda
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, is_nvfp4
 from megatron_hybrid.kernels.linear.products import counters
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -40,12 +40,11 @@ def can_multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 def fits(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for a weight [.., N, K] and such inputs."""
-    if not isinstance(weight, QuantizedWeight) or dtype != torch.bfloat16:
+    if not is_nvfp4(weight) or dtype != torch.bfloat16:
         return False
-    format, (rows, columns) = weight.format, weight.shape[-2:]
+    rows, columns = weight.shape[-2:]
     return (
-        (format.numbers, format.columns, format.activations) == ("float4_e2m1", 16, "none")
-        and rows % 16 == 0
+        rows % 16 == 0
         and columns % 32 == 0
         and cuda.is_available(weight.device)
         and _memory(columns, WARPS) + DECLARED <= cuda.SHARED_MEMORY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,24 @@ def results(case: Case) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)  # calls write what others read
         found[label] = case.make()[label]()
     return found
+
+
+def check_calls(
+    cases: Iterable[Case], expected_label: str, limits: Mapping[str, float] | None = None
+) -> set[str]:
+    """That all calls of a case compute what one label's do, in a norm of 0.01 or a label's limit;
+    of a case with another tile, behind ": ", what those of its size do. The tiles."""
+    expected: dict[str, torch.Tensor] = {}
+    tiles = set()
+    for case in cases:
+        size, _, tile = case.shape.partition(": ")
+        torch.manual_seed(0)  # cases of a size have the same inputs
+        calls = case.make()
+        if not tile:
+            expected[size] = calls[expected_label]()
+        for label, call in calls.items():
+            limit = (limits or {}).get(label, 0.01)
+            error = (call() - expected[size]).norm()
+            assert error <= limit * expected[size].norm(), (case.shape, label)
+        tiles.add(tile)
+    return tiles

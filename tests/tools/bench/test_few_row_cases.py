@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.few_row_cases import few_row_cases, linear_shapes, other_tiles
-from tests.tools.bench.benches import bench_of, config
+from tests.tools.bench.benches import bench_of, check_calls, config
 
 
 def test_all_linear_layers_but_the_experts_are_timed() -> None:
@@ -34,16 +34,5 @@ def test_other_tiles_are_others() -> None:
 @torch.inference_mode()
 def test_all_calls_of_a_case_compute_the_same() -> None:
     bench = bench_of("granite-4.0-h-tiny", "cuda:0")
-    expected: dict[str, torch.Tensor] = {}
-    tiles = set()
-    for case in few_row_cases(bench):
-        size, _, tile = case.shape.partition(": ")
-        torch.manual_seed(0)  # cases of a size have the same inputs
-        calls = case.make()
-        if not tile:
-            expected[size] = calls["cuBLAS"]()
-        for label, call in calls.items():
-            error = (call() - expected[size]).norm()
-            assert error <= 0.01 * expected[size].norm(), (case.shape, label)
-        tiles.add(tile)
+    tiles = check_calls(few_row_cases(bench), "cuBLAS")
     assert len(tiles) > 10
