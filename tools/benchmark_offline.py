@@ -45,7 +45,7 @@ from bench.environment import describe_environment, peak_memory
 from bench.limits import LIMITED, Rates, limits_table, over_limits, shape_of
 from bench.peers import Peer, PeersError, load_peers, peers_of, summary_head, summary_row
 from bench.plots import plot_workloads
-from bench.workloads import LONG_PROMPTS, SHARED_PREFIX
+from bench.workloads import IF_NAMED, SHARED_PREFIX
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.arguments import (
     ArgumentParser,
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
         default="all",
         metavar="NAME[,NAME...]",
         help=f"which requests to send, in this order: all ({', '.join(WORKLOAD_NAMES)}), or some "
-        f"of these and of {', '.join(LONG_PROMPTS)}",
+        f"of these and of {', '.join(IF_NAMED)}",
     )
     group.add_argument(
         "--scale",
@@ -178,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.count_scale is None:
         args.count_scale = args.scale
     args.names = list(WORKLOAD_NAMES) if args.workload == "all" else args.workload.split(",")
-    known = WORKLOAD_NAMES + LONG_PROMPTS
+    known = WORKLOAD_NAMES + IF_NAMED
     for name in args.names:
         if name not in known:
             parser.error(f"--workload {name!r} is not one of {', '.join(known)}.")

@@ -93,6 +93,9 @@ def jobs() -> Iterator[Job]:
     long = ("--count-scale", "0.125")
     prompts = "prompts_8k,prompts_20k,prompts_40k,prompt_65k"
     yield _offline("prompts/qwen3.5-35b-a3b", "qwen3.5-35b-a3b", prompts, 32, *long)
+    first = ",".join(f"first_token_{length}" for length in ("600", "1k", "2k", "4k"))
+    for model, states in SHAPES.items():
+        yield _offline(f"first/{model}", model, first, min(states, 16))
     for model in ("nemotron-h-8b", "granite-4.0-h-tiny", "qwen3.5-35b-a3b"):
         yield _offline(f"others/{model}", model, OTHERS, SHAPES[model])
     for model in ("nemotron-h-8b", "qwen3.5-35b-a3b"):

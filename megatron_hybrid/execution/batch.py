@@ -99,7 +99,8 @@ class BatchBuilder:
         lengths = np.asarray([chunk.length for chunk in chunks], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         checkpoints = sum(len(chunk.checkpoints) for chunk in chunks)
-        used = GraphSize(n, int(starts[-1]), len(chunks), checkpoints, plan.num_drafts)
+        drafts, pairs = plan.num_drafts, plan.num_pairs
+        used = GraphSize(n, int(starts[-1]), len(chunks), checkpoints, drafts, pairs)
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
         drafted = self._drafted if plan.drafts is not None or room.drafts else None

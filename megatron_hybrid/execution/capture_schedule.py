@@ -65,14 +65,19 @@ class CaptureSchedule:
 
 def capture_order(sizes: Iterable[GraphSize]) -> list[GraphSize]:
     """The largest one first: it leaves the memory that smaller ones fit into. Then of each kind (of
-    decodes, of decodes with drafts, with prompts) in turn the one that fills its widest gap."""
+    decodes, of decodes with drafts, with prompts) in turn the one that fills its widest gap. Those
+    of long prompts come last: where they are the only ones for a short prompt, it is better off
+    without."""
+    sizes = list(sizes)
     kinds: dict[tuple[bool, bool], list[GraphSize]] = {}
     for size in sizes:
-        kinds.setdefault((bool(size.prompts), bool(size.drafts)), []).append(size)
+        if not size.is_long:
+            kinds.setdefault((bool(size.prompts), bool(size.drafts)), []).append(size)
     ordered = [_halving(sorted(kind, key=_by_size)) for kind in kinds.values()]
     ordered.sort(key=lambda kind: _by_size(kind[0]), reverse=True)
     longest = max(map(len, ordered), default=0)
-    return [kind[place] for place in range(longest) for kind in ordered if place < len(kind)]
+    short = [kind[place] for place in range(longest) for kind in ordered if place < len(kind)]
+    return short + _halving(sorted((size for size in sizes if size.is_long), key=_by_size))
 
 
 def _by_size(size: GraphSize) -> tuple[int, GraphSize]:
@@ -81,7 +86,7 @@ def _by_size(size: GraphSize) -> tuple[int, GraphSize]:
 
 def _halving(ascending: Sequence[GraphSize]) -> list[GraphSize]:
     """The last, the first, the one in the middle, those in the middle of both halves, and so on."""
-    ends = [ascending[-1], ascending[0]][: len(ascending)]
+    ends = [*ascending[-1:], *ascending[:1]][: len(ascending)]
     gaps, found = [(0, len(ascending) - 1)], list(ends)
     for low, high in gaps:  # which grows
         if high - low > 1:

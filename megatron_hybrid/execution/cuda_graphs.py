@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.execution.plan import StepDemand
+from megatron_hybrid.execution.prompt_room import NO_LIMIT, NO_ROOM, PromptRoom
 
 # Numbers of decodes; beyond these the next one is an eighth to a quarter larger.
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
 # Tokens of decodes with drafts up to which narrower graphs gain nothing.
 _FREE_TOKENS = 64
 # Decodes and prompt tokens of mixed graphs. Up to 128 tokens a step mostly waits for the weights,
-# so padding is nearly free; from about 500 on it runs for longer than it takes to launch.
+# so padding is nearly free.
 _MIXED_DECODES = (0, 8, 32, 128, 256)
 _PREFILL_TOKENS = (16, 64, 128, 256, 384, 512)
 _MIXED_TOKENS = 544  # of both together, at most
+# The same of long prompts, as far as there is a PromptRoom.
+_LONG_DECODES = (0, 32)
+_LONG_PREFILL_TOKENS = (640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 
 
 class GraphSize(NamedTuple):
@@ -38,6 +42,7 @@ class GraphSize(NamedTuple):
     prompts: int = 0
     checkpoints: int = 0  # stored in the middle of prompts
     drafts: int = 0  # behind the next tokens of the decodes
+    pairs: int = NO_LIMIT  # of a prompt's token and one that it may see
 
     @property
     def decode_tokens(self) -> int:
@@ -48,6 +53,11 @@ class GraphSize(NamedTuple):
     def tokens(self) -> int:
         """All that a step of this size computes."""
         return self.decode_tokens + self.prefill_tokens
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is there for the length of its prompts."""
+        return self.prefill_tokens >= _LONG_PREFILL_TOKENS[0]
 
     @property
     def rows(self) -> int:
@@ -163,13 +173,19 @@ def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | 
         and demand.prefill_tokens <= size.prefill_tokens
         and demand.prompts <= size.prompts
         and demand.checkpoints <= size.checkpoints
+        and demand.pairs <= size.pairs
         and bool(demand.prompts) == bool(size.prompts)
     )
     return min(fitting, key=lambda size: (size.tokens, size), default=None)
 
 
 def graph_sizes(
-    count: int, mixed_prompts: int, max_requests: int, max_tokens: int, num_drafts: int = 0
+    count: int,
+    mixed_prompts: int,
+    max_requests: int,
+    max_tokens: int,
+    num_drafts: int = 0,
+    long_prompts: PromptRoom = NO_ROOM,
 ) -> tuple[GraphSize, ...]:
     """All sizes that get a graph: at most `count` of decodes alone (-1: as many as are of use) and,
     unless that is 0, mixed ones for up to `mixed_prompts` prompts (0: none). Where a decode may
@@ -181,7 +197,7 @@ def graph_sizes(
     if num_drafts:
         room = [GraphSize(n, drafts=n * w) for n in numbers for w in _draft_widths(n, num_drafts)]
         decodes += tuple(size for size in room if size.tokens <= max_tokens)
-    return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens)
+    return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens, long_prompts)
 
 
 def _draft_widths(decodes: int, most: int) -> list[int]:
@@ -213,15 +229,21 @@ def decode_sizes(count: int, max_requests: int) -> tuple[int, ...]:
     return tuple(sorted(kept))
 
 
-def mixed_sizes(prompts: int, max_requests: int, max_tokens: int) -> tuple[GraphSize, ...]:
+def mixed_sizes(
+    prompts: int, max_requests: int, max_tokens: int, long_prompts: PromptRoom = NO_ROOM
+) -> tuple[GraphSize, ...]:
     """Sizes with up to `prompts` prompts, for an engine of so many requests and tokens a step."""
     if prompts == 0:
         return ()
-    decodes = [n for n in _MIXED_DECODES if n < max_requests] + [max_requests]
-    sizes = []
-    for n in decodes:
-        for tokens in _PREFILL_TOKENS:
-            if n + tokens <= min(_MIXED_TOKENS, max_tokens):
-                room = min(prompts, max_requests, tokens)
-                sizes.append(GraphSize(n, tokens, room, checkpoints=2 * room))
-    return tuple(sizes)
+    lengths = tuple(n for n in _LONG_PREFILL_TOKENS if n <= long_prompts.tokens)
+    found = []
+    for decodes, tokens, most, pairs in (
+        (_MIXED_DECODES, _PREFILL_TOKENS, _MIXED_TOKENS, NO_LIMIT),
+        (_LONG_DECODES, lengths, max_tokens, long_prompts.pairs),
+    ):
+        for n in (*(n for n in decodes if n < max_requests), max_requests):
+            for length in tokens:
+                if n + length <= min(most, max_tokens):
+                    room = min(prompts, max_requests, length)
+                    found.append(GraphSize(n, length, room, checkpoints=2 * room, pairs=pairs))
+    return tuple(found)

@@ -137,6 +137,11 @@ class StepPlan:
         return sum(chunk.length for chunk in self.prefills)
 
     @property
+    def num_pairs(self) -> int:
+        """Of a token of a chunk and one that it may see: about what attention has to do for it."""
+        return sum(chunk.length * chunk.end for chunk in self.prefills)
+
+    @property
     def ended(self) -> list[PrefillChunk | ResumedRow]:
         """Whose prompts are computed with this step."""
         ended: list[PrefillChunk | ResumedRow] = [c for c in self.prefills if c.samples]
@@ -175,6 +180,7 @@ class StepDemand(NamedTuple):
     drafts: int = 0
     runs: int = 0  # 1: decodes take up accepted drafts, or have some
     widest: int = 0  # drafts of the row that has most, where the device makes them row by row
+    pairs: int = 0  # of a prompt's token and one that it may see
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
@@ -194,6 +200,7 @@ class StepDemand(NamedTuple):
             drafts=drafts,
             runs=int(plan.drafts is not None),
             widest=0 if plan.drafts is None else plan.drafts.widest,
+            pairs=plan.num_pairs,
         )
 
 

@@ -262,6 +262,10 @@ class Attention(Protocol):
         PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source
         or named twice."""
 
+    def most_captured(self, shape: AttentionShape, prompts: int) -> int:
+        """Tokens of up to so many prompts that a step may have which is captured in a CUDA graph,
+        if they are more than 512."""
+
 
 class Norm(Protocol):
     """RMS norms (Zhang and Sennrich, 2019) with statistics in float32. `into`: who reads the

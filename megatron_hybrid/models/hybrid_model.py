@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.kernels.contract import AttentionShape, DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
+from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -129,7 +130,7 @@ class HybridModel(nn.Module):
         self.state_specs: dict[int, StateSpec] = {
             i: spec for i, spec in stages.state_specs.items() if has_head or i in self.stage
         }
-        attentions = [block.attention for _, block in self._blocks()]
+        attentions = [block.attention for _, block in self.own_blocks()]
         if self.mtp is not None:
             attentions.append(self.mtp.attention)
         self._attention = next(filter(None, attentions), None)
@@ -172,16 +173,23 @@ class HybridModel(nn.Module):
         """What this rank's weights take, by the format that they are kept in."""
         found = Counter[str]()
         for layer in self.modules():
-            if isinstance(layer, Linear):
-                kept = list(layer.kept_bytes())
-            else:
-                own = layer.parameters(recurse=False)
-                kept = [(str(weight.dtype), weight.nbytes) for weight in own]
-            for name, size in kept:
+            for name, size in _kept_bytes(layer):
                 found[name.removeprefix("torch.")] += size
         return dict(found)
 
-    def _blocks(self) -> Iterator[tuple[int, Block]]:
+    def bytes_of_a_token(self) -> float:
+        """Of this rank's weights in blocks, those that the products of one token read: of experts
+        the ones that it chooses."""
+        total, shares = 0.0, dict[nn.Module, float]()
+        for block in self.blocks:
+            for layer in block.modules():
+                if isinstance(layer, MoE):
+                    share = layer.config.experts_per_token / layer.config.num_experts
+                    shares |= {layer.up_proj: share, layer.down_proj: share}
+                total += shares.get(layer, 1.0) * sum(size for _, size in _kept_bytes(layer))
+        return total
+
+    def own_blocks(self) -> Iterator[tuple[int, Block]]:
         """This stage's, with their indices in the whole model."""
         for index, block in zip(self.stage, self.blocks, strict=True):
             assert isinstance(block, Block)
@@ -190,7 +198,7 @@ class HybridModel(nn.Module):
     def attentions(self) -> Iterator[tuple[int, str, Attention]]:
         """(block, role, layer) for each attention of this rank: block and role of the projection to
         its keys, as in `weight_parts`."""
-        layers = {index: block.attention for index, block in self._blocks()}
+        layers = {index: block.attention for index, block in self.own_blocks()}
         layers |= {index: transformer.self_attn for index, transformer in self._shared.items()}
         if self.mtp is not None:
             layers[self.mtp.first] = self.mtp.attention
@@ -201,7 +209,7 @@ class HybridModel(nn.Module):
                 yield block, part.role, layer
 
     def _recurrent_layers(self) -> Iterator[RecurrentMixer]:
-        for _, block in self._blocks():
+        for _, block in self.own_blocks():
             if block.mixer.recurrent is not None:
                 yield block.mixer.recurrent
         if self.mtp is not None:
@@ -216,7 +224,7 @@ class HybridModel(nn.Module):
             start, real = self._vocabulary_rows(weight.shape[0])
             weight[real:].zero_()
             yield None, section("embedding", weight[:real], 0, start, self.config.vocab_size)
-        for index, block in self._blocks():
+        for index, block in self.own_blocks():
             for part in block.weight_parts():
                 yield index, part
         for index, transformer in self._shared.items():
@@ -280,7 +288,7 @@ class HybridModel(nn.Module):
         most = size.tokens if self.stage.start <= last_mixing else size.rows
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
         plans = replace(plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
-        for index, block in self._blocks():
+        for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(mixed), inputs.of_logits(residual)
@@ -370,6 +378,10 @@ class HybridModel(nn.Module):
         for layer in self._recurrent_layers():
             layer(nothing, plans)  # one token of padding
 
+    def attention_shape(self, block_size: int) -> AttentionShape | None:
+        """What all attention layers of this rank have in common; None where it has none."""
+        return None if self._attention is None else self._attention.shape(block_size)
+
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> KernelPlans:
         """What kernels work out on the host once a step, for all layers."""
         kernels = self.kernels
@@ -385,3 +397,12 @@ class HybridModel(nn.Module):
             for kind, layer in self._recurrent.items()
         }
         return KernelPlans(caches, kernels, attention, recurrent=recurrent)
+
+
+def _kept_bytes(layer: nn.Module) -> Iterator[tuple[str, int]]:
+    """(format, bytes) of each of its own weights, as they are kept."""
+    if isinstance(layer, Linear):
+        yield from layer.kept_bytes()
+    else:
+        for weight in layer.parameters(recurse=False):
+            yield str(weight.dtype), weight.nbytes

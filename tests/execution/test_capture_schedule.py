@@ -16,6 +16,7 @@ from megatron_hybrid.execution.capture_schedule import (
 )
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.plan import StepDemand
+from megatron_hybrid.execution.prompt_room import PromptRoom
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.parallel import ParallelContext
 from tests.execution.steps import Steps, chunk
@@ -50,6 +51,14 @@ def test_a_start_has_graphs_for_all_steps_that_fit_any_and_for_the_smallest() ->
     first = capture_order(graph_sizes(16, 16, 256, 8192))[:AT_START]
     assert {size.tokens for size in first if not size.prompts} == {1, 256}
     assert {size.tokens for size in first if size.prompts} == {16, 544}
+
+
+def test_graphs_of_long_prompts_come_when_all_others_are_there() -> None:
+    others = graph_sizes(16, 16, 256, 8192)
+    order = capture_order(graph_sizes(16, 16, 256, 8192, 0, PromptRoom(3000, 10**7)))
+    assert order[: len(others)] == capture_order(others)
+    long = order[len(others) :]
+    assert len(long) > 3 and long[0].tokens == 256 + 2560 and long[1].tokens == 640
 
 
 @pytest.mark.parametrize("sizes", SIZES[:3])

@@ -13,6 +13,7 @@ from megatron_hybrid.execution.cuda_graphs import (
     smallest_fit,
 )
 from megatron_hybrid.execution.plan import PrefillChunk, StepDemand, StepPlan
+from megatron_hybrid.execution.prompt_room import PromptRoom
 from tests.execution.steps import chunk
 
 
@@ -41,6 +42,30 @@ def test_mixed_sizes_fit_into_the_engine(prompts: int, requests: int, tokens: in
         assert size.decodes <= requests and size.tokens <= tokens
         assert 0 < size.prompts <= min(prompts, requests, size.prefill_tokens)
         assert size.checkpoints == 2 * size.prompts
+
+
+@pytest.mark.parametrize("requests", [1, 24, 256])
+@pytest.mark.parametrize("tokens", [600, 700, 2048, 8192])
+def test_long_prompts_have_graphs_as_far_as_there_is_room(requests: int, tokens: int) -> None:
+    short = graph_sizes(16, 16, requests, tokens)
+    found = graph_sizes(16, 16, requests, tokens, 0, PromptRoom(2000, 10**7))
+    assert found[: len(short)] == short and not any(size.is_long for size in short)
+    long = found[len(short) :]
+    assert all(size.is_long and size.prefill_tokens <= 2000 for size in long)
+    assert all(size.tokens <= tokens and size.pairs == 10**7 for size in long)
+    assert {size.decodes for size in long} <= {0, 32, requests}
+    if tokens >= 2048:
+        assert max(size.prefill_tokens for size in long) == 1536
+
+
+def test_a_long_prompt_on_a_long_context_has_no_graph() -> None:
+    sizes = graph_sizes(16, 16, 256, 8192, 0, PromptRoom(2000, 10**7))
+    step = StepDemand.of(StepPlan(0, np.arange(0), prefills=[chunk(0, 0, 1000)]))
+    later = StepDemand.of(StepPlan(0, np.arange(0), prefills=[chunk(0, 9100, 10_000)]))
+    latest = StepDemand.of(StepPlan(0, np.arange(0), prefills=[chunk(0, 11_000, 12_000)]))
+    short = StepDemand.of(StepPlan(0, np.arange(0), prefills=[chunk(0, 10**6 - 500, 10**6)]))
+    found = [smallest_fit(sizes, demand) for demand in (step, later, latest, short)]
+    assert [size and size.prefill_tokens for size in found] == [1024, 1024, None, 512]
 
 
 def test_the_default_engine_has_mixed_graphs_of_few_and_many_decodes() -> None:

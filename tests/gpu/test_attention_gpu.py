@@ -308,6 +308,8 @@ SIZES = [
     GraphSize(32, 16, 1),
     GraphSize(4, 256, 16),
     GraphSize(0, 512, 3),
+    GraphSize(8, 1024, 16),
+    GraphSize(0, 2048, 3),
 ]
 
 
@@ -351,6 +353,28 @@ def test_a_graph_is_planned_anew_for_every_replay(attention: Any, shape: Attenti
         assert len(wrappers._calls) == with_decodes and all(wrappers._calls.values())
     # outside of graphs the same object goes on
     check(attention, MIXED, shape, decodes=4, device="cuda", tolerance=2e-2)
+
+
+@pytest.mark.parametrize(
+    "shape", [attention_shape(32, 2, 128, 64, BF16), attention_shape(16, 2, 256, 64, BF16)], ids=str
+)
+def test_as_many_tokens_can_be_captured_as_it_says(attention: Any, shape: AttentionShape) -> None:
+    tokens = attention.most_captured(shape, 16)
+    if not tokens:
+        pytest.skip("it says none")
+    cache = poisoned_cache(shape, 300, "cuda")
+    empty = nothing(shape, cache)
+    size = GraphSize(0, tokens, 16)
+    static, graph, out = capture(attention, shape, padded(empty, size), cache)
+    step = attention_step([(tokens - 300, tokens), (300, 500)], shape, device="cuda")
+    cache.key[: len(step.cache.key)] = step.cache.key
+    cache.value[: len(step.cache.value)] = step.cache.value
+    update(static, padded(step, size))
+    attention.plan(static.paged, shape)
+    graph.replay()
+    torch.testing.assert_close(out[:tokens].double(), step.expected, atol=2e-2, rtol=2e-2)
+    with pytest.raises(RuntimeError, match="workspace|buffer|allocat"):
+        capture(attention, shape, padded(empty, GraphSize(0, 2 * tokens, 16)), cache)
 
 
 def capture(

@@ -163,6 +163,35 @@ def test_mixed_graphs_on_the_fast_attention_kernels(tmp_path: Path) -> None:
         assert one.top[0][1] == pytest.approx(other.top[0][1], abs=0.1)
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "granite_moe_hybrid", "qwen3_5_moe", "lfm2"])
+def test_mixed_graphs_of_long_prompts(tmp_path: Path, family: str) -> None:
+    """The same distributions as without, of prompts with a past and without, beside decodes and
+    each other; and states on the way are stored."""
+    make_tiny_model(family, tmp_path, head_dim=64, max_position_embeddings=8192)
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=5, ignore_eos=True)
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(0, 160, (6000,), generator=generator).tolist()
+    # a grid's end and past it; behind what the one before has left in the cache
+    asked = [text[:n] for n in (700, 1024, 1025, 2600, 6000, 5000)]
+    asked += [text[1:900], text[2:3000]]
+    big = {"inference_dynamic_batching_buffer_size_gb": 0.3, "dtype": "bfloat16"}
+    found = []
+    for prompts_in_a_graph in (0, 16):
+        llm = LLM(str(tmp_path), device="cuda", **(OPTIONS | big | {PROMPTS: prompts_in_a_graph}))
+        outputs = [output for prompt in asked for output in llm.generate([prompt], params)]
+        outputs += llm.generate([prompt[3:] for prompt in asked], params)  # together
+        outputs += llm.generate(asked, params)  # what was stored
+        found.append([output.logprobs[0] for output in outputs if output.logprobs])
+        runner = llm.engine.runner
+        long = [size for size in runner._graphs._graphs if size.is_long]
+        assert bool(long) == (prompts_in_a_graph > 0)
+        assert (runner.replayed["mixed"] > 6) == (prompts_in_a_graph > 0)
+        llm.engine.check_integrity()
+    assert len(found[0]) == len(found[1]) == 3 * len(asked)
+    for one, other in zip(*found, strict=True):
+        assert one.top[0][1] == pytest.approx(other.top[0][1], abs=0.1)
+
+
 def test_idle_steps_change_nothing(tiny: Path, expected: list[list[int]]) -> None:
     llm = LLM(str(tiny), device="cuda", **OPTIONS)  # type: ignore[arg-type]
     llm.generate(prompts(), PARAMS)

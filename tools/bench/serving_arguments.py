@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.serving_clients import SAMPLINGS
 from bench.serving_metrics import METRICS, parse_goodput
-from bench.workloads import LONG_PROMPTS, SHARED_PREFIX, WORKLOAD_NAMES
+from bench.workloads import IF_NAMED, SHARED_PREFIX, WORKLOAD_NAMES
 from megatron_hybrid.arguments import ArgumentParser
 
 BACKENDS = ("openai", "openai-chat", "vllm")
@@ -173,7 +173,7 @@ def _add_workloads(group: Any) -> None:
         "--workload",
         metavar="NAME[,NAME...]",
         help=f"all ({', '.join(WORKLOAD_NAMES)}), or some of these and of "
-        f"{', '.join(LONG_PROMPTS)}; in rounds, as in benchmark_offline.py",
+        f"{', '.join(IF_NAMED)}; in rounds, as in benchmark_offline.py",
     )
     group.add_argument("--scale", type=float, default=0.02, help="of lengths (default: 0.02)")
     group.add_argument("--count-scale", type=float, help="of the number of requests (--scale)")
@@ -307,7 +307,7 @@ def _workloads(args: argparse.Namespace) -> list[str]:
         flag = f"--{sampling[0].replace('_', '-')}"
         raise ValueError(f"A workload is greedy, the same everywhere; leave out {flag}.")
     names = list(WORKLOAD_NAMES) if args.workload == "all" else args.workload.split(",")
-    return _names("--workload", ",".join(names), WORKLOAD_NAMES + LONG_PROMPTS)
+    return _names("--workload", ",".join(names), WORKLOAD_NAMES + IF_NAMED)
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -217,6 +217,16 @@ def _prompts(count: int, length: int) -> Callable[[_Source], list[Round]]:
     return plan
 
 
+def _in_turn(count: int, length: int) -> Callable[[_Source], list[Round]]:
+    """The same, one at a time: how long a request waits that finds nobody there."""
+
+    def plan(source: _Source) -> list[Round]:
+        ids = [f"t{i}" for i in range(source.count(count))]
+        return [(WorkloadRequest(id_, id_, source.tokens(length), 1),) for id_ in ids]
+
+    return plan
+
+
 _USUAL: dict[str, Callable[[_Source], list[Round]]] = {
     "unique": _unique,
     "shared_system": _shared_system,
@@ -234,10 +244,17 @@ _LONG_PROMPTS: dict[str, Callable[[_Source], list[Round]]] = {
     "prompts_40k": _prompts(128, 40960),
     "prompt_65k": _prompts(1, 65536),
 }
-_PLANS = _USUAL | _LONG_PROMPTS
+_FIRST_TOKENS: dict[str, Callable[[_Source], list[Round]]] = {
+    "first_token_600": _in_turn(16, 600),
+    "first_token_1k": _in_turn(16, 1024),
+    "first_token_2k": _in_turn(16, 2048),
+    "first_token_4k": _in_turn(16, 4096),
+}
+_PLANS = _USUAL | _LONG_PROMPTS | _FIRST_TOKENS
 
 WORKLOAD_NAMES = tuple(_USUAL)
-LONG_PROMPTS = tuple(_LONG_PROMPTS)  # run only where they are named
+LONG_PROMPTS = tuple(_LONG_PROMPTS)
+IF_NAMED = LONG_PROMPTS + tuple(_FIRST_TOKENS)  # are not among all
 DECODES = ("decode_1", "decode_32", "decode_256")
 
 

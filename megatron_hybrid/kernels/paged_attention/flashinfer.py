@@ -188,9 +188,17 @@ class FlashInferAttention:
 
     copy_tokens = staticmethod(reference.copy_tokens)
 
+    def most_captured(self, shape: AttentionShape, prompts: int) -> int:
+        """As in Attention: what the workspace has room for."""
+        if not _is_flashinfers(shape):
+            return self._triton.most_captured(shape, prompts)
+        rows = 64 if shape.head_dim == 256 else 128  # of a tile
+        tiles = self._workspace_bytes // (4 * rows * shape.heads * (shape.head_dim + 1))
+        return max(tiles - prompts, 0) * rows // (shape.heads // shape.kv_heads)
+
     def _new_wrappers(self, shape: AttentionShape, device: torch.device) -> _Wrappers | None:
         """The wrappers for `shape`; None where flashinfer can't do it."""
-        if shape.dtype not in (torch.bfloat16, torch.float16) or shape.head_dim not in _HEAD_DIMS:
+        if not _is_flashinfers(shape):
             return None
         if not _has_kernels("fa2", shape):
             warnings.warn(
@@ -395,6 +403,11 @@ def _graph_of(paged: PagedSequences) -> _Graph | None:
         return None
     sizes = paged.num_decodes, len(paged.kv_length), len(paged.kv_slot)
     return *sizes, paged.kv_indptr.data_ptr(), paged.kv_indices.data_ptr()
+
+
+def _is_flashinfers(shape: AttentionShape) -> bool:
+    """Whether it computes such heads, if its kernels are there."""
+    return shape.dtype in (torch.bfloat16, torch.float16) and shape.head_dim in _HEAD_DIMS
 
 
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:

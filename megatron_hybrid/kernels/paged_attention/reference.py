@@ -183,6 +183,11 @@ def to_fp8(values: Tensor, scale: float) -> Tensor:
     return (values.float() / divisor).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def most_captured(shape: AttentionShape, prompts: int) -> int:
+    """None: it can't be captured at all."""
+    return 0
+
+
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """As in Attention."""
     for rows in (_rows_of(cache.key), _rows_of(cache.value)):

@@ -59,6 +59,10 @@ class TritonAttention:
                 longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
         return TritonPlan(paged, shape, longest)
 
+    def most_captured(self, shape: AttentionShape, prompts: int) -> int:
+        """None: a grid has room for each prompt to be as long as all of them together."""
+        return 0
+
     def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: TritonPlan) -> None:
         """As in Attention."""
         store_kv(key, value, cache, plan.kv_slot)

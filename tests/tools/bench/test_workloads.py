@@ -13,7 +13,7 @@ from bench import (
 )
 from bench.driver import BenchmarkError, run_workload
 from bench.measurements import Arrival
-from bench.workloads import LONG_PROMPTS
+from bench.workloads import IF_NAMED
 from megatron_hybrid.request import FinishReason
 from tests.unit.echo_engine import EchoEngine
 
@@ -33,6 +33,10 @@ LONG = {
     "prompts_20k": "8ae6f9b4afd6d997",
     "prompts_40k": "c09156010d372bd2",
     "prompt_65k": "dbe42c91c46c0a83",
+    "first_token_600": "bd7540d969370b37",
+    "first_token_1k": "4924cd0e888e369c",
+    "first_token_2k": "6e46917fee3d5b1e",
+    "first_token_4k": "be1d65de5be9e9e4",
 }
 FULL = {
     "unique": "87b8a96796d0e5db",
@@ -58,7 +62,7 @@ def test_the_shared_prefix_can_have_another_length():
 
 def test_every_workload_has_a_fixed_digest():
     assert tuple(TINY) == WORKLOAD_NAMES
-    assert tuple(LONG) == LONG_PROMPTS
+    assert tuple(LONG) == IF_NAMED
 
 
 @pytest.mark.parametrize(("name", "digest"), (TINY | LONG).items())
@@ -101,6 +105,12 @@ def test_long_prompts_have_answers_of_one_token(name, requests, length):
     counts = make_workload(name, 512, scale=0.1, count_scale=1.0).token_counts()
     assert counts.requests == counts.output_tokens == requests
     assert counts.new_tokens == requests * round(length / 10)
+
+
+def test_first_tokens_are_asked_for_one_at_a_time():
+    workload = make_workload("first_token_1k", 512)
+    assert [len(round_) for round_ in workload.rounds] == [1] * 16
+    assert all(len(r.new_tokens) == 1024 and r.max_tokens == 1 for r in workload.requests())
 
 
 def test_long_prompts_share_nothing():
