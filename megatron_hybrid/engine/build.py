@@ -21,7 +21,7 @@ from megatron_hybrid.engine.checks import (
     check_quantized,
     check_transformer_engine,
 )
-from megatron_hybrid.engine.choices import all_to_all_from, captures_later
+from megatron_hybrid.engine.choices import all_to_all_from, captures_later, prompt_room
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
@@ -42,7 +42,6 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
-from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.compiled import KERNELS
@@ -415,26 +414,14 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
     config = plan.config
     if plan.device.type != "cuda" or not plan.kernels.captures:
         return ()
-    prompts = config.inference_dynamic_batching_cuda_graph_mixed_prefill_count
     return graph_sizes(
         config.inference_dynamic_batching_num_cuda_graphs,
-        prompts,
+        config.inference_dynamic_batching_cuda_graph_mixed_prefill_count,
         max_requests,
         config.inference_dynamic_batching_max_tokens,
         config.num_speculative_tokens,
-        _prompt_room(plan, prompts),
+        prompt_room(config, plan.parallel, plan.shapes, plan.kernels.attention),
     )
-
-
-def _prompt_room(plan: _Plan, prompts: int) -> PromptRoom:
-    """Of the graphs of long prompts, on every rank the same; none of replicas that reach experts
-    by all-to-all, which is not captured."""
-    config, parallel = plan.config, plan.parallel
-    if all_to_all_from(config, parallel, plan.model_config) is not None:
-        return NO_ROOM
-    block_size = config.inference_dynamic_batching_block_size
-    room = PromptRoom.of(plan.shapes, plan.kernels.attention, prompts, block_size)
-    return PromptRoom(*(parallel.lockstep.minimum(value) for value in room))
 
 
 def _bytes_to_load(plan: _Plan) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
+from megatron_hybrid.kernels.protocols import Attention
 from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
 LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
@@ -34,3 +37,17 @@ def all_to_all_from(
     owners = parallel.experts.owners.size
     share = (1 - (1 - 1 / owners) ** model.moe.experts_per_token) / parallel.tensor.size
     return LONG_STEP if share <= 0.5 else None
+
+
+def prompt_room(
+    config: EngineConfig, parallel: ParallelContext, model: HybridModel, attention: Attention
+) -> PromptRoom:
+    """Of the graphs of long prompts, the same on every rank, which all call it. None of replicas
+    that reach experts by all-to-all: that is not captured."""
+    replicas = parallel.experts.replicas.size
+    if replicas > 1 and all_to_all_from(config, parallel, model.config) is not None:
+        return NO_ROOM
+    prompts = config.inference_dynamic_batching_cuda_graph_mixed_prefill_count
+    block_size = config.inference_dynamic_batching_block_size
+    room = PromptRoom.of(model, attention, prompts, block_size)
+    return PromptRoom(*(parallel.lockstep.minimum(value) for value in room))

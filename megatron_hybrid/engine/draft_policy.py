@@ -15,7 +15,8 @@ Floats = npt.NDArray[np.float64]
 MARGIN = 0.02
 # The account, in steps without drafts: what drafts have lost lately and may lose.
 ALLOWANCE = 0.005  # added by every step
-MOST_CREDIT = 3.0  # so that what drafts have gained is not lost again later
+# So that what drafts have gained is not lost again later; with the allowance not 2 % of 128 tokens.
+MOST_CREDIT = 1.8
 # Steps without drafts, after which some may be made to see whether they hold; more where that takes
 # more than TRIAL_SHARE of these steps.
 TRIAL_EVERY = 64

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from bench.limits import Shape
+from megatron_hybrid import EngineConfig
+from megatron_hybrid.engine.choices import prompt_room
 from megatron_hybrid.execution.cuda_graphs import graph_sizes
 from megatron_hybrid.execution.prompt_room import NO_LIMIT, PromptRoom
 from megatron_hybrid.kernels.contract import AttentionShape
@@ -15,7 +17,7 @@ from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
-from tests.parallel.pretend import first_of
+from tests.parallel.pretend import first_of, first_replica_of
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SHORT = 640  # prompts up to here have graphs in any case, or nearly
@@ -88,3 +90,19 @@ def test_the_weights_of_a_token_are_those_that_its_limits_count(
     """Chosen experts, and shared transformers once for every use."""
     shapes = model(name, parallel)
     assert shapes.bytes_of_a_token() == pytest.approx(2 * Shape.of(shapes, 1).a_tokens, rel=1e-3)
+
+
+def test_replicas_with_all_to_all_have_none_since_that_is_not_captured(
+    parallel: ParallelContext,
+) -> None:
+    granite = model("granite-4.0-h-tiny", parallel)
+    config = EngineConfig(inference_dynamic_batching_block_size=64)
+
+    def tokens(replicas: int, dispatcher: str = "auto") -> int:
+        given = config.replace(moe_token_dispatcher_type=dispatcher)
+        several = first_replica_of(parallel, replicas)
+        return prompt_room(given, several, granite, Attention()).tokens  # type: ignore[arg-type]
+
+    alone = room(granite).tokens
+    assert tokens(1) == tokens(1, "alltoall") == tokens(2) == tokens(2, "allgather") == alone
+    assert tokens(2, "alltoall") == tokens(16) == 0

@@ -15,6 +15,14 @@ def first_of(parallel: ParallelContext, ranks: int) -> ParallelContext:
     return replace(parallel, tensor=tensor, experts=experts)
 
 
+def first_replica_of(parallel: ParallelContext, replicas: int) -> ParallelContext:
+    """As a replica of so many that share experts."""
+    owners = _of_size(parallel.experts.owners, replicas)
+    together = _of_size(parallel.experts.replicas, replicas)
+    experts = replace(parallel.experts, owners=owners, replicas=together)
+    return replace(parallel, experts=experts)
+
+
 def _of_size(group: RankGroup, ranks: int) -> RankGroup:
     larger = copy(group)
     larger.size = ranks
