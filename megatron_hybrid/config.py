@@ -152,7 +152,7 @@ class EngineConfig(Settings):
     )
     inference_dynamic_batching_cuda_graph_mixed_prefill_count: int = option(
         16,
-        "prompts that a graph of small prompts beside decodes has room for; 0: only steps of "
+        "prompts that a graph of prompts beside decodes has room for; 0: only steps of "
         "decodes run from graphs",
         least_means="none",
     )

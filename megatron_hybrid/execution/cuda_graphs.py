@@ -1,4 +1,4 @@
-"""CUDA graphs of small steps: captured for some sizes, each replayed for any step that it fits.
+"""CUDA graphs of steps: captured for some sizes, each replayed for any step that it fits.
 
 At batch 1 a step is a few hundred kernels of a few microseconds: launched one by one from Python
 they take several times as long as they run.

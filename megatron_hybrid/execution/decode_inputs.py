@@ -123,7 +123,7 @@ class DraftedDecodes:
         sequence = np.repeat(np.arange(count), lengths)
         offset = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return DraftFigures(
-            rows=filled(rows, count, last.nobody),
+            places=filled(last.places(rows), count, last.nobody),
             certain=filled(self._rows.position[rows], count),
             unfolded=filled(self._rows.unfolded[rows], count),
             sequence=filled(sequence, room.decode_tokens, -1),
@@ -146,7 +146,7 @@ class DraftedDecodes:
         draft = self._draft(step, host, plan, size)
         put_in_place = partial(take_up, step, own, last, self._block_size, draft)
         decode = DecodeRuns(
-            step.cu_seqlens[: len(own.rows) + 1], own.position_now, own.unfolded_now,
+            step.cu_seqlens[: len(own.places) + 1], own.position_now, own.unfolded_now,
             step.read_slot, step.write_slot, step.decode_rows,
             own.checkpoint_position, own.checkpoint_slot,
         )  # fmt: skip

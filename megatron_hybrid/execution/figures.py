@@ -43,7 +43,7 @@ class DraftFigures(NamedTuple, Generic[T]):
     """Of n decodes with drafts, F tokens in all: what the host knows, and room for what only the
     device does."""
 
-    rows: T  # [n] of LastSteps
+    places: T  # [n] of LastSteps
     certain: T  # [n] tokens that are the sequence's, whatever is accepted
     unfolded: T  # [n] the last of them, which its state does not include
     sequence: T  # [F] that each token belongs to; -1: padding

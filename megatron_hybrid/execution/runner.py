@@ -92,7 +92,8 @@ class ModelRunner(Runner):
             vocab_size=model.config.vocab_size,
             last_steps=last_steps,
         )
-        self._last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
+        last_token = torch.zeros(len(rows.decoding), dtype=torch.int64, device=device)
+        self._last_token = last_token if last_steps is None else last_steps.last_token
         self._planned = torch.cuda.Event() if on_gpu else None
         self._graphs = CudaGraphs()
         self._uncaptured = CaptureSchedule()

@@ -22,11 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hybrid.execution.figures import DraftFigures, StepFigures
 from megatron_hybrid.execution.plan import NO_DRAFT
+from megatron_hybrid.kernels.contract import Ints
 
 
 class Emitted(NamedTuple):
@@ -38,36 +40,48 @@ class Emitted(NamedTuple):
 
 class LastSteps:
     """Of every row of the row table: what its last step has added to its text. Behind the last row
-    stands one of nobody's, for padding."""
+    stands one of nobody's, for padding.
+
+    Each row has two places: one for steps with drafts, and behind those of all rows one for others,
+    in which it is the row's last token alone. So a step without drafts has nothing to note.
+    """
 
     def __init__(self, rows: int, longest: int, device: torch.device) -> None:
         """longest: the most drafts of a row in a step."""
         self.longest = longest
         self.nobody = rows
-        self.emitted = Emitted(
-            torch.zeros((rows + 1, longest + 1), dtype=torch.int64, device=device),
-            torch.ones(rows + 1, dtype=torch.int64, device=device),
+        places = 2 * (rows + 1)
+        self._emitted = Emitted(
+            torch.zeros((places, longest + 1), dtype=torch.int64, device=device),
+            torch.ones(places, dtype=torch.int64, device=device),
         )
+        # [rows]: what whoever samples writes, after steps with drafts too
+        self.last_token = self._emitted.tokens[rows + 1 : 2 * rows + 1, 0]
+        self._had_drafts = np.zeros(rows + 1, dtype=np.bool_)
 
     @property
     def window_width(self) -> int:
         """Of DraftPlan's windows at most: the step in flight adds up to longest + 1 tokens."""
         return 2 * self.longest + 1
 
-    def of(self, rows: Tensor) -> Emitted:
-        """rows [n]"""
-        tokens, number = self.emitted
-        return Emitted(tokens.index_select(0, rows), number.index_select(0, rows))
+    def places(self, rows: Ints) -> Ints:
+        """Where `of` finds what the last launched steps of these rows [n] add."""
+        return np.where(self._had_drafts[rows], rows, rows + self.nobody + 1)
+
+    def of(self, places: Tensor) -> Emitted:
+        """places [n]"""
+        tokens, number = self._emitted
+        return Emitted(tokens.index_select(0, places), number.index_select(0, places))
 
     def note(self, rows: Tensor, step: Emitted) -> None:
-        """rows [n], each once."""
-        for kept, new in zip(self.emitted, step, strict=True):
+        """What rows [n], each once, got in a step with drafts."""
+        for kept, new in zip(self._emitted, step, strict=True):
             kept.index_copy_(0, rows, new)
 
-    def note_single(self, rows: Tensor, tokens: Tensor) -> None:
-        """These rows [n] got one token [n] each."""
-        self.emitted.tokens[:, 0].index_copy_(0, rows, tokens)
-        self.emitted.number.index_fill_(0, rows, 1)
+    def was_launched(self, rows: Ints, with_drafts: int) -> None:
+        """A step in which so many first ones of these rows [n] may have had drafts."""
+        self._had_drafts[rows[:with_drafts]] = True
+        self._had_drafts[rows[with_drafts:]] = False
 
 
 # Tokens that rows go on with [n], their positions [n] and what is unfolded [n] -> drafts [n, ...].
@@ -88,7 +102,7 @@ def take_up(
     In place of a guess that was shown to be wrong the next token stands once more: as a draft it is
     as good as any, and it does not end an answer.
     """
-    before = last.of(tables.rows.long())
+    before = last.of(tables.places.long())
     accepted = before.number - 1
     position = tables.certain.long() + accepted
     unfolded = accepted + tables.unfolded.long()

@@ -96,8 +96,8 @@ class Sampler:
         if drafts is not None:
             assert inputs is not None
             newest, accepted = self._verify(tokens, sampled_rows, drafts.num_drafts, inputs)
-        elif self._last_steps is not None:
-            self._last_steps.note_single(sampled_rows, tokens)
+        if self._last_steps is not None:
+            self._last_steps.was_launched(sampled, 0 if drafts is None else len(drafts.num_drafts))
         last_token.index_copy_(0, sampled_rows, newest)
         wanted = (table.logprobs[rows] >= 0).nonzero()[0]
         own = prompt = None
@@ -144,7 +144,6 @@ class Sampler:
         step = verify(tokens[:fed], inputs.token_ids[:fed].long(), cu_seqlens, last.longest)
         accepted = step.number - 1
         last.note(sampled_rows[:decodes], step)
-        last.note_single(sampled_rows[decodes:], tokens[fed:])
         new = step.tokens.gather(1, accepted[:, None]).squeeze(1)
         return torch.cat((new, tokens[fed:])), accepted
 
