@@ -13,10 +13,11 @@ Floats = npt.NDArray[np.float64]
 # By so much more tokens a second are to be expected for drafts to begin. They end only where no
 # more are, so that chance does not end them.
 MARGIN = 0.02
-# The account, in steps without drafts: what drafts have lost lately and may lose.
+# The account, in steps without drafts: what drafts have lost lately and may lose. What there is at
+# first is not 2 % of 128 tokens, together with what they add; what drafts have gained may be lost
+# again by chance, but not all of it later.
 ALLOWANCE = 0.005  # added by every step
-# So that what drafts have gained is not lost again later; with the allowance not 2 % of 128 tokens.
-MOST_CREDIT = 1.8
+FIRST_CREDIT, MOST_CREDIT = 1.8, 6.0
 # Steps without drafts, after which some may be made to see whether they hold; more where that takes
 # more than TRIAL_SHARE of these steps.
 TRIAL_EVERY = 64
@@ -24,7 +25,7 @@ TRIAL_SHARE = 0.01
 TRIAL_MARGIN = 0.1  # by which more tokens a second there would have to be if all of them held
 # Drafts that are remembered: of a row, of a row behind so many steps without, of all rows. Nothing
 # is known of those behind the first one that did not hold.
-ROW_MEMORY, OLD_MEMORY, MEMORY = 16.0, 2.0, 32.0
+ROW_MEMORY, OLD_MEMORY, MEMORY = 24.0, 2.0, 32.0
 ROW_WEIGHT = 2.0  # drafts that what all rows have seen counts as much as in a row's chance
 # Before anything was seen: how likely a draft holds, and of how many drafts that counts as much as.
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 0.25
@@ -97,7 +98,7 @@ class DraftPolicy:
         """row_by_row: as in MeasuredCosts."""
         self._costs = costs
         self._row_by_row = row_by_row
-        self._credit = MOST_CREDIT
+        self._credit = FIRST_CREDIT
         self._steps_without = RESULT_AFTER  # drafts, since the last ones
         self._is_new = False  # the step that was chosen last is of a size that was not measured
         self._waits = 0  # steps until it is, if it was launched
@@ -173,4 +174,4 @@ class DraftPolicy:
         self._credit += ALLOWANCE
         if plain is not None and step.demand.runs:
             self._credit += step.tokens / decodes - seconds / plain
-        self._credit = min(max(self._credit, -MOST_CREDIT), MOST_CREDIT)
+        self._credit = min(max(self._credit, -FIRST_CREDIT), MOST_CREDIT)
