@@ -263,8 +263,7 @@ class Attention(Protocol):
         or named twice."""
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
-        """Tokens of up to so many prompts that a step may have which is captured in a CUDA graph,
-        if they are more than 512."""
+        """Tokens of so many prompts up to which a step can be captured, if more than 512 are."""
 
 
 class Norm(Protocol):
@@ -272,11 +271,7 @@ class Norm(Protocol):
     result, which is left rounded for them then."""
 
     def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        dtype: torch.dtype | None = None,
+        self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
     ) -> Tensor:
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
         `dtype`, by default the weight's, in which it is computed."""
