@@ -65,9 +65,9 @@ class CaptureSchedule:
 
 def capture_order(sizes: Iterable[GraphSize]) -> list[GraphSize]:
     """The largest one first: it leaves the memory that smaller ones fit into. Then of each kind (of
-    decodes, of decodes with drafts, with prompts) in turn the one that fills its widest gap. Those
-    of long prompts come last: where they are the only ones for a short prompt, it is better off
-    without."""
+    decodes, of decodes with drafts, with prompts) in turn the one that fills its widest gap. Behind
+    all of these come those of long prompts, in the same order: a short prompt is better off without
+    a graph than with one of them."""
     sizes = list(sizes)
     kinds: dict[tuple[bool, bool], list[GraphSize]] = {}
     for size in sizes:

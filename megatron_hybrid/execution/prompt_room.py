@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_hybrid.kernels.protocols import Attention
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weight_shares import weight_shares
 
 NO_LIMIT = 2**62
 
@@ -40,7 +41,7 @@ class PromptRoom(NamedTuple):
         many prompts. `attention`: its kernels."""
         launches = _LAUNCHES * len(model.blocks)
         left = launches - sum(model.weight_bytes().values()) / _READ
-        tokens = max(0, int(left * _MULTIPLIED / max(model.bytes_of_a_token(), 1)))
+        tokens = max(0, int(left * _MULTIPLIED / max(bytes_of_a_token(model), 1)))
         shape = model.attention_shape(block_size)
         if shape is None:
             return cls(tokens)
@@ -50,6 +51,11 @@ class PromptRoom(NamedTuple):
             min(tokens, attention.most_captured(shape, prompts)),
             int(_ATTENTION * launches * _ATTENDED / max(operations, 1)),
         )
+
+
+def bytes_of_a_token(model: HybridModel) -> float:
+    """Of this rank's weights in blocks, those that the products of one token read."""
+    return sum(one.read_by(1) for block in model.blocks for one in weight_shares(block))
 
 
 NO_ROOM = PromptRoom()

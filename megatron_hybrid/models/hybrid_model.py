@@ -19,7 +19,6 @@ from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
-from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -173,21 +172,14 @@ class HybridModel(nn.Module):
         """What this rank's weights take, by the format that they are kept in."""
         found = Counter[str]()
         for layer in self.modules():
-            for name, size in _kept_bytes(layer):
+            if isinstance(layer, Linear):
+                kept = list(layer.kept_bytes())
+            else:
+                own = layer.parameters(recurse=False)
+                kept = [(str(weight.dtype), weight.nbytes) for weight in own]
+            for name, size in kept:
                 found[name.removeprefix("torch.")] += size
         return dict(found)
-
-    def bytes_of_a_token(self) -> float:
-        """Of this rank's weights in blocks, those that the products of one token read: of experts
-        the ones that it chooses."""
-        total, shares = 0.0, dict[nn.Module, float]()
-        for block in self.blocks:
-            for layer in block.modules():
-                if isinstance(layer, MoE):
-                    share = layer.config.experts_per_token / layer.config.num_experts
-                    shares |= {layer.up_proj: share, layer.down_proj: share}
-                total += shares.get(layer, 1.0) * sum(size for _, size in _kept_bytes(layer))
-        return total
 
     def own_blocks(self) -> Iterator[tuple[int, Block]]:
         """This stage's, with their indices in the whole model."""
@@ -397,12 +389,3 @@ class HybridModel(nn.Module):
             for kind, layer in self._recurrent.items()
         }
         return KernelPlans(caches, kernels, attention, recurrent=recurrent)
-
-
-def _kept_bytes(layer: nn.Module) -> Iterator[tuple[str, int]]:
-    """(format, bytes) of each of its own weights, as they are kept."""
-    if isinstance(layer, Linear):
-        yield from layer.kept_bytes()
-    else:
-        for weight in layer.parameters(recurse=False):
-            yield str(weight.dtype), weight.nbytes

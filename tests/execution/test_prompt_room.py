@@ -11,7 +11,7 @@ from bench.limits import Shape
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.engine.choices import prompt_room
 from megatron_hybrid.execution.cuda_graphs import graph_sizes
-from megatron_hybrid.execution.prompt_room import NO_LIMIT, PromptRoom
+from megatron_hybrid.execution.prompt_room import NO_LIMIT, PromptRoom, bytes_of_a_token
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
@@ -89,7 +89,7 @@ def test_the_weights_of_a_token_are_those_that_its_limits_count(
 ) -> None:
     """Chosen experts, and shared transformers once for every use."""
     shapes = model(name, parallel)
-    assert shapes.bytes_of_a_token() == pytest.approx(2 * Shape.of(shapes, 1).a_tokens, rel=1e-3)
+    assert bytes_of_a_token(shapes) == pytest.approx(2 * Shape.of(shapes, 1).a_tokens, rel=1e-3)
 
 
 def test_replicas_with_all_to_all_have_none_since_that_is_not_captured(

@@ -360,10 +360,10 @@ def test_a_graph_is_planned_anew_for_every_replay(attention: Any, shape: Attenti
 @pytest.mark.parametrize(
     "shape", [attention_shape(32, 2, 128, 64, BF16), attention_shape(16, 2, 256, 64, BF16)], ids=str
 )
-def test_as_many_tokens_can_be_captured_as_it_says(attention: Any, shape: AttentionShape) -> None:
+def test_flashinfer_captures_as_many_tokens_as_it_says(shape: AttentionShape) -> None:
+    attention = make("flashinfer")
     tokens = attention.most_captured(shape, 16)
-    if not tokens:
-        pytest.skip("it says none")
+    assert tokens > 512
     cache = poisoned_cache(shape, 300, "cuda")
     empty = nothing(shape, cache)
     size = GraphSize(0, tokens, 16)

@@ -20,25 +20,23 @@ may read fewer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from bench.measurements import Figures
 from bench.workloads import DECODES, LONG_PROMPTS, Workload
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.engine.build import WRITE_INTERVAL, resolve_device
 from megatron_hybrid.kernels.contract import FP8
-from megatron_hybrid.layers.linear import Linear
-from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.blocks import Block
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of
 from megatron_hybrid.models.config import resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weight_shares import WeightShare, weight_shares
 from megatron_hybrid.parallel import initialize
 
 # Those that have a limit here.
@@ -65,32 +63,14 @@ class Limit(NamedTuple):
         return float(result["steady_itl_ms"].get("mean", math.nan))
 
 
-class Weights(NamedTuple):
-    """Some of a model's weights that every token goes through, or of `experts` the `chosen`."""
-
-    parameters: int
-    bytes: int
-    experts: int = 1
-    chosen: int = 1
-
-    @property
-    def a_tokens(self) -> float:
-        """Parameters that one token goes through."""
-        return self.parameters * self.chosen / self.experts
-
-    def read_by(self, tokens: int) -> float:
-        """Bytes that so many tokens together are expected to read."""
-        return self.bytes * (1 - (1 - self.chosen / self.experts) ** tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What of a model its limits depend on."""
 
     parameters: int  # each counted once, with the embedding
-    mixing: tuple[Weights, ...]  # of the blocks up to the last in which tokens see each other
-    others: tuple[Weights, ...]  # of the blocks behind it
-    head: Weights
+    mixing: tuple[WeightShare, ...]  # of the blocks up to the last in which tokens see each other
+    others: tuple[WeightShare, ...]  # of the blocks behind it
+    head: WeightShare
     embedding_bytes: int  # of a token's row
     state_bytes: int  # of a sequence
     kv_bytes: int  # of a token
@@ -100,20 +80,20 @@ class Shape:
     @classmethod
     def of(cls, model: HybridModel, write_interval: int) -> Shape:
         """Of a model on one GPU, whose weights need not be there."""
-        mixing, others, sizes = list[Weights](), list[Weights](), 0
+        mixing, others, sizes = list[WeightShare](), list[WeightShare](), 0
         for index, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             behind = index > model.stages.last_mixing
-            (others if behind else mixing).extend(_weights(block))
+            (others if behind else mixing).extend(weight_shares(block))
             if block.attention is not None:
                 sizes += block.attention.heads * block.attention.config.head_dim
         assert model.embedding is not None
         embedding = model.embedding.weight
-        head = Weights(embedding.numel(), embedding.nbytes)
+        head = WeightShare(embedding.numel(), embedding.nbytes)
         if model.lm_head is not None:
-            (head,) = _weights(model.lm_head)
+            (head,) = weight_shares(model.lm_head)
         return cls(
-            sum(one.parameters for one in _weights(model)),
+            sum(one.parameters for one in weight_shares(model)),
             tuple(mixing),
             tuple(others),
             head,
@@ -170,25 +150,6 @@ def shape_of(config: EngineConfig) -> Shape:
             formats=formats_of(folder, config.quantization, config.load_format),
         )
     return Shape.of(model, config.mamba_inference_state_write_interval or WRITE_INTERVAL)
-
-
-def _weights(root: nn.Module) -> Iterator[Weights]:
-    """Of a module and all in it, each once."""
-    routed = dict[nn.Module, MoE]()
-    for module in root.modules():
-        if isinstance(module, MoE):
-            routed |= {module.up_proj: module, module.down_proj: module}
-        own = list(module.parameters(recurse=False))
-        parameters, size = sum(x.numel() for x in own), sum(x.nbytes for x in own)
-        if isinstance(module, Linear):  # whose parameters may be codes and scales
-            bias = 0 if module.bias is None else module.bias.numel()
-            parameters = module.inputs * module.outputs + bias
-            size = sum(kept for _, kept in module.kept_bytes())
-        if module in routed:
-            config = routed[module].config
-            yield Weights(parameters, size, config.num_experts, config.experts_per_token)
-        elif own:
-            yield Weights(parameters, size)
 
 
 def over_limits(runs: Iterable[tuple[Figures, Workload]], shape: Shape, rates: Rates) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.limits import LIMITED, Rates, Shape, Weights, limits_table, over_limits, shape_of
+from bench.limits import LIMITED, Rates, Shape, limits_table, over_limits, shape_of
 from bench.workloads import make_workload
 from megatron_hybrid import EngineConfig
 from megatron_hybrid.kernels.linear.formats import WeightFormat
@@ -19,6 +19,7 @@ from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weight_shares import WeightShare
 from megatron_hybrid.parallel import initialize
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -115,11 +116,11 @@ def test_a_transformer_that_blocks_share_is_read_by_each():
 
 
 def test_a_token_reads_the_experts_that_it_chooses_and_many_read_all():
-    weights = Weights(1000, 2000, experts=64, chosen=6)
+    weights = WeightShare(1000, 2000, experts=64, chosen=6)
     assert weights.a_tokens == 1000 * 6 / 64
     assert weights.read_by(1) == pytest.approx(2000 * 6 / 64)
     assert weights.read_by(10_000) == pytest.approx(2000)
-    assert Weights(1000, 2000).read_by(1) == 2000
+    assert WeightShare(1000, 2000).read_by(1) == 2000
 
 
 @pytest.mark.parametrize("name", LIMITED)
