@@ -36,6 +36,7 @@ from megatron_hybrid.engine.sizing import (
     packed_states_dtype,
     ring_length,
     useless_budget,
+    write_interval,
 )
 from megatron_hybrid.engine.start import StartTimes
 from megatron_hybrid.errors import ConfigurationError
@@ -50,23 +51,12 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
-from megatron_hybrid.models.config import (
-    GATED_DELTA_NET,
-    MAMBA,
-    SHARED_TRANSFORMER,
-    SIDE_BY_SIDE,
-    HybridModelConfig,
-    resolve_dtype,
-)
+from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
-
-# Layers with Mamba2 or a gated delta net, where it pays: see docs/performance.md.
-SPARES_WRITES = {MAMBA, SIDE_BY_SIDE, SHARED_TRANSFORMER, GATED_DELTA_NET}
-WRITE_INTERVAL = 4
 
 
 def build_engine(
@@ -248,8 +238,8 @@ class _Plan:
             return 1
         if given is not None:
             return given
-        pays = self.device.type == "cuda" and set(self.model_config.pattern) & SPARES_WRITES
-        return WRITE_INTERVAL if pays and self.kernels.has_runs else 1
+        can_spare = self.device.type == "cuda" and self.kernels.has_runs
+        return write_interval(self.model_config.pattern) if can_spare else 1
 
     @property
     def ring_length(self) -> int:

@@ -14,14 +14,15 @@ Floats = npt.NDArray[np.float64]
 # more are, so that chance does not end them.
 MARGIN = 0.02
 # The account, in steps without drafts: what drafts have lost lately and may lose. What there is at
-# first is not 2 % of 128 tokens, together with what they add; what drafts have gained may be lost
-# again by chance, but not all of it later.
+# first is not 2 % of 128 tokens, together with what steps add and what two in flight lose besides;
+# what drafts have gained may be lost again by chance, but not all of it later, nor by batches of
+# another size.
 ALLOWANCE = 0.005  # added by every step
-FIRST_CREDIT, MOST_CREDIT = 1.8, 6.0
+FIRST_CREDIT, MOST_CREDIT = 1.3, 6.0
 # Steps without drafts, after which some may be made to see whether they hold; more where that takes
 # more than TRIAL_SHARE of these steps.
 TRIAL_EVERY = 64
-TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.007
 TRIAL_MARGIN = 0.1  # by which more tokens a second there would have to be if all of them held
 # Drafts that are remembered: of a row, of a row behind so many steps without, of all rows. Nothing
 # is known of those behind the first one that did not hold.
@@ -99,6 +100,7 @@ class DraftPolicy:
         self._costs = costs
         self._row_by_row = row_by_row
         self._credit = FIRST_CREDIT
+        self._credit_of = 1  # decodes
         self._steps_without = RESULT_AFTER  # drafts, since the last ones
         self._is_new = False  # the step that was chosen last is of a size that was not measured
         self._waits = 0  # steps until it is, if it was launched
@@ -172,6 +174,8 @@ class DraftPolicy:
             seconds = min(seconds, 2 * plain * (1 + step.demand.drafts / decodes))
         self._costs.note(step.demand, seconds)
         self._credit += ALLOWANCE
+        if not self._credit_of / 2 <= decodes <= 2 * self._credit_of:
+            self._credit, self._credit_of = min(self._credit, FIRST_CREDIT), decodes
         if plain is not None and step.demand.runs:
             self._credit += step.tokens / decodes - seconds / plain
         self._credit = min(max(self._credit, -FIRST_CREDIT), MOST_CREDIT)

@@ -19,7 +19,13 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
-from megatron_hybrid.models.config import resolve_dtype
+from megatron_hybrid.models.config import (
+    GATED_DELTA_NET,
+    MAMBA,
+    SHARED_TRANSFORMER,
+    SIDE_BY_SIDE,
+    resolve_dtype,
+)
 
 CPU_BUFFER_BYTES = GIB  # more is rarely used on a CPU
 CPU_STATE_BYTES = GIB // 4
@@ -28,6 +34,9 @@ WORKSPACE_BYTES = GIB  # of kernels and libraries
 GRAPH_BYTES = GIB // 32  # of a captured CUDA graph, besides its logits
 MAX_REQUESTS = 256
 LOGITS_ITEM_BYTES = 4  # kept in float32
+# Tokens from one write of a decoding request's states to the next, by kind of layer, where more
+# than one pays: see docs/performance.md.
+WRITE_INTERVALS = {MAMBA: 8, SIDE_BY_SIDE: 8, SHARED_TRANSFORMER: 8, GATED_DELTA_NET: 4}
 NO_LIMIT = 2**62  # blocks or slots, on a stage where they take nothing
 
 
@@ -180,6 +189,11 @@ def _bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = No
     if packed is None:
         return sum(spec.bytes_per_slot() for spec in specs)
     return sum(spec.bytes_per_packed_slot(packed) for spec in specs)
+
+
+def write_interval(pattern: str) -> int:
+    """Of a model with such layers, on a GPU."""
+    return min((WRITE_INTERVALS[kind] for kind in set(pattern) & set(WRITE_INTERVALS)), default=1)
 
 
 def ring_length(drafts: int, write_interval: int, stochastic_rounding: bool = False) -> int:

@@ -32,7 +32,6 @@ from megatron_hybrid.models.config import HybridModelConfig
 
 BLOCK = 64  # tokens in a KV block
 EPS = 1e-5
-WRITE_INTERVAL = 4  # of Mamba2's states, as an engine on a GPU has it by default
 
 # What a case runs on fresh inputs: our kernel, named "ours", and libraries' kernels.
 Calls = dict[str, Call]

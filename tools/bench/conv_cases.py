@@ -11,8 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
-from bench.cases import WRITE_INTERVAL, Bench, Calls, Case, num_written
+from bench.cases import Bench, Calls, Case, num_written
 from bench.recurrent_kinds import RecurrentKind, library
+from megatron_hybrid.engine.sizing import WRITE_INTERVALS
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from megatron_hybrid.models.config import MAMBA, SHORT_CONV
 
@@ -64,8 +65,8 @@ def _conv_tiles(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
     others = {name: tile for name, tile in tiles.items() if tile != chosen}
     kernels, conv, runs = bench.kernels, bench.kernels.conv, None
     if kind.letter == MAMBA:
-        runs = bench.usual_runs(batch, WRITE_INTERVAL)
-        plan, written = conv.plan_runs(runs, kind.width, WRITE_INTERVAL), num_written(runs)
+        runs = bench.usual_runs(batch, WRITE_INTERVALS[MAMBA])
+        plan, written = conv.plan_runs(runs, kind.width, WRITE_INTERVALS[MAMBA]), num_written(runs)
     else:
         plan, written = kernels.plan_decode(bench.slots(batch)), batch
 
@@ -76,7 +77,7 @@ def _conv_tiles(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
             gates = Gates(*bench.normal(batch, 2 * kind.channels).chunk(2, dim=1))
         call = partial(conv.decode, x, *layer, plan, gates=gates)
         if runs is not None:
-            ring = bench.normal(batch, WRITE_INTERVAL, kind.channels)
+            ring = bench.normal(batch, WRITE_INTERVALS[MAMBA], kind.channels)
             call = partial(conv.decode_runs, x, *layer, ring, plan, gates=gates)
         calls: Calls = {"ours": call}
         return calls | {name: partial(call, tile=others[name]) for name in others}

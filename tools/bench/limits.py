@@ -29,7 +29,7 @@ import torch
 from bench.measurements import Figures
 from bench.workloads import DECODES, LONG_PROMPTS, Workload
 from megatron_hybrid import EngineConfig
-from megatron_hybrid.engine.build import WRITE_INTERVAL, resolve_device
+from megatron_hybrid.engine.build import resolve_device
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.models.blocks import Block
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
@@ -41,6 +41,8 @@ from megatron_hybrid.parallel import initialize
 
 # Those that have a limit here.
 LIMITED = (*DECODES, "unique", *LONG_PROMPTS)
+# Tokens from one write of a state to the next, for all models alike, whatever engines choose.
+WRITE_INTERVAL = 4
 
 
 class Rates(NamedTuple):

@@ -5,8 +5,6 @@ the scores in small tiles; otherwise cuBLAS makes them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -40,20 +38,10 @@ _MOST_TILED = 512
 _MOST_WHOLE = 64 * 2048
 _MOST_EXPERTS = 64
 _TOKENS = 16  # of such a program
-
-
-class Tile(NamedTuple):
-    """How a program covers the scores."""
-
-    tokens: int
-    experts: int
-    depth: int  # of the inner dimension, a step
-
-
-def choose_tile(tokens: int, num_experts: int, width: int) -> Tile:
-    """So small that many processors take part, while each reads few rows again."""
-    size = 32 if tokens * num_experts > 32768 else 16
-    return Tile(size, size, 256 if width % 256 == 0 else 128)
+# Otherwise a program has so many tokens and experts, and loads so many columns a step, steps ahead.
+# Few programs ask for the same weights, since these come from memory: what is on its way already is
+# handed to one program after the other.
+_TILE = {"TOKENS": 64, "ROWS": 16, "DEPTH": 128, "STAGES": 8}
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -134,18 +122,18 @@ def scores(x: Tensor, router: Router) -> Tensor:
     in 16 bits without writing them out in 32 first."""
     weight, in_16_bits = router.weight, x.dtype == router.weight.dtype and x.dtype.itemsize == 2
     if in_16_bits and 0 < x.shape[0] <= _MOST_TILED:
-        return tiled_scores(x, router, choose_tile(x.shape[0], *weight.shape))
+        return tiled_scores(x, router)
     if router.scoring == "sigmoid" and x.is_cuda and in_16_bits:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return reference.scores(x, router)
 
 
-def tiled_scores(x: Tensor, router: Router, tile: Tile) -> Tensor:
+def tiled_scores(x: Tensor, router: Router) -> Tensor:
     """`scores`, of numbers in 16 bits."""
     (tokens, width), num_experts = x.shape, len(router.weight)
     logits = _logits(x, router)
-    _scores_kernel[(cdiv(num_experts, tile.experts), cdiv(tokens, tile.tokens))](
-        x.contiguous(), router.weight, logits, tokens, width, num_experts, *tile, 4,
+    _scores_kernel[(cdiv(num_experts, _TILE["ROWS"]), cdiv(tokens, _TILE["TOKENS"]))](
+        x.contiguous(), router.weight, logits, tokens, WIDTH=width, EXPERTS=num_experts, **_TILE,
         num_warps=4, **OPTIONS,
     )  # fmt: skip
     return logits

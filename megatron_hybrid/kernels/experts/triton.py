@@ -5,7 +5,8 @@ p // chosen. Two ways:
 
 - few tokens: each pair by itself, as products of a matrix and a vector;
 - otherwise pairs are sorted by expert into blocks of rows that share an expert, and two grouped
-  matrix products run over the blocks. The first one gathers its rows from x and ends with the
+  matrix products run over the blocks, with the weight as the left side, so that a block of 16
+  rows fills a tile of tensor cores. The first one gathers its rows from x and ends with the
   activation, the second one spreads its rows back to the pairs; a token's pairs are summed last.
   An MLP that all tokens share is cut into slices of an expert's size, and each slice is one more
   expert, that every token goes to.
@@ -59,7 +60,7 @@ _MOST_SHARING = 512
 class Tile(NamedTuple):
     """How a program of a product covers its weights."""
 
-    columns: int  # rows of the weights: columns of the product
+    columns: int  # rows of a weight: columns of what it gives
     depth: int  # of the inner dimension, a step
     warps: int
     stages: int
@@ -76,16 +77,14 @@ class Tiles(NamedTuple):
 def choose_tiles(pairs: int, num_experts: int, gated: bool, dtype: torch.dtype) -> Tiles:
     """Tiles for grouped products, by how many rows an expert has on average."""
     average = pairs / num_experts
-    halves = 2 if gated else 1  # a gated tile has as many columns of the gate besides
     if dtype.itemsize > 2:
         narrow = Tile(32, 32, warps=4, stages=2)
         return Tiles(16 if average < 32 else 64, narrow, narrow)
-    if average <= 8:
-        return Tiles(16, Tile(64 // halves, 128, 4, 4), Tile(64, 128, 4, 4))
     if average <= 32:
-        return Tiles(32, Tile(64 // halves, 128, 4, 4), Tile(64, 128, 4, 4))
+        return Tiles(16 if average <= 8 else 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 3))
     if average <= 96:
-        return Tiles(64, Tile(128 // halves, 64, 4, 4), Tile(128, 64, 4, 4))
+        return Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))
+    halves = 2 if gated else 1  # a gated tile has as many rows of the gate's weight besides
     return Tiles(128, Tile(256 // halves, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
@@ -331,25 +330,26 @@ def _up_kernel(
     # Columns past the end repeat the last one; they are computed but not stored.
     column = tl.minimum(n, INNER - 1)
     weights += column[:, None] * WIDTH + k[None, :]
-    first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GATED:
-        second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        second = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
-            rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
+            rows = tl.trans(_load(inputs, valid, start, WIDTH, BLOCK_K))
             gate = _load_weights(weights, start, WIDTH, BLOCK_K)
             up = _load_weights(weights + half, start, WIDTH, BLOCK_K)
-            first = tl.dot(rows, tl.trans(gate), first, input_precision="ieee")
-            second = tl.dot(rows, tl.trans(up), second, input_precision="ieee")
+            first = tl.dot(gate, rows, first, input_precision="ieee")
+            second = tl.dot(up, rows, second, input_precision="ieee")
         first = activated(first, ACTIVATION) * second
     else:
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
-            rows = _load(inputs, valid, start, WIDTH, BLOCK_K)
+            rows = tl.trans(_load(inputs, valid, start, WIDTH, BLOCK_K))
             up = _load_weights(weights, start, WIDTH, BLOCK_K)
-            first = tl.dot(rows, tl.trans(up), first, input_precision="ieee")
+            first = tl.dot(up, rows, first, input_precision="ieee")
         first = activated(first, ACTIVATION)
     let_next_start()
-    target = hidden + row[:, None].to(tl.int64) * INNER + n[None, :]
-    tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])
+    target = hidden + row[None, :].to(tl.int64) * INNER + n[:, None]
+    valid = (row < end)[None, :] & (n < INNER)[:, None]
+    tl.store(target, first.to(hidden.dtype.element_ty), mask=valid)
 
 
 @launched(do_not_specialize=["num_blocks", "tokens"])
@@ -380,13 +380,14 @@ def _down_kernel(
     inputs = hidden + row[:, None].to(tl.int64) * INNER + k[None, :]
     column = tl.minimum(n, WIDTH - 1)
     weights += column[:, None] * length + k[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     wait_for_inputs()
     for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        rows = _load(inputs, valid, start, INNER, BLOCK_K)
+        rows = tl.trans(_load(inputs, valid, start, INNER, BLOCK_K))
         down = _load_weights(weights, start, INNER, BLOCK_K)
-        total = tl.dot(rows, tl.trans(down), total, input_precision="ieee")
+        total = tl.dot(down, rows, total, input_precision="ieee")
     let_next_start()
-    total *= share[:, None]
-    target = parts + pair[:, None] * WIDTH + n[None, :]
-    tl.store(target, total.to(parts.dtype.element_ty), mask=valid & (n < WIDTH)[None, :])
+    total *= share[None, :]
+    target = parts + pair[None, :] * WIDTH + n[:, None]
+    valid = (row < end)[None, :] & (n < WIDTH)[:, None]
+    tl.store(target, total.to(parts.dtype.element_ty), mask=valid)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.cases import WRITE_INTERVAL
 from bench.kernel_cases import kernel_cases
 from bench.recurrent_kinds import recurrent_kinds
-from megatron_hybrid.engine import build
 from tests.tools.bench.benches import CONFIGS, bench_of
 
 
@@ -37,7 +35,3 @@ def test_a_usual_step_has_sequences_in_all_phases(batch: int) -> None:
     counts = np.bincount(unfolded, minlength=4)
     assert counts.max() - counts.min() <= 1
     assert abs(unfolded.mean() - 1.5) <= 0.5
-
-
-def test_states_are_written_as_often_as_by_an_engine() -> None:
-    assert WRITE_INTERVAL == build.WRITE_INTERVAL
