@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -54,6 +55,12 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is no less than n; for triton.next_power_of_2 as above."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    """That kernels know by the same name."""
+    kind: tl.dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    return kind
 
 
 def launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:

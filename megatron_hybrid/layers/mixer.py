@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.experts.protocol import Unsummed
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_hybrid.layers.parts import Parts, inner_parts
@@ -62,6 +63,14 @@ class LayerContext:
         )
 
 
+Mixed = Tensor | Unsummed  # what a mixer gives
+
+
+def added_up(mixed: Mixed) -> Tensor:
+    """[tokens, hidden]"""
+    return mixed if isinstance(mixed, Tensor) else mixed.sum()
+
+
 class Mixer(nn.Module):
     """One block's work between its norm and the residual stream. Its result is this rank's part
     of a sum over the tensor-parallel ranks: the block that follows adds the parts up."""
@@ -70,7 +79,7 @@ class Mixer(nn.Module):
         """The weights that it needs on this rank."""
         return inner_parts(self)
 
-    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
+    def forward(self, x: Inputs, plans: KernelPlans) -> Mixed:
         """[tokens, hidden] -> [tokens, hidden]."""
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear
-from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
+from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, whole
@@ -178,7 +178,7 @@ class MoE(Mixer):
 
     def forward(
         self, x: Inputs, plans: KernelPlans, routes: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
+    ) -> Mixed:
         """[tokens, hidden] -> [tokens, hidden]. `routes`: what the router makes of x, if that is
         known."""
         given, x = x, plain_rows(x)
@@ -191,6 +191,9 @@ class MoE(Mixer):
         beside = None
         if self.dispatch.is_here and self.to_latent is None:
             beside = self._beside(given, layer, plans)
+            if self.parallel.size == 1:  # nothing has to be done before the next norm
+                mix_parts = plans.kernels.experts.mix_parts
+                return mix_parts(inner, experts, weights, layer=layer, shared=beside)
         mix = partial(plans.kernels.experts.mix, layer=layer, shared=beside)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid.kernels.experts.protocol import Unsummed
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.parts import Parts, shard, whole
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
 
     def after_adding(
         self,
-        x: Tensor,
+        x: Tensor | Unsummed,
         residual: Tensor,
         multiplier: float,
         kernels: KernelSet,
@@ -47,6 +48,10 @@ class RMSNorm(nn.Module):
     ) -> tuple[Inputs, Tensor]:
         """The norm of residual + multiplier * (sum of the ranks' x), and that sum; `residual` may
         be overwritten. `into`: who reads the norm."""
+        if not isinstance(x, Tensor):
+            if ranks.size == 1:
+                return x.add_rms_norm(residual, multiplier, self.weight, self.eps, self.dtype, into)
+            x = x.sum()
         if ranks.size > 1:
             fused = kernels.norm.add_rms_norm_over_ranks
             shared = fused and ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)

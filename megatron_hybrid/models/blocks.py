@@ -18,7 +18,7 @@ from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mamba1 import Mamba1
 from megatron_hybrid.layers.mamba2 import Mamba2
-from megatron_hybrid.layers.mixer import LayerContext, Mixer
+from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
 from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
@@ -67,15 +67,15 @@ class Block(nn.Module):
         return inner_parts(self)
 
     def forward(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
-    ) -> tuple[Tensor, Tensor]:
+        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+    ) -> tuple[Mixed, Tensor]:
         """What the mixer gives, and the residual stream with `mixed` in it, which the block before
         has not added yet (None: there is none); the sum may take `residual`'s place."""
         x, residual = self._enter(mixed, residual, multiplier, plans)
         return self.mixer(x, plans), residual
 
     def _enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
         """What the mixer takes in, and the residual stream, as in `forward`."""
         if mixed is None:
@@ -91,10 +91,11 @@ class MoEBlock(Block):
     mixer: MoE
 
     def forward(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
-    ) -> tuple[Tensor, Tensor]:
+        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+    ) -> tuple[Mixed, Tensor]:
         """See Block.forward."""
-        if mixed is not None and self.ranks.size == 1 and self.mixer.reader is None:
+        alone = self.ranks.size == 1 and self.mixer.reader is None
+        if isinstance(mixed, Tensor) and alone:
             router = self.mixer.router
             entered = router.after_norm(self.norm, mixed, residual, multiplier, plans)
             if entered is not None:
@@ -117,11 +118,11 @@ class SharedTransformerBlock(Block):
         return self.transformer.shared.self_attn
 
     def _enter(
-        self, mixed: Tensor | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
         """See Block._enter."""
         if mixed is not None:
-            residual = residual + multiplier * self.ranks.all_reduce(mixed)
+            residual = residual + multiplier * self.ranks.all_reduce(added_up(mixed))
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
 
 

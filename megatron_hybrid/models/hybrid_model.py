@@ -19,6 +19,7 @@ from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
+from megatron_hybrid.layers.mixer import added_up
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -283,11 +284,11 @@ class HybridModel(nn.Module):
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
             if index == last_mixing:
-                mixed, residual = inputs.of_logits(mixed), inputs.of_logits(residual)
+                mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
                 plans = replace(plans, most_tokens=size.rows)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
-        return Hidden(residual, mixed, embeddings)
+        return Hidden(residual, None if mixed is None else added_up(mixed), embeddings)
 
     def _embed(self, inputs: StepInputs) -> Hidden:
         config = self.config

@@ -28,6 +28,12 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     shared_mlp,
     shared_out,
 )
+from tests.kernels.pair_sum_cases import (  # noqa: E402
+    check_rounded_sums,
+    check_sums,
+    of_kinds_and_types,
+    of_readers,
+)
 from tests.kernels.routing_by_hand import KINDS, router  # noqa: E402
 
 pytestmark = [
@@ -204,6 +210,20 @@ def test_scores_in_tiles(tokens: int, num_experts: int, width: int, scoring: str
     torch.testing.assert_close(logits, product, atol=limit, rtol=limit)
     last = routing.tiled_scores(x[tokens // 2 :], to)
     assert torch.equal(last, logits[tokens // 2 :])
+
+
+@of_kinds_and_types
+@pytest.mark.parametrize(("tokens", "width"), [(5, 2048), (300, 1536), (7, 2688)])
+def test_sums_of_pairs_and_their_norms(tokens: int, width: int, kind: Any, types: Any) -> None:
+    """Of a wide row's gate the sum alone adds up pieces."""
+    has_gate = kind[2]
+    check_sums(tokens, min(width, 2048) if has_gate else width, kind, types, "cuda")
+
+
+@of_readers
+@pytest.mark.parametrize("plain", [True, False])
+def test_norms_of_sums_that_are_rounded_for_who_reads_them(reader: str, plain: bool) -> None:
+    check_rounded_sums(reader, plain, "cuda")
 
 
 def check_beside(y: Tensor, m: Mixture, shared: SharedExpert) -> None:

@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from megatron_hybrid.kernels.experts import triton_prompts as prompts  # noqa: E402
-from megatron_hybrid.kernels.experts.pairs import sum_pairs  # noqa: E402
+from megatron_hybrid.kernels.experts.sums import PairParts  # noqa: E402
 from tests.kernels.experts_by_hand import Mixture, by_hand, mixture, shared_out  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def mix(m: Mixture, elsewhere: int = 0) -> torch.Tensor:
     parts = prompts.expert_parts(*m.arguments(elsewhere))
-    return sum_pairs(parts, m.experts, m.up_proj.shape[0] if elsewhere else 0)
+    return PairParts(parts, m.experts, m.up_proj.shape[0] if elsewhere else 0).sum()
 
 
 def check(m: Mixture) -> None:

@@ -28,7 +28,7 @@ from megatron_hybrid.kernels.norm import triton as triton_norm  # noqa: E402
 from megatron_hybrid.kernels.protocols import Reader  # noqa: E402
 from megatron_hybrid.layers.kernel_plans import KernelPlans  # noqa: E402
 from megatron_hybrid.layers.linear import allocate_linears  # noqa: E402
-from megatron_hybrid.layers.mixer import LayerContext  # noqa: E402
+from megatron_hybrid.layers.mixer import LayerContext, added_up  # noqa: E402
 from megatron_hybrid.layers.mlp import MLPConfig  # noqa: E402
 from megatron_hybrid.layers.moe import MoE, MoEConfig  # noqa: E402
 from megatron_hybrid.layers.norm import RMSNorm  # noqa: E402
@@ -69,14 +69,18 @@ def run(layer: MoE, tokens: int) -> tuple[Tensor, Tensor, list[Shared | None]]:
     shared MLP."""
     given: list[Shared | None] = []
 
-    def mix(*arguments: Any, shared: Shared | None = None, **more: Any) -> Tensor:
-        given.append(shared)
-        return triton.mix(*arguments, shared=shared, **more)
+    def noted(mix: Any) -> Any:
+        def call(*arguments: Any, shared: Shared | None = None, **more: Any) -> Any:
+            given.append(shared)
+            return mix(*arguments, shared=shared, **more)
 
-    kernels: Any = SimpleNamespace(**{**vars(triton), "mix": mix})
+        return call
+
+    mixes = {name: noted(getattr(triton, name)) for name in ("mix", "mix_parts")}
+    kernels: Any = SimpleNamespace(**{**vars(triton), **mixes})
     caches: Any = None
     x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
-    ours = layer(x, KernelPlans(caches, replace(REFERENCE, experts=kernels)))
+    ours = added_up(layer(x, KernelPlans(caches, replace(REFERENCE, experts=kernels))))
     return ours, layer(x, KernelPlans(caches, REFERENCE)), given
 
 
@@ -145,7 +149,7 @@ class Blocks:
         norm.weight.copy_(torch.rand(LONG, generator=torch.Generator().manual_seed(1)) + 0.5)
         self.block = MoEBlock(norm, layer, initialize().tensor)
         self.calls: list[str] = []
-        others = {"mix": reference.mix, "takes_shared": reference.takes_shared}
+        others = {"mix_parts": reference.mix, "takes_shared": reference.takes_shared}
         experts: Any = SimpleNamespace(**{**vars(triton), **others})
         norms: Any = SimpleNamespace(**vars(triton_norm))
         self.kernels = replace(REFERENCE, experts=experts, norm=norms)
@@ -210,6 +214,26 @@ def test_a_block_makes_its_norm_apart_where_several_ranks_have_parts_of_the_sum(
     blocks.block.ranks = initialize().tensor
     expected = blocks.run(2, factor=2.0)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norm_behind_experts_adds_up_their_pairs(ranks: int) -> None:
+    """On one rank, with the bits of two kernels."""
+    layer, norm = layer_of(config_of(GATED, GATED)), RMSNorm(WIDTH, 1e-5, torch.float32)
+    norm.weight.fill_(0.5)
+    kernels: Any = replace(REFERENCE, experts=triton, norm=triton_norm)
+    generator = torch.Generator().manual_seed(3)
+    x, residual = torch.randn(2, 20, WIDTH, generator=generator)
+    caches: Any = None
+    mixed = layer(x, KernelPlans(caches, kernels))
+    assert not isinstance(mixed, Tensor)
+    alone = initialize().tensor
+    group = alone if ranks == 1 else Twice(alone)
+    found = norm.after_adding(mixed, residual.clone(), 0.5, kernels, group)
+    expected = norm.after_adding(mixed.sum(), residual.clone(), 0.5, kernels, group)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
+        assert torch.equal(ours, theirs)
 
 
 class Twice(RankGroup):

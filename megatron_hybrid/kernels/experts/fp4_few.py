@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels import cuda
-from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, sum_pairs
+from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.experts.sums import PairParts
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.fp4_few import INPUTS, SOURCE, fits, launch
 
@@ -25,8 +26,8 @@ def can_mix(layer: ExpertWeights, pairs: int, dtype: torch.dtype) -> bool:
     return few and whole and fits(layer.up, dtype) and fits(layer.down, dtype)
 
 
-def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor:
-    """As in Experts, of `experts` and so on as triton.mix has them; x bfloat16."""
+def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Tensor | PairParts:
+    """mix_parts as in Experts, of `experts` and so on as triton.mix has them; x bfloat16."""
     up, down = layer.up, layer.down
     assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
@@ -45,7 +46,9 @@ def mix(x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights) -> Te
         "DOWN", hidden, down, y, blocks=blocks, experts=experts, slots=slots, chosen=chosen,
         shares=weights, parts=parts,
     )  # fmt: skip
-    return y if slots is None else sum_pairs(parts, experts, num_experts if partial else 0, x.dtype)
+    if slots is None:
+        return y
+    return PairParts(parts, experts, num_experts if partial else 0, dtype=x.dtype)
 
 
 def group(experts: Tensor, num_experts: int) -> Tensor:

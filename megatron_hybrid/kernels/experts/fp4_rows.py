@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, gate_of
+from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
+from megatron_hybrid.kernels.experts.sums import gate_of
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
 from megatron_hybrid.kernels.linear.codes import FP4_FACTOR, Kept, lifted, word_numbers
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, is_nvfp4

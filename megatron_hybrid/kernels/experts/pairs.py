@@ -1,6 +1,5 @@
-"""Pairs of a token and one of the experts that its router chose: sorted by expert into blocks, and
-what experts made of them summed for each token; for the products in triton.py and
-triton_quantized.py."""
+"""Pairs of a token and one of the experts that its router chose, sorted by expert into blocks; for
+the products in triton.py and triton_quantized.py."""
 
 from __future__ import annotations
 
@@ -20,31 +19,6 @@ FEW_TOKENS = 4
 _FEW_PAIRS = 4096
 _CHUNK = 256  # pairs that are compared with each other
 _MOST_PIECES = 128  # about as many as a GPU has multiprocessors: each reads all others' counts
-
-
-def sum_pairs(
-    parts: Tensor,
-    experts: Tensor | None = None,
-    num_experts: int = 0,
-    dtype: torch.dtype | None = None,
-    beside: Tensor | None = None,
-    x: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
-    """parts [tokens * chosen, width] -> the sum of each token's, of `dtype` or as the parts.
-    experts [tokens, chosen]; None: a token has one part. `num_experts`: 0, or how many are here:
-    those of other ids are left out. beside [slices, tokens, width]: what is added, times the
-    sigmoid of x gate^T if there is a gate [1, width]."""
-    tokens, chosen = (len(parts), 1) if experts is None else experts.shape
-    width = parts.shape[1]
-    y = parts.new_empty(tokens, width, dtype=dtype)
-    # Each program of a token computes the sigmoid: better there are few.
-    block = min(next_power_of_2(width), 1024 if gate is None else 2048)
-    _sum_kernel[(tokens, cdiv(width, block))](
-        parts, experts, beside, x, gate, y, tokens, 0 if beside is None else beside.shape[0],
-        chosen, width, num_experts, block, num_warps=4, **OPTIONS,
-    )  # fmt: skip
-    return y
 
 
 class Groups(NamedTuple):
@@ -201,47 +175,3 @@ def activated(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "relu2", "activations are silu and relu2")
         positive = tl.maximum(x, 0.0)
         return positive * positive
-
-
-@triton.jit
-def gate_of(x, gate, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The sigmoid of the product of two rows."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        inputs = tl.load(x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-        sums += inputs * tl.load(gate + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-    return tl.sigmoid(tl.sum(sums, axis=0))
-
-
-@launched(do_not_specialize=["tokens"])
-def _sum_kernel(
-    parts, experts, beside, x, gate, y, tokens, SLICES: tl.constexpr,
-    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """EXPERTS: 0, or how many there are: other ids' parts hold anything."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = column < WIDTH
-    if gate is not None:
-        # x was there before the kernel that this one waits for.
-        share = gate_of(x + token * WIDTH, gate, WIDTH, BLOCK)
-    wait_for_inputs()
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + j
-        end = WIDTH
-        if EXPERTS:
-            end = tl.where(tl.load(experts + pair) < EXPERTS, WIDTH, 0)
-        part = tl.load(parts + pair * WIDTH + column, mask=column < end, other=0.0)
-        total += part.to(tl.float32)
-    if beside is not None:
-        more = tl.zeros((BLOCK,), tl.float32)
-        for j in tl.static_range(SLICES):
-            row = token + j * tokens
-            more += tl.load(beside + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
-        if gate is not None:
-            more *= share
-        total += more
-    let_next_start()
-    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=valid)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.linear.formats import Weight
-from megatron_hybrid.kernels.protocols import Inputs
+from megatron_hybrid.kernels.protocols import Inputs, Reader
 
 
 class ExpertWeights(NamedTuple):
@@ -73,6 +73,24 @@ class NormedRoutes(NamedTuple):
     routes: tuple[Tensor, Tensor]  # as of `route`
 
 
+class Unsummed(Protocol):
+    """What experts made of some tokens, still to be added up [tokens, width]."""
+
+    def sum(self) -> Tensor:
+        """[tokens, width]"""
+
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        multiplier: float,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype | None = None,
+        into: Reader | None = None,
+    ) -> tuple[Inputs, Tensor]:
+        """Norm.add_rms_norm of the sum, in one kernel: the same as of two."""
+
+
 class Experts(Protocol):
     """Mixtures of experts."""
 
@@ -111,6 +129,16 @@ class Experts(Protocol):
         x [tokens, width], experts and weights [tokens, chosen] (weights float32) ->
         [tokens, width] in x's dtype.
         """
+
+    def mix_parts(
+        self,
+        x: Inputs,
+        experts: Tensor,
+        weights: Tensor,
+        layer: ExpertWeights,
+        shared: Shared | None = None,
+    ) -> Tensor | Unsummed:
+        """`mix`, or what it is the sum of, for a norm that adds it up."""
 
     def add_shared(self, routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
         """routed + sigmoid(x gate^T) * values, all [tokens, width], x contiguous; without a gate

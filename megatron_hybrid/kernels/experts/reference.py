@@ -92,6 +92,9 @@ def mix(
     return add_shared(routed, shared, x)
 
 
+mix_parts = mix
+
+
 def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
     """As in Experts."""
     if shared.gate is None:

@@ -20,7 +20,7 @@ from megatron_hybrid.kernels.experts.choices import (
     store_choices,
 )
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
-from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
+from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2, triton_type
 from megatron_hybrid.kernels.linear.one_row import add_products, load_columns
 from megatron_hybrid.kernels.linear.products import counters
 from megatron_hybrid.kernels.norm.triton import add_and_norm, warps_for
@@ -73,12 +73,11 @@ def _fits_a_program(x: Tensor, router: Router) -> bool:
 def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     (num_experts, width), tokens = router.weight.shape, len(x)
     experts, weights = _results(x, router)
-    rounded_to = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
     _route_whole_kernel[(cdiv(tokens, _TOKENS),)](
         x, router.weight, router.bias, experts, weights, tokens, router.eps, router.factor,
         router.scoring, router.normalize, num_experts, router.chosen,
         max(16, next_power_of_2(num_experts)), next_power_of_2(router.chosen), width, _TOKENS,
-        256 if width % 256 == 0 else 128, 4, rounded_to, num_warps=4, **OPTIONS,
+        256 if width % 256 == 0 else 128, 4, triton_type(x.dtype), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return experts, weights
 

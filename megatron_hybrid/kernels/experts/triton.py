@@ -33,12 +33,7 @@ from megatron_hybrid.kernels.experts import (
     triton_prompts,
     triton_quantized,
 )
-from megatron_hybrid.kernels.experts.pairs import (
-    FEW_TOKENS,
-    activated,
-    group,
-    sum_pairs,
-)
+from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group
 from megatron_hybrid.kernels.experts.protocol import (
     ExpertWeights,
     Shared,
@@ -47,6 +42,7 @@ from megatron_hybrid.kernels.experts.protocol import (
 )
 from megatron_hybrid.kernels.experts.routing import add_norm_route as add_norm_route
 from megatron_hybrid.kernels.experts.routing import route as route
+from megatron_hybrid.kernels.experts.sums import PairParts
 from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.products import written_out
@@ -107,6 +103,18 @@ def mix(
 ) -> Tensor:
     """As in Experts; `experts` must lie within [0, number of experts), or be that number where some
     are elsewhere."""
+    mixed = mix_parts(x, experts, weights, layer, shared)
+    return mixed if isinstance(mixed, Tensor) else mixed.sum()
+
+
+def mix_parts(
+    x: Inputs,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    shared: Shared | None = None,
+) -> Tensor | PairParts:
+    """As in Experts."""
     tokens, chosen = experts.shape
     plain = plain_rows(x).contiguous()
     if tokens == 0:
@@ -126,7 +134,7 @@ def mix(
         plain, layer, tokens * chosen
     ):
         parts = triton_prompts.expert_parts(plain, experts, weights, layer)
-        return _sum(parts, experts, layer, shared, plain)
+        return _pairs(parts, experts, layer, shared, plain)
     if tokens > FEW_TOKENS:
         every = layer.up.shape[0] + layer.elsewhere
         tiles = choose_tiles(tokens * chosen, every, layer.gated, plain.dtype)
@@ -138,8 +146,8 @@ def mix(
 
 def _mix_quantized(
     x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights
-) -> Tensor | None:
-    """mix by kernels that read quantised weights, where these are and there is one for them."""
+) -> Tensor | PairParts | None:
+    """mix_parts by kernels that read quantised weights, if these are and there is one for them."""
     if not isinstance(layer.up, QuantizedWeight) and not isinstance(layer.down, QuantizedWeight):
         return None
     pairs = experts.numel()
@@ -152,10 +160,14 @@ def _mix_quantized(
     return None
 
 
-def _with_shared(routed: Tensor, shared: Shared | None, x: Tensor) -> Tensor:
+def _with_shared(
+    routed: Tensor | PairParts, shared: Shared | None, x: Tensor
+) -> Tensor | PairParts:
     if shared is None:
         return routed
     assert isinstance(shared, SharedResult)
+    if isinstance(routed, PairParts):
+        return routed._replace(beside=shared.values.contiguous()[None], x=x, gate=shared.gate)
     return add_shared(routed, shared, x)
 
 
@@ -168,7 +180,7 @@ def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
     assert x.is_contiguous()  # a copy might not be there yet when the kernel reads it
     # A sum of one pair a token.
     beside = shared.values.contiguous()[None]
-    return sum_pairs(routed.contiguous(), beside=beside, x=x, gate=shared.gate)
+    return PairParts(routed.contiguous(), beside=beside, x=x, gate=shared.gate).sum()
 
 
 def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -183,8 +195,8 @@ def mix_grouped(
     layer: ExpertWeights,
     tiles: Tiles,
     shared: Shared | None = None,
-) -> Tensor:
-    """mix, with pairs sorted by expert."""
+) -> PairParts:
+    """mix_parts, with pairs sorted by expert."""
     (tokens, chosen), (num_experts, width, inner) = experts.shape, layer.down.shape
     groups = group(experts, num_experts, tiles.rows)
     up, down, slices = None, None, 0
@@ -208,22 +220,21 @@ def mix_grouped(
         hidden, layer.down, down, weights, parts, groups.order, groups.blocks, listed, tokens,
         slices, chosen, width, inner, tiles.rows, **_options(tiles.down), **OPTIONS,
     )  # fmt: skip
-    return _sum(parts, experts, layer, shared, x)
+    return _pairs(parts, experts, layer, shared, x)
 
 
-def _sum(
+def _pairs(
     parts: Tensor, experts: Tensor, layer: ExpertWeights, shared: Shared | None, x: Tensor
-) -> Tensor:
-    """parts [pairs, width], and behind them those of a shared MLP that was cut into experts ->
-    [tokens, width], with what a shared MLP gives."""
+) -> PairParts:
+    """parts [pairs, width], and behind them those of a shared MLP that was cut into experts."""
     limit = layer.down.shape[0] if layer.elsewhere else 0
     if shared is None:
-        return sum_pairs(parts, experts, limit)
+        return PairParts(parts, experts, limit)
     if isinstance(shared, SharedResult):
         beside = shared.values.contiguous()[None]
     else:
         beside = parts[experts.numel() :].view(-1, *x.shape)
-    return sum_pairs(parts, experts, limit, beside=beside, x=x, gate=shared.gate)
+    return PairParts(parts, experts, limit, beside, x, shared.gate)
 
 
 def _options(tile: Tile) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.experts.pairs import activated, group, sum_pairs
+from megatron_hybrid.kernels.experts.pairs import activated, group
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.experts.sums import PairParts
 from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.codes import Kept
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
@@ -64,8 +65,8 @@ def can_mix(layer: ExpertWeights, pairs: int) -> bool:
 
 def mix(
     x: Inputs, experts: Tensor, weights: Tensor, layer: ExpertWeights, tile: Tile | None = None
-) -> Tensor:
-    """As in Experts, of `experts` and so on as triton.mix has them."""
+) -> PairParts:
+    """mix_parts as in Experts, of `experts` and so on as triton.mix has them."""
     up, down = layer.up, layer.down
     assert isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight)
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
@@ -88,7 +89,7 @@ def mix(
         Kept.of(down.flat(), tensors.inputs),
         tile.pairs, tile.rows, depth, inner % depth == 0, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return sum_pairs(parts, experts, num_experts if partial else 0)
+    return PairParts(parts, experts, num_experts if partial else 0)
 
 
 class _Arguments(NamedTuple):
