@@ -20,6 +20,19 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
+def stages_that_fit(most: int, step_bytes: int, device: torch.device) -> int:
+    """Of a loop that loads so much a step into a program's shared memory: `most`, or fewer on GPUs
+    with less of it than data centres'."""
+    if device.type != "cuda":
+        return most
+    from triton.runtime import driver  # of GPUs alone
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return max(1, min(most, int(shared) // step_bytes))
+
+
 def aligned(rows: Tensor) -> Tensor:
     """Rows that begin at multiples of 16 bytes, and that Triton knows to: of a stride it knows only
     whether 16 divides it. For others Triton 3.6 compiles wrong loads. A model's rows pass."""

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.choices import (
     MOST_RANKED,
@@ -41,7 +42,8 @@ _TOKENS = 16  # of such a program
 # Otherwise a program has so many tokens and experts, and loads so many columns a step, steps ahead.
 # Few programs ask for the same weights, since these come from memory: what is on its way already is
 # handed to one program after the other.
-_TILE = {"TOKENS": 64, "ROWS": 16, "DEPTH": 128, "STAGES": 8}
+_TILE = {"TOKENS": 64, "ROWS": 16, "DEPTH": 128}
+_STAGES = 8
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -73,11 +75,13 @@ def _fits_a_program(x: Tensor, router: Router) -> bool:
 def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     (num_experts, width), tokens = router.weight.shape, len(x)
     experts, weights = _results(x, router)
+    rows, depth = max(16, next_power_of_2(num_experts)), 256 if width % 256 == 0 else 128
+    stages = stages_that_fit(4, (_TOKENS + rows) * depth * x.itemsize, x.device)
     _route_whole_kernel[(cdiv(tokens, _TOKENS),)](
         x, router.weight, router.bias, experts, weights, tokens, router.eps, router.factor,
-        router.scoring, router.normalize, num_experts, router.chosen,
-        max(16, next_power_of_2(num_experts)), next_power_of_2(router.chosen), width, _TOKENS,
-        256 if width % 256 == 0 else 128, 4, triton_type(x.dtype), num_warps=4, **OPTIONS,
+        router.scoring, router.normalize, num_experts, router.chosen, rows,
+        next_power_of_2(router.chosen), width, _TOKENS, depth, stages, triton_type(x.dtype),
+        num_warps=4, **OPTIONS,
     )  # fmt: skip
     return experts, weights
 
@@ -131,9 +135,10 @@ def tiled_scores(x: Tensor, router: Router) -> Tensor:
     """`scores`, of numbers in 16 bits."""
     (tokens, width), num_experts = x.shape, len(router.weight)
     logits = _logits(x, router)
+    step = (_TILE["TOKENS"] + _TILE["ROWS"]) * _TILE["DEPTH"] * x.itemsize
     _scores_kernel[(cdiv(num_experts, _TILE["ROWS"]), cdiv(tokens, _TILE["TOKENS"]))](
         x.contiguous(), router.weight, logits, tokens, WIDTH=width, EXPERTS=num_experts, **_TILE,
-        num_warps=4, **OPTIONS,
+        STAGES=stages_that_fit(_STAGES, step, x.device), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return logits
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts import (
     few,
     fp4_few,
@@ -212,13 +213,14 @@ def mix_grouped(
     _up_kernel[(blocks * cdiv(inner, tiles.up.columns),)](
         x, layer.up, up, hidden, groups.order, groups.blocks, listed, tokens, slices,
         chosen, width, inner, layer.activation, layer.gated, tiles.rows,
-        **_options(tiles.up), **OPTIONS,
+        **_options(tiles.up, tiles.rows, 2 if layer.gated else 1, x), **OPTIONS,
     )  # fmt: skip
     # weight * down[e] hidden of every pair, in the order of pairs.
     parts = x.new_empty(rows, width)
     _down_kernel[(blocks * cdiv(width, tiles.down.columns),)](
         hidden, layer.down, down, weights, parts, groups.order, groups.blocks, listed, tokens,
-        slices, chosen, width, inner, tiles.rows, **_options(tiles.down), **OPTIONS,
+        slices, chosen, width, inner, tiles.rows, **_options(tiles.down, tiles.rows, 1, x),
+        **OPTIONS,
     )  # fmt: skip
     return _pairs(parts, experts, layer, shared, x)
 
@@ -237,11 +239,12 @@ def _pairs(
     return PairParts(parts, experts, limit, beside, x, shared.gate)
 
 
-def _options(tile: Tile) -> dict[str, Any]:
+def _options(tile: Tile, rows: int, halves: int, x: Tensor) -> dict[str, Any]:
+    step = (rows + halves * tile.columns) * tile.depth * x.itemsize
     return {
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,
-        "STAGES": tile.stages,
+        "STAGES": stages_that_fit(tile.stages, step, x.device),
         "num_warps": tile.warps,
     }
 
