@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_hybrid.engine.step_costs import AGREED_STEPS, MeasuredCosts, StepTimer
+from megatron_hybrid.engine.draft_policy import FIRST_CREDIT, DraftPolicy
+from megatron_hybrid.engine.step_costs import (
+    AGREED_STEPS,
+    AssumedCosts,
+    MeasuredCosts,
+    StepTimer,
+    TimedStep,
+)
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.plan import StepDemand
 from tests.engine.simulated_device import CostModel, Device
@@ -124,6 +131,32 @@ def test_new_requests_with_other_texts_have_drafts_soon() -> None:
 
 def costs() -> MeasuredCosts:
     return MeasuredCosts(graph_sizes(-1, 0, 64, 8192, 4), 4, True)
+
+
+def steps_that_may_lose_half(policy: DraftPolicy, decodes: int) -> int:
+    """How many of so many decodes with drafts, in the time of one and a half each, drafts go on
+    for, whose figures stay as good as they can be."""
+    chance, nothing = np.full(decodes, 0.99), np.zeros(decodes, dtype=np.int64)
+    demand = StepDemand(decodes=decodes, drafts=4 * decodes, runs=decodes, widest=4)
+    for steps in range(100):
+        if policy.choose(chance, nothing, nothing + 4) is None:
+            return steps
+        policy.note(TimedStep(demand, decodes, 1.5))
+    raise AssertionError("they go on for ever")
+
+
+@pytest.mark.parametrize("first", [8, 256])
+def test_what_drafts_have_gained_is_not_lost_by_batches_of_another_size(first: int) -> None:
+    def gained() -> DraftPolicy:
+        policy = DraftPolicy(AssumedCosts(4), row_by_row=True)
+        demand = StepDemand(decodes=first, drafts=4 * first, runs=first, widest=4)
+        for _ in range(20):
+            policy.note(TimedStep(demand, 2 * first, 1.0))
+        return policy
+
+    assert steps_that_may_lose_half(gained(), first) > 4 * FIRST_CREDIT
+    assert steps_that_may_lose_half(gained(), 2 * first) > 4 * FIRST_CREDIT
+    assert steps_that_may_lose_half(gained(), 48) <= 2 * FIRST_CREDIT + 1
 
 
 def test_a_wider_step_is_tried_when_the_narrower_one_is_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megatron_hybrid.kernels.protocols import Mamba2Tokens
 
 pytest.importorskip("triton")
 
-from megatron_hybrid.kernels.devices import checked_output  # noqa: E402
+from megatron_hybrid.kernels.devices import checked_output, stages_that_fit  # noqa: E402
 
 
 def tokens_of(x: torch.Tensor) -> Mamba2Tokens:
@@ -39,3 +41,18 @@ def test_only_the_first_dimension_may_be_strided(name: str) -> None:
     for tokens, out in ((tokens_of(x), None), (tokens_of(torch.zeros(x.shape)), x)):
         with pytest.raises(ValueError, match="all but the first dimension"):
             checked_output(tokens, state, out)
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"), [(232_448, 8), (166_912, 8), (101_376, 4), (16_384, 1)]
+)
+def test_a_loop_has_as_many_steps_under_way_as_fit(
+    shared: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": shared})
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr("triton.runtime.driver", driver)
+    stages_that_fit.cache_clear()
+    assert stages_that_fit(8, 20_480, torch.device("cuda", 0)) == expected
+    stages_that_fit.cache_clear()
+    assert stages_that_fit(8, 20_480, torch.device("cpu")) == 8

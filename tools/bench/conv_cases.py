@@ -64,9 +64,10 @@ def _conv_tiles(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
     tiles = {name: Tile(*map(int, name.split("."))) for name in TILES}
     others = {name: tile for name, tile in tiles.items() if tile != chosen}
     kernels, conv, runs = bench.kernels, bench.kernels.conv, None
+    interval = WRITE_INTERVALS[MAMBA]
     if kind.letter == MAMBA:
-        runs = bench.usual_runs(batch, WRITE_INTERVALS[MAMBA])
-        plan, written = conv.plan_runs(runs, kind.width, WRITE_INTERVALS[MAMBA]), num_written(runs)
+        runs = bench.usual_runs(batch, interval)
+        plan, written = conv.plan_runs(runs, kind.width, interval), num_written(runs)
     else:
         plan, written = kernels.plan_decode(bench.slots(batch)), batch
 
@@ -77,7 +78,7 @@ def _conv_tiles(bench: Bench, kind: RecurrentKind, batch: int) -> Case:
             gates = Gates(*bench.normal(batch, 2 * kind.channels).chunk(2, dim=1))
         call = partial(conv.decode, x, *layer, plan, gates=gates)
         if runs is not None:
-            ring = bench.normal(batch, WRITE_INTERVALS[MAMBA], kind.channels)
+            ring = bench.normal(batch, interval, kind.channels)
             call = partial(conv.decode_runs, x, *layer, ring, plan, gates=gates)
         calls: Calls = {"ours": call}
         return calls | {name: partial(call, tile=others[name]) for name in others}

@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.experts.protocol import SharedResult
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2, triton_type
-from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
-from megatron_hybrid.kernels.norm.triton import add_and_norm, warps_for
+from megatron_hybrid.kernels.linear.rounding import Results
+from megatron_hybrid.kernels.norm.triton import store_normed_sum, warps_for
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
 
@@ -28,6 +29,10 @@ class PairParts(NamedTuple):
     x: Tensor | None = None  # [tokens, width]
     gate: Tensor | None = None  # [1, width]
     dtype: torch.dtype | None = None  # of the sum; None: as the parts
+
+    def and_shared(self, shared: SharedResult, x: Tensor) -> PairParts:
+        """With what an MLP has given that all tokens x [tokens, width], contiguous, go through."""
+        return self._replace(beside=shared.values.contiguous()[None], x=x, gate=shared.gate)
 
     def sum(self) -> Tensor:
         """[tokens, width]"""
@@ -136,16 +141,10 @@ def _add_rms_norm_kernel(
         parts, experts, beside, share, token, tokens, column, SLICES, CHOSEN, WIDTH, EXPERTS
     )
     mixed = total.to(TYPE).to(tl.float32)[None, :]
-    carried, normed = add_and_norm(mixed, carried, weights, multiplier, WIDTH, eps)
-    tl.store(residual + token * residual_row + column[None, :], carried, mask=mask)
-    if out is not None:
-        tl.store(out + token * WIDTH + column[None, :], normed, mask=mask)
-    if KIND is not None:
-        normed = tl.reshape(normed, (BLOCK,)).to(TYPE).to(tl.float32)
-        store_rounded(
-            normed, codes + token * WIDTH, scale + token * scale_row, scale_group, 0, WIDTH, KIND,
-            BLOCK,
-        )  # fmt: skip
+    store_normed_sum(
+        mixed, carried, weights, residual, out, codes, scale, scale_row, scale_group, token,
+        column[None, :], WIDTH, residual_row, multiplier, eps, TYPE, KIND, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -168,7 +168,7 @@ def _with_shared(
         return routed
     assert isinstance(shared, SharedResult)
     if isinstance(routed, PairParts):
-        return routed._replace(beside=shared.values.contiguous()[None], x=x, gate=shared.gate)
+        return routed.and_shared(shared, x)
     return add_shared(routed, shared, x)
 
 
@@ -180,8 +180,7 @@ def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
         return routed
     assert x.is_contiguous()  # a copy might not be there yet when the kernel reads it
     # A sum of one pair a token.
-    beside = shared.values.contiguous()[None]
-    return PairParts(routed.contiguous(), beside=beside, x=x, gate=shared.gate).sum()
+    return PairParts(routed.contiguous()).and_shared(shared, x).sum()
 
 
 def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -229,14 +228,13 @@ def _pairs(
     parts: Tensor, experts: Tensor, layer: ExpertWeights, shared: Shared | None, x: Tensor
 ) -> PairParts:
     """parts [pairs, width], and behind them those of a shared MLP that was cut into experts."""
-    limit = layer.down.shape[0] if layer.elsewhere else 0
+    pairs = PairParts(parts, experts, layer.down.shape[0] if layer.elsewhere else 0)
     if shared is None:
-        return PairParts(parts, experts, limit)
+        return pairs
     if isinstance(shared, SharedResult):
-        beside = shared.values.contiguous()[None]
-    else:
-        beside = parts[experts.numel() :].view(-1, *x.shape)
-    return PairParts(parts, experts, limit, beside, x, shared.gate)
+        return pairs.and_shared(shared, x)
+    beside = parts[experts.numel() :].view(-1, *x.shape)
+    return pairs._replace(beside=beside, x=x, gate=shared.gate)
 
 
 def _options(tile: Tile, rows: int, halves: int, x: Tensor) -> dict[str, Any]:

@@ -187,15 +187,10 @@ def _add_rms_norm_kernel(
     let_next_start()
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     carried = tl.load(residual + row * residual_row + column, mask=mask, other=0)
-    total, normed = add_and_norm(inputs, carried, weights, multiplier, size, eps)
-    tl.store(residual + row * residual_row + column, total, mask=mask)
-    if out is not None:
-        tl.store(out + row * size + column, normed, mask=mask)
-    if KIND is not None:
-        normed = tl.reshape(normed, (BLOCK,)).to(x.dtype.element_ty).to(tl.float32)
-        store_rounded(
-            normed, codes + row * size, scale + row * scale_row, scale_group, 0, size, KIND, BLOCK
-        )
+    store_normed_sum(
+        inputs, carried, weights, residual, out, codes, scale, scale_row, scale_group, row, column,
+        size, residual_row, multiplier, eps, x.dtype.element_ty, KIND, BLOCK,
+    )  # fmt: skip
 
 
 @launched
@@ -267,6 +262,26 @@ def add_and_norm(inputs, carried, weights, multiplier, size, eps):
     # Rounded before the norm is taken: the norm is that of the residual as it is kept.
     total = (carried.to(tl.float32) + multiplier * inputs).to(carried.dtype)
     return total, scaled(total.to(weights.dtype), inverse_rms(total, size, eps), weights)
+
+
+@triton.jit
+def store_normed_sum(
+    inputs, carried, weights, residual, out, codes, scale, scale_row, scale_group, row, column,
+    size, residual_row, multiplier, eps, TYPE: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """add_and_norm of a row [1, BLOCK], where it belongs: the sum to `residual`, the norm to `out`,
+    and rounded by way of TYPE to `codes` and `scale`, if these are there."""
+    mask = column < size
+    total, normed = add_and_norm(inputs, carried, weights, multiplier, size, eps)
+    tl.store(residual + row * residual_row + column, total, mask=mask)
+    if out is not None:
+        tl.store(out + row * size + column, normed, mask=mask)
+    if KIND is not None:
+        normed = tl.reshape(normed, (BLOCK,)).to(TYPE).to(tl.float32)
+        store_rounded(
+            normed, codes + row * size, scale + row * scale_row, scale_group, 0, size, KIND, BLOCK
+        )
 
 
 @triton.jit
