@@ -37,7 +37,7 @@ PRECISIONS = pytest.mark.parametrize(
     ],
     ids=["fp32", "bf16", "bf16 states"],
 )
-TILINGS = [scan.Tiling(states, warps) for states in (2, 4) for warps in (1, 2, 4)]
+TILINGS = [scan.Tiling(states, warps) for states in (2, 4, 8) for warps in (1, 2, 4)]
 
 Shape = tuple[int, int]
 

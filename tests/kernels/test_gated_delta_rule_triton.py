@@ -106,7 +106,7 @@ def run(
     bounds = packed.cu_chunk_seqlens[chunk]
     packed.cu_chunk_seqlens[chunk] = torch.cat((bounds, bounds[-1:], bounds[-1:]))
     out = torch.full_like(data.v, float("nan"))
-    tiling = delta_rule.Tiling(tile, 16, prepare_warps=4, walk_warps=4, walk_stages=1)
+    tiling = delta_rule.Tiling(tile, 16, walk_warps=4, walk_stages=1)
     plan = delta_rule.plan(packed, chunk)
     assert delta_rule.prefill(*data.arguments(), state, plan, out, tiling=tiling) is out
     return out

@@ -14,7 +14,8 @@ start or past its end have a step of 0 and B = 0, which leaves the state alone.
 What bounds it are the exponentials: state + 3 of them a token and channel, 16 a clock and
 processor. So step sizes, their products with the inputs and the gates are computed once, by threads
 that each have some channels and places; for the scan itself a thread has 4 of a channel's states
-(or 2, where a single sequence would leave processors idle) and all places:
+(or 2, where a single sequence would leave processors idle, or 8, where several would not) and all
+places:
 
     step sizes, inputs    [places, channels]  -> places x [channels, 1]
     B, C                  [places, state]     -> places x [1, state]
@@ -62,7 +63,7 @@ _INDICES = (
 class Tiling(NamedTuple):
     """How programs cover the channels."""
 
-    states: int  # of a thread, 2 or 4
+    states: int  # of a thread: 2, 4 or 8
     num_warps: int  # fewer where they are too many for the channels
 
 
@@ -98,21 +99,23 @@ def prefill(
     return y
 
 
-# Instructions of a warp for one token, where a thread has so many states.
-_INSTRUCTIONS = {2: 29, 4: 43}
+# Clocks of a warp for one token, where a thread has so many states, on an H200.
+_CLOCKS = {2: 50, 4: 71, 8: 124}
+_LEAST_WARPS = 1.4  # of a quarter of a processor: one alone waits for itself
 
 
 def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
-    """The least instructions for the quarter of a processor that has most to do, at one a clock,
-    were all sequences as long as the longest."""
+    """The fewest clocks for the quarter of a processor that has most to do, were all sequences as
+    long as the longest. All tilings give the same bits."""
     tokens, channels = x.shape
     states = channels * size * cdiv(tokens, max(segments.longest, 1))  # of all sequences
 
-    def cost(each: int) -> int:
-        warps = cdiv(states, 32 * each)
-        return cdiv(warps, 4 * processors(x.device)) * _INSTRUCTIONS[each]
+    def cost(each: int) -> float:
+        warps = cdiv(cdiv(states, 32 * each), 4 * processors(x.device))
+        return _CLOCKS[each] * max(warps, _LEAST_WARPS)
 
-    return Tiling(min(_INSTRUCTIONS, key=cost), num_warps=4)
+    each = min((each for each in _CLOCKS if each <= size), key=cost)
+    return Tiling(each, num_warps=1 if each == 8 else 4)
 
 
 @launched(do_not_specialize_on_alignment=_INDICES)
