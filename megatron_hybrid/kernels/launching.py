@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TRITONS_RUN = JITFunction.run
 # Options of a launch that keys have places for.
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 _is_direct = True
 
 # Of tensor descriptors: what differs from launch to launch, and what kernels are compiled for.

@@ -192,11 +192,12 @@ def test_values_that_are_compiled_alike_share_a_key() -> None:
 def test_options_have_their_own_kernels() -> None:
     triton_ = Triton()
     ours = LaunchedKernel(triton_.function)
-    options = [{}, {"num_warps": 8}, {"num_stages": 2}, {"launch_pdl": True}, {"maxnreg": 64}]
+    known = [{}, {"num_warps": 8}, {"num_stages": 2}, {"launch_pdl": True}, {"maxnreg": 64}]
+    options = [*known, {"num_ctas": 2}]
     kernels = [launch(ours, **given) for given in options]
-    assert len({id(found) for found in kernels}) == 5
+    assert len({id(found) for found in kernels}) == 6
     assert [launch(ours, **given) for given in options] == kernels
-    assert triton_.runs == 6  # options without a place in the key are Triton's
+    assert triton_.runs == 7  # options without a place in the key are Triton's
 
 
 def test_devices_have_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
