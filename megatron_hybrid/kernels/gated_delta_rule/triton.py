@@ -56,7 +56,7 @@ _kernel = launched(do_not_specialize=["tokens"], do_not_specialize_on_alignment=
 class Tiling(NamedTuple):
     """How the kernels cover their work; sizes are powers of two of at least 16."""
 
-    tile: int  # tokens; no more than the kernel chunk are taken
+    tile: int  # tokens, at most 64; no more than the kernel chunk are taken
     block_v: int  # rows of S
     walk_warps: int
     walk_stages: int

@@ -97,7 +97,13 @@ def invert_kernel(
     r_ptr, factors_ptr, cu_chunks_ptr, tokens,
     TILE: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Puts R beta where M was: the two numbers that it is the sum of, row by row side by side."""
+    """Puts R beta where M was: the two numbers that it is the sum of, row by row side by side.
+
+    M of a tile of 64, in blocks of 16:     m0              What is below two blocks of R, which are
+                                            m1 m0           inverses of the same size, one after the
+                                            m2 m2 m0        other on the diagonal, is
+                                            m2 m2 m1 m0     -(second) (M there) (first).
+    """
     head = tl.program_id(0)
     begin, length = _tile(cu_chunks_ptr, tl.program_id(1), TILE, CHUNK)
     if length <= 0:
@@ -111,7 +117,7 @@ def invert_kernel(
     place = tl.arange(0, 16)
     row = (tl.arange(0, BLOCKS) * 16)[:, None, None] + place[None, :, None]
     column = (tl.arange(0, BLOCKS) * 16)[:, None, None] + place[None, None, :]
-    m = tl.load(m_ptr + row * TILE + column, row < length, 0.0)
+    m0 = tl.load(m_ptr + row * TILE + column, row < length, 0.0)
     if TILE > 16:
         PAIRS: tl.constexpr = TILE // 32
         row = (tl.arange(0, PAIRS) * 32 + 16)[:, None, None] + place[None, :, None]
@@ -123,8 +129,8 @@ def invert_kernel(
             m_ptr + (places + 32)[:, None] * TILE + places[None, :],
             (places + 32)[:, None] < length, 0.0,
         )  # fmt: skip
-    r = _inverse(m, SPLIT)
-    SIZE: tl.constexpr = 16 if TILE == 16 else 32
+    r = _inverse(m0, SPLIT)
+    SIZE: tl.constexpr = 16 if TILE == 16 else 32  # of r's blocks below
     if TILE > 16:
         first, second = tl.split(tl.permute(tl.reshape(r, [PAIRS, 2, 16, 16]), (0, 2, 3, 1)))
         below = -_product(second, _product(m1, first, SPLIT), SPLIT)
