@@ -244,7 +244,7 @@ def _store_state(state_ptr, slot_ptr, state_slot, in_state, s, seed, position):
         state_ptr += slot * state_slot
         if s.shape[0] * s.shape[1] <= 4096:
             _store(state_ptr, in_state, s, seed, position)
-        else:  # in halves: each changes its layout in shared memory
+        else:  # in halves, for whose change of layout there is room beside three stages of loads
             first, second = _halved(s)
             first_place, second_place = _halved(in_state)
             _store(state_ptr, first_place, first, seed, position)

@@ -114,8 +114,8 @@ def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
         warps = cdiv(cdiv(states, 32 * each), 4 * processors(x.device))
         return _CLOCKS[each] * max(warps, _LEAST_WARPS)
 
-    each = min((each for each in _CLOCKS if each <= size), key=cost)
-    return Tiling(each, num_warps=1 if each == 8 else 4)
+    best = min((each for each in _CLOCKS if each <= size), key=cost)
+    return Tiling(best, num_warps=1 if best == 8 else 4)
 
 
 @launched(do_not_specialize_on_alignment=_INDICES)
