@@ -27,7 +27,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -159,7 +158,6 @@ def _walk_kernel(
     cut = tl.minimum((CHUNK - start % CHUNK) % CHUNK, length)
     cut_tiles = tl.cdiv(cut, TILE)
     missing = cut_tiles * TILE - cut
-    tiles = tl.cdiv(length + missing, TILE)
 
     places = tl.arange(0, TILE)
     n = tl.arange(0, K_DIM)
@@ -183,80 +181,56 @@ def _walk_kernel(
     read = tl.load(read_ptr + sequence).to(tl.int64)
     if read > 0:
         s = tl.load(state_ptr + read * state_slot + in_state).to(tl.float32)
-    checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
-    last_checkpoint = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32)
-    due = length + 1  # tokens before the next checkpoint
-    if checkpoint < last_checkpoint:
-        due = tl.load(position_ptr + checkpoint).to(tl.int32) - start
-    for tile in tl.range(tiles, num_stages=STAGES):
-        is_cut = tile < cut_tiles
-        begin = tile * TILE - tl.where(is_cut, 0, missing)
-        end = tl.minimum(begin + TILE, tl.where(is_cut, cut, length))
-        valid = places < end - begin
-        at = tl.cast(begin, tl.int64)
-        q = tl.load(q_ptr + at * q_row + places[:, None] * q_row + n[None, :], valid[:, None], 0.0)
-        k = tl.load(k_ptr + at * k_row + places[:, None] * k_row + n[None, :], valid[:, None], 0.0)
-        weights = tl.load(
-            weights_ptr + at * TILE + places[:, None] * TILE + places[None, :], valid[:, None], 0.0
-        )
-        r = tl.load(
-            r_ptr + at * R_ROW + places[:, None] * R_ROW + in_r[None, :], valid[:, None], 0.0
-        )
-        v = tl.load(v_ptr + at * v_row + places[:, None] * v_row + p[None, :], valid[:, None], 0.0)
-        factors = tl.load(
-            factors_ptr + at * 4 + places[:, None] * 4 + tl.arange(0, 4)[None, :],
-            valid[:, None], 0.0,
-        )  # fmt: skip
-        of_q, of_k = tl.split(tl.reshape(factors, [TILE, 2, 2]))
-        q_factor, add_factor = tl.split(of_q)
-        k_factor, _ = tl.split(of_k)
-        decay = tl.load(decays_ptr + at)
+    first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
+    checkpoints = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32) - first_checkpoint
+    done = 0  # tiles
+    for kept in tl.range(checkpoints + 1):  # the last one is the state after the segment
+        length_then = length
+        slot_at = write_ptr + sequence
+        if kept < checkpoints:
+            length_then = tl.load(position_ptr + first_checkpoint + kept).to(tl.int32) - start
+            slot_at = slot_ptr + first_checkpoint + kept
+        until = tl.cdiv(length_then + missing, TILE)
+        # All registers are taken: what could be computed before the loop would lie in memory.
+        # (tl.range(done, until) is compiled wrongly: Triton 3.6 takes `done` for unused.)
+        for further in tl.range(until - done, num_stages=STAGES, disable_licm=True):
+            tile = done + further
+            is_cut = tile < cut_tiles
+            begin = tile * TILE - tl.where(is_cut, 0, missing)
+            end = tl.minimum(begin + TILE, tl.where(is_cut, cut, length))
+            valid = places < end - begin
+            at = tl.cast(begin, tl.int64)
+            rows = (at + places)[:, None]  # so that their offsets, too, are computed here
+            q = tl.load(q_ptr + rows * q_row + n[None, :], valid[:, None], 0.0)
+            k = tl.load(k_ptr + rows * k_row + n[None, :], valid[:, None], 0.0)
+            weights = tl.load(weights_ptr + rows * TILE + places[None, :], valid[:, None], 0.0)
+            r = tl.load(r_ptr + rows * R_ROW + in_r[None, :], valid[:, None], 0.0)
+            v = tl.load(v_ptr + rows * v_row + p[None, :], valid[:, None], 0.0)
+            factors = tl.load(
+                factors_ptr + rows * 4 + tl.arange(0, 4)[None, :], valid[:, None], 0.0
+            )
+            of_q, of_k = tl.split(tl.reshape(factors, [TILE, 2, 2]))
+            q_factor, add_factor = tl.split(of_q)
+            k_factor, _ = tl.split(of_k)
+            decay = tl.load(decays_ptr + at)
 
-        before = s.to(k.dtype)
-        x = tl.dot(before, tl.trans(k), input_precision="ieee")
-        # v^T comes from a product with I: it needs no other layout then, and no registers.
-        x = tl.dot(tl.trans(v), eye, x * -k_factor[None, :], input_precision="ieee").to(k.dtype)
-        if SPLIT:  # times both halves, which lie side by side
-            x = tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), [BLOCK_V, R_ROW])
-        d = tl.dot(x, tl.trans(r), input_precision="ieee")
-        y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor[None, :]
-        y = tl.dot(d.to(k.dtype), tl.trans(weights), y, input_precision="ieee")
-        y_ptrs = y_ptr + at * y_row + places[None, :] * y_row + p[:, None]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), valid[None, :])
-        added = (d * add_factor[None, :]).to(k.dtype)
-        s = tl.dot(added, k, s * decay, input_precision="ieee")
-        if end == due:  # a loop alone would keep the compiler from issuing loads ahead
-            while end == due:
-                _store_state(
-                    state_ptr, slot_ptr + checkpoint, state_slot, in_state, s, seed, start + end
-                )
-                checkpoint += 1
-                due = length + 1
-                if checkpoint < last_checkpoint:
-                    due = tl.load(position_ptr + checkpoint).to(tl.int32) - start
-    _store_state(state_ptr, write_ptr + sequence, state_slot, in_state, s, seed, start + length)
-
-
-@triton.jit
-def _store_state(state_ptr, slot_ptr, state_slot, in_state, s, seed, position):
-    slot = tl.load(slot_ptr).to(tl.int64)
-    if slot > 0:
-        state_ptr += slot * state_slot
-        if s.shape[0] * s.shape[1] <= 4096:
-            _store(state_ptr, in_state, s, seed, position)
-        else:  # in halves, for whose change of layout there is room beside three stages of loads
-            first, second = _halved(s)
-            first_place, second_place = _halved(in_state)
-            _store(state_ptr, first_place, first, seed, position)
-            _store(state_ptr, second_place, second, seed, position)
-
-
-@triton.jit
-def _halved(x):
-    """Its first columns, and its last ones."""
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@triton.jit
-def _store(state_ptr, place, s, seed, position):
-    tl.store(state_ptr + place, as_stored(s, state_ptr.dtype.element_ty, seed, position, place))
+            before = s.to(k.dtype)
+            x = tl.dot(before, tl.trans(k), input_precision="ieee")
+            # v^T comes from a product with I: it needs no other layout then, and no registers.
+            x = tl.dot(tl.trans(v), eye, x * -k_factor[None, :], input_precision="ieee").to(k.dtype)
+            if SPLIT:  # times both halves, which lie side by side
+                x = tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), [BLOCK_V, R_ROW])
+            d = tl.dot(x, tl.trans(r), input_precision="ieee")
+            y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor[None, :]
+            y = tl.dot(d.to(k.dtype), tl.trans(weights), y, input_precision="ieee")
+            y_ptrs = y_ptr + (at + places)[None, :] * y_row + p[:, None]
+            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), valid[None, :])
+            added = (d * add_factor[None, :]).to(k.dtype)
+            s = tl.dot(added, k, s * decay, input_precision="ieee")
+        done = until
+        slot = tl.load(slot_at).to(tl.int64)
+        if slot > 0:
+            tl.store(
+                state_ptr + slot * state_slot + in_state,
+                as_stored(s, state_ptr.dtype.element_ty, seed, start + length_then, in_state),
+            )
