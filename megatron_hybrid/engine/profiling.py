@@ -3,7 +3,8 @@ is compiled before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,14 +72,16 @@ def measure_activations(
 def _compile_kernels(
     runner: ModelRunner, plan: StepPlan, parallel: ParallelContext, device: torch.device
 ) -> None:
-    """Of this step, and unless a small one's are in Triton's cache: then the others will be, too,
-    and to go through a step for each costs more than to read them when they are needed."""
+    """Of this step and smaller ones, unless a small one's are in Triton's cache: then the others
+    will be, too, and to go through a step for each costs more than to read them when they are
+    needed."""
     before = KERNELS.compiled
     with compiling_ahead(device):
         runner.dummy_forward()
     if had_to_compile(before, parallel):
         with compiling_ahead(device):
-            runner.execute(plan)
+            for step in (plan, *smaller_steps(plan)):
+                runner.execute(step)
     torch.cuda.synchronize(device)
 
 
@@ -91,13 +94,19 @@ def largest_step(
     *, block_size: int, max_requests: int, max_tokens: int, max_seq_length: int
 ) -> tuple[RowTable, StepPlan]:
     """A step of `max_tokens` tokens that samples, with every filter and penalty, for as many rows
-    as there can be. Prompts are as long as can be; decodes read slot 0 and write nowhere."""
+    as there can be. Prompts are as long as can be; decodes read slot 0 and write nowhere. But
+    where there are three, the first two have no filters, the first and third no penalties: other
+    kernels draw for them."""
     prompts = min(-(-max_tokens // max_seq_length), max_requests)
     decodes = min(max_requests - prompts, max_tokens - prompts)
     rows = RowTable(prompts + decodes, -(-max_seq_length // block_size))
     rows.temperature[:], rows.top_k[:], rows.top_p[:], rows.min_p[:] = 1.0, 50, 0.9, 0.01
     params = SamplingParams(presence_penalty=0.1, repetition_penalty=1.1)
-    for row in range(prompts + decodes):  # what penalties are counted in is made when first needed
+    penalised = set(range(prompts + decodes))
+    if decodes >= 3:
+        rows.top_k[:2], rows.top_p[:2], rows.min_p[:2] = 0, 1.0, 0.0
+        penalised -= {0, 2}
+    for row in penalised:  # what penalties are counted in is made when first needed
         rows.adjust(row, params, np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32))
     chunks: list[PrefillChunk] = []
     left, next_block = max_tokens - decodes, 1
@@ -125,3 +134,34 @@ def largest_step(
         left, next_block = left - length, blocks[-1] + 1
     decode_rows = np.arange(decodes, dtype=np.int64)
     return rows, StepPlan(step=0, decode_rows=decode_rows, prefills=chunks)
+
+
+_FEWEST_TOKENS = 16
+_MANY_PROMPTS = 16
+
+
+def smaller_steps(plan: StepPlan) -> Iterator[StepPlan]:
+    """Steps whose kernels may be others than those of `plan`, the largest step: kernels choose
+    tiles by how many tokens and prompts there are. They are there to be compiled for: prompts share
+    a row."""
+    if len(plan.decode_rows) >= 3:
+        yield replace(plan, decode_rows=plan.decode_rows[:2], prefills=[])  # without filters
+    yield _of_size(plan, 1, 1)
+    tokens = len(plan.decode_rows) + plan.num_prefill_tokens
+    yield _of_size(plan, tokens, _MANY_PROMPTS)
+    while tokens >= 2 * _FEWEST_TOKENS:
+        for fewer in (tokens * 3 // 4, tokens // 2):
+            yield _of_size(plan, fewer, len(plan.prefills))
+        tokens //= 2
+
+
+def _of_size(plan: StepPlan, tokens: int, prompts: int) -> StepPlan:
+    """A step of at most so many tokens, at most half of them decodes, and of no more requests than
+    `plan` has."""
+    requests = len(plan.decode_rows) + len(plan.prefills)
+    prompts = max(min(prompts, requests, tokens // 2), 1)
+    decode_rows = plan.decode_rows[: min(requests - prompts, tokens // 2)]
+    prompt = plan.prefills[0]
+    length = min((tokens - len(decode_rows)) // prompts, prompt.length)
+    prompt = prompt._replace(tokens=prompt.tokens[:length], end=length)
+    return replace(plan, decode_rows=decode_rows, prefills=[prompt] * prompts)

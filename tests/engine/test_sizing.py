@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.cache.geometry import GIB, STAGED_SLOTS
 from megatron_hybrid.engine import host_memory, profiling
 from megatron_hybrid.engine.build import build_engine, load_weights
-from megatron_hybrid.engine.profiling import largest_step
+from megatron_hybrid.engine.profiling import largest_step, smaller_steps
 from megatron_hybrid.engine.sizing import (
     GPU_SHARE,
     cpu_cache_bytes,
@@ -331,6 +332,31 @@ def test_the_largest_step_can_be_computed(model):
     tokens = runner.execute(plan).tokens
     assert len(tokens) == 4
     assert np.all((tokens >= 0) & (tokens < model.config.vocab_size))
+
+
+@pytest.mark.parametrize("max_requests", [1, 4, 40])
+@pytest.mark.parametrize("max_seq_length", [50, 600])
+def test_steps_that_kernels_are_compiled_for_can_be_computed(model, max_requests, max_seq_length):
+    sizes = {"block_size": 16, "max_requests": max_requests, "max_seq_length": max_seq_length}
+    rows, plan = largest_step(max_tokens=512, **sizes)
+    blocks, slots = int(rows.block_table.max()) + 1, len(plan.prefills) + 1
+    device = torch.device("cpu")
+    caches = allocate_caches(model.kv_specs, model.state_specs, blocks, 16, slots, device)
+    runner = ModelRunner(model, caches, rows, 16, device, initialize(), max_tokens=512)
+    most, found = len(plan.decode_rows) + plan.num_prefill_tokens, []
+    for step in smaller_steps(plan):
+        tokens = len(step.decode_rows) + step.num_prefill_tokens
+        assert tokens <= most
+        assert len(step.decode_rows) + len(step.prefills) <= max_requests
+        assert len(runner.execute(step).tokens) == len(step.decode_rows) + len(step.prefills)
+        found.append((tokens, len(step.prefills)))
+    if len(plan.decode_rows) >= 3:
+        assert found.pop(0) == (2, 0)
+    assert found[0] == (1, 1)
+    assert found[1][1] == min(16, max_requests)
+    for more, fewer in pairwise(found[2:]):
+        assert more[0] >= fewer[0] >= more[0] // 2 - len(plan.prefills)
+    assert found[-1][0] < 32
 
 
 def test_engines_share_weights_and_nothing_else(model):

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import sys
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,9 +18,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron_hybrid.kernels import launching
+from megatron_hybrid import EngineConfig, SamplingParams
+from megatron_hybrid.engine.build import build_engine
+from megatron_hybrid.engine.profiling import largest_step, smaller_steps
+from megatron_hybrid.engine.sizing import write_interval
+from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
+from megatron_hybrid.execution.plan import StepPlan
+from megatron_hybrid.execution.runner import ModelRunner
+from megatron_hybrid.kernels import kernel_set, launching
 from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.compiled import KERNELS
+from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.models.checkpoints.weights import load_model
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.parallel import initialize
 
 CPU = torch.device("cpu")
 
@@ -94,25 +107,20 @@ def two_kernels(pretended: PretendedDriver) -> dict[str, Any]:
     }
 
 
-def steps(folder: str) -> list[int]:
-    """Kernels that were compiled by then: for one step, for two more, for all of them again."""
+def without_flashinfer() -> None:
+    """Its kernels want a GPU."""
     whole = importlib.util.find_spec
-    # flashinfer's kernels want a GPU
     importlib.util.find_spec = lambda name, *rest: None if name == "flashinfer" else whole(name)
-    from megatron_hybrid.engine.profiling import largest_step
-    from megatron_hybrid.execution.cuda_graphs import GraphSize
-    from megatron_hybrid.execution.runner import ModelRunner
-    from megatron_hybrid.kernels import kernel_set
-    from megatron_hybrid.layers.inputs import allocate_caches
-    from megatron_hybrid.models.checkpoints.weights import load_model
-    from megatron_hybrid.parallel import initialize
 
+
+def load(folder: str, **sizes: int) -> tuple[HybridModel, ModelRunner, StepPlan]:
+    """A model with a GPU's kernels, and what runs its largest step, as when an engine starts."""
     parallel = initialize()
     model = load_model(
         folder, device=CPU, dtype="bfloat16", parallel=parallel, load_format="dummy", progress=False
     )
     model.kernels = kernel_set._gpu()
-    rows, plan = largest_step(block_size=64, max_requests=4, max_tokens=32, max_seq_length=512)
+    rows, plan = largest_step(block_size=64, **sizes)
     caches = allocate_caches(
         model.kv_specs,
         model.state_specs,
@@ -121,7 +129,17 @@ def steps(folder: str) -> list[int]:
         num_slots=len(plan.prefills) + 1,
         device=CPU,
     )
-    runner = ModelRunner(model, caches, rows, 64, CPU, parallel, max_tokens=64, asynchronous=False)
+    max_tokens = max(sizes["max_tokens"], 64)
+    runner = ModelRunner(
+        model, caches, rows, 64, CPU, parallel, max_tokens=max_tokens, asynchronous=False
+    )
+    return model, runner, plan
+
+
+def steps(folder: str) -> list[int]:
+    """Kernels that were compiled by then: for one step, for two more, for all of them again."""
+    without_flashinfer()
+    _, runner, plan = load(folder, max_requests=4, max_tokens=32, max_seq_length=512)
     sizes = [GraphSize(2), GraphSize(2, 16, 2, 4)]
     counts = []
     for _ in range(2):
@@ -133,8 +151,63 @@ def steps(folder: str) -> list[int]:
     return counts
 
 
+def serving(folder: str) -> dict[str, Any]:
+    """How many kernels an engine's start asks for, and the names of those that its steps ask for
+    besides. Nothing is compiled."""
+    without_flashinfer()
+    properties: Any = SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: properties
+    asked: set[tuple[str, ...]] = set()
+
+    def ask(src: Any, target: Any = None, options: Any = None, **_: Any) -> None:
+        asked.add((src.name, *map(str, (src.signature, src.constants, src.attrs, options))))
+        raise RuntimeError("It is not to be compiled.")
+
+    triton.compiler.compile = ask
+    model, runner, plan = load(folder, max_requests=24, max_tokens=2048, max_seq_length=2048)
+    with compiling_ahead(CPU):
+        runner.dummy_forward()
+        for step in (plan, *smaller_steps(plan)):
+            runner.execute(step)
+    config = EngineConfig(
+        load=folder,
+        device="cpu",
+        dtype="bfloat16",
+        inference_dynamic_batching_buffer_size_gb=0.25,
+        inference_dynamic_batching_prefix_caching_mamba_gb=0.25,
+        inference_dynamic_batching_max_requests=24,
+        inference_dynamic_batching_max_tokens=2048,
+        mamba_inference_state_write_interval=write_interval(model.config.pattern),  # as on a GPU
+    )
+    kernel_set.select = lambda *_, **__: kernel_set._gpu()
+    engine = build_engine(config, model=model)
+    assert isinstance(engine.runner, ModelRunner)
+    engine.runner.compile_kernels(graph_sizes(-1, 4, 24, 2048))
+    at_start = set(asked)
+    generator = torch.Generator().manual_seed(1)
+    waves = [[n] for n in (1, 5, 17, 40, 100, 130, 200, 300, 500, 700, 1000, 1500, 1990)]
+    waves += [[600] * 3, [250] * 8, [128] * 16, [60] * 20, [900, 900, 30]]
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True),
+        SamplingParams(frequency_penalty=0.5, max_tokens=3, ignore_eos=True),
+    ):
+        for wave in waves:
+            for i, n in enumerate(wave):
+                prompt = torch.randint(0, 160, (n,), generator=generator).tolist()
+                engine.add_request(str(i), prompt, params)
+            with compiling_ahead(CPU):
+                while engine.has_work():
+                    engine.step()
+    return {"at start": len(at_start), "serving": sorted({name for name, *_ in asked - at_start})}
+
+
 if __name__ == "__main__":
     pretended = PretendedDriver()
     driver.set_active(pretended)
     KERNELS.count()
-    print(json.dumps(steps(sys.argv[1]) if sys.argv[1:] else two_kernels(pretended)))
+    way, *folder = sys.argv[1:]
+    ways: dict[str, Callable[..., Any]] = {"steps": steps, "serving": serving}
+    print(json.dumps(ways[way](*folder) if folder else two_kernels(pretended)))

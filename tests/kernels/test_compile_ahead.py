@@ -30,17 +30,30 @@ def run(caches: Path, *arguments: str) -> Any:
 
 
 def test_kernels_are_compiled_by_threads_and_not_launched(tmp_path: Path) -> None:
-    found = run(tmp_path)
+    found = run(tmp_path, "two kernels")
     assert (found["compiled"], found["for launches"], found["read"]) == (4, 0, 0)
     assert found["loaded"] == ["double"] * 5  # the last time to be launched
     no_gpu, unknown = found["said"]
     assert "no GPU" in no_gpu and "NOBODY_KNOWS" in unknown
-    again = run(tmp_path)  # from Triton's cache
+    again = run(tmp_path, "two kernels")  # from Triton's cache
     assert (again["compiled"], again["read"]) == (0, 4)
 
 
 @pytest.mark.parametrize("family", usually(["qwen3_next"], ["qwen3_next", "nemotron_h_moe"]))
 def test_a_step_is_gone_through_whose_kernels_write_nothing(family: str, tmp_path: Path) -> None:
     make_tiny_model(family, tmp_path / "model")
-    first, more, *again = run(tmp_path / "caches", str(tmp_path / "model"))
+    first, more, *again = run(tmp_path / "caches", "steps", str(tmp_path / "model"))
     assert 8 < first < more and again == [more, more]
+
+
+@pytest.mark.parametrize(
+    "family",
+    usually(["qwen3_5_moe"], ["qwen3_5_moe", "nemotron_h_moe", "falcon_mamba", "bamba", "lfm2"]),
+)
+def test_an_engine_asks_for_all_kernels_when_it_starts(family: str, tmp_path: Path) -> None:
+    """Nobody waits for a compiler later: whatever the number of tokens, prompts and decodes, and
+    however tokens are drawn."""
+    make_tiny_model(family, tmp_path / "model")
+    found = run(tmp_path / "caches", "serving", str(tmp_path / "model"))
+    assert found["at start"] > 8
+    assert found["serving"] == []
