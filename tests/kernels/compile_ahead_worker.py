@@ -8,7 +8,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,11 +152,9 @@ def steps(folder: str) -> list[int]:
 
 def serving(folder: str) -> dict[str, Any]:
     """How many kernels an engine's start asks for, and the names of those that its steps ask for
-    besides. Nothing is compiled."""
+    besides, as if a GPU had one multiprocessor. Nothing is compiled."""
     without_flashinfer()
-    properties: Any = SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: properties
     asked: set[tuple[str, ...]] = set()
 
     def ask(src: Any, target: Any = None, options: Any = None, **_: Any) -> None:
