@@ -324,11 +324,16 @@ def test_what_kernels_keep_from_the_largest_step_on_is_not_set_aside_again(model
     assert found == [35, 35]
 
 
+def runner_of_the_largest_step(model, max_tokens, **sizes):
+    rows, plan = largest_step(block_size=16, max_tokens=max_tokens, **sizes)
+    device, blocks, slots = torch.device("cpu"), int(rows.block_table.max()) + 1, len(plan.prefills)
+    caches = allocate_caches(model.kv_specs, model.state_specs, blocks, 16, slots + 1, device)
+    runner = ModelRunner(model, caches, rows, 16, device, initialize(), max_tokens=max_tokens)
+    return runner, plan
+
+
 def test_the_largest_step_can_be_computed(model):
-    rows, plan = largest_step(block_size=16, max_requests=4, max_tokens=64, max_seq_length=50)
-    blocks = int(rows.block_table.max()) + 1
-    caches = allocate_caches(model.kv_specs, model.state_specs, blocks, 16, 3, torch.device("cpu"))
-    runner = ModelRunner(model, caches, rows, 16, torch.device("cpu"), initialize(), max_tokens=64)
+    runner, plan = runner_of_the_largest_step(model, 64, max_requests=4, max_seq_length=50)
     tokens = runner.execute(plan).tokens
     assert len(tokens) == 4
     assert np.all((tokens >= 0) & (tokens < model.config.vocab_size))
@@ -337,12 +342,8 @@ def test_the_largest_step_can_be_computed(model):
 @pytest.mark.parametrize("max_requests", [1, 4, 40])
 @pytest.mark.parametrize("max_seq_length", [50, 600])
 def test_steps_that_kernels_are_compiled_for_can_be_computed(model, max_requests, max_seq_length):
-    sizes = {"block_size": 16, "max_requests": max_requests, "max_seq_length": max_seq_length}
-    rows, plan = largest_step(max_tokens=512, **sizes)
-    blocks, slots = int(rows.block_table.max()) + 1, len(plan.prefills) + 1
-    device = torch.device("cpu")
-    caches = allocate_caches(model.kv_specs, model.state_specs, blocks, 16, slots, device)
-    runner = ModelRunner(model, caches, rows, 16, device, initialize(), max_tokens=512)
+    sizes = {"max_requests": max_requests, "max_seq_length": max_seq_length}
+    runner, plan = runner_of_the_largest_step(model, 512, **sizes)
     most, found = len(plan.decode_rows) + plan.num_prefill_tokens, []
     for step in smaller_steps(plan):
         tokens = len(step.decode_rows) + step.num_prefill_tokens

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.engine.build import build_engine
-from megatron_hybrid.engine.profiling import largest_step, smaller_steps
+from megatron_hybrid.engine.profiling import _compile_kernels, largest_step
 from megatron_hybrid.engine.sizing import write_interval
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.plan import StepPlan
@@ -128,7 +128,7 @@ def load(folder: str, **sizes: int) -> tuple[HybridModel, ModelRunner, StepPlan]
         num_slots=len(plan.prefills) + 1,
         device=CPU,
     )
-    max_tokens = max(sizes["max_tokens"], 64)
+    max_tokens = sizes["max_tokens"]
     runner = ModelRunner(
         model, caches, rows, 64, CPU, parallel, max_tokens=max_tokens, asynchronous=False
     )
@@ -155,32 +155,34 @@ def serving(folder: str) -> dict[str, Any]:
     besides, as if a GPU had one multiprocessor. Nothing is compiled."""
     without_flashinfer()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.synchronize = lambda *_: None
     asked: set[tuple[str, ...]] = set()
 
     def ask(src: Any, target: Any = None, options: Any = None, **_: Any) -> None:
         asked.add((src.name, *map(str, (src.signature, src.constants, src.attrs, options))))
+        KERNELS.compiled += 1  # or a start would take what it needs to be in Triton's cache
         raise RuntimeError("It is not to be compiled.")
 
     triton.compiler.compile = ask
-    model, runner, plan = load(folder, max_requests=24, max_tokens=2048, max_seq_length=2048)
-    with compiling_ahead(CPU):
-        runner.dummy_forward()
-        for step in (plan, *smaller_steps(plan)):
-            runner.execute(step)
+    requests, tokens = 24, 2048
+    model, runner, plan = load(
+        folder, max_requests=requests, max_tokens=tokens, max_seq_length=tokens
+    )
+    _compile_kernels(runner, plan, initialize(), CPU)
     config = EngineConfig(
         load=folder,
         device="cpu",
         dtype="bfloat16",
         inference_dynamic_batching_buffer_size_gb=0.25,
         inference_dynamic_batching_prefix_caching_mamba_gb=0.25,
-        inference_dynamic_batching_max_requests=24,
-        inference_dynamic_batching_max_tokens=2048,
+        inference_dynamic_batching_max_requests=requests,
+        inference_dynamic_batching_max_tokens=tokens,
         mamba_inference_state_write_interval=write_interval(model.config.pattern),  # as on a GPU
     )
     kernel_set.select = lambda *_, **__: kernel_set._gpu()
     engine = build_engine(config, model=model)
     assert isinstance(engine.runner, ModelRunner)
-    engine.runner.compile_kernels(graph_sizes(-1, 4, 24, 2048))
+    engine.runner.compile_kernels(graph_sizes(-1, 4, requests, tokens))
     at_start = set(asked)
     generator = torch.Generator().manual_seed(1)
     waves = [[n] for n in (1, 5, 17, 40, 100, 130, 200, 300, 500, 700, 1000, 1500, 1990)]
@@ -205,6 +207,6 @@ if __name__ == "__main__":
     pretended = PretendedDriver()
     driver.set_active(pretended)
     KERNELS.count()
-    way, *folder = sys.argv[1:]
-    ways: dict[str, Callable[..., Any]] = {"steps": steps, "serving": serving}
-    print(json.dumps(ways[way](*folder) if folder else two_kernels(pretended)))
+    ways: dict[str, Callable[[str], Any]] = {"steps": steps, "serving": serving}
+    found = ways[sys.argv[1]](sys.argv[2]) if sys.argv[1:] else two_kernels(pretended)
+    print(json.dumps(found))

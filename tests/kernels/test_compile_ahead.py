@@ -30,12 +30,12 @@ def run(caches: Path, *arguments: str) -> Any:
 
 
 def test_kernels_are_compiled_by_threads_and_not_launched(tmp_path: Path) -> None:
-    found = run(tmp_path, "two kernels")
+    found = run(tmp_path)
     assert (found["compiled"], found["for launches"], found["read"]) == (4, 0, 0)
     assert found["loaded"] == ["double"] * 5  # the last time to be launched
     no_gpu, unknown = found["said"]
     assert "no GPU" in no_gpu and "NOBODY_KNOWS" in unknown
-    again = run(tmp_path, "two kernels")  # from Triton's cache
+    again = run(tmp_path)  # from Triton's cache
     assert (again["compiled"], again["read"]) == (0, 4)
 
 
