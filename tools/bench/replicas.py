@@ -89,8 +89,11 @@ class Memory:
 class ReplicaServers:
     """A server whose replicas are launched one by one, so that each can be killed alone."""
 
-    def __init__(self, replicas: int, flags: Sequence[str]) -> None:
-        self._flags = [*flags, "--port", str(_free_port()), "--data-parallel-size", str(replicas)]
+    def __init__(
+        self, replicas: int, flags: Sequence[str], environments: Sequence[dict[str, str]] = ()
+    ) -> None:
+        self._flags = [*flags, "--port", str(free_port()), "--data-parallel-size", str(replicas)]
+        self._environments = environments
         self.processes: list[subprocess.Popen[str]] = []
         self._lines: list[str] = []
         for rank in range(replicas):
@@ -100,6 +103,7 @@ class ReplicaServers:
 
     def launch(self, rank: int) -> subprocess.Popen[str]:
         """Start this replica; it is not waited for."""
+        own = self._environments[rank] if self._environments else {}
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megatron_hybrid.server.cli"),
@@ -108,7 +112,7 @@ class ReplicaServers:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **own, "PYTHONUNBUFFERED": "1"},
         )
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         return process
@@ -164,9 +168,11 @@ class ReplicaServers:
 
 
 @contextlib.contextmanager
-def started(replicas: int, flags: Sequence[str]) -> Iterator[ReplicaServers]:
-    """A server of its own, ended at the end."""
-    servers = ReplicaServers(replicas, flags)
+def started(
+    replicas: int, flags: Sequence[str], environments: Sequence[dict[str, str]] = ()
+) -> Iterator[ReplicaServers]:
+    """A server of its own, ended at the end. environments: what each replica's has besides."""
+    servers = ReplicaServers(replicas, flags, environments)
     try:
         yield servers
     finally:
@@ -290,7 +296,10 @@ def _text(generator: random.Random, words: int) -> str:
     return " ".join(text.split()[:words])
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def free_port(below: int = 65536) -> int:
+    """below: for programs that read ports as numbers with a sign."""
+    while True:
+        port = random.randrange(20_000, below)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port

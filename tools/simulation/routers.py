@@ -139,6 +139,7 @@ ROUTERS: dict[str, Callable[[CacheGeometry, int], Router]] = {
     "first_prefix_block": lambda geometry, _: PlacerRouter("first_prefix_block", geometry),
     "dynamo_kv": DynamoKV,
     "dynamo_kv-4": partial(DynamoKV, prefill_load_scale=4.0),
+    "dynamo_kv-8": partial(DynamoKV, prefill_load_scale=8.0),
     "cache_aware": lambda geometry, _: CacheAware(geometry),
     "rendezvous-1.25": _rendezvous(1.25),
     "rendezvous-1.5": _rendezvous(1.5),
