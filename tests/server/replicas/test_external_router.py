@@ -226,12 +226,14 @@ def test_a_stored_response_is_found_where_the_router_asks_every_server(
 def test_the_router_knows_the_load_of_each_server(deployment: Deployment) -> None:
     if deployment.router == "sglang_router":
         return  # it counts its own requests
-    loads = get(f"{deployment.url}/get_loads")
-    if deployment.router == "smg":
-        assert [one["num_total_reqs"] for one in loads["loads"]] == [0, 0]
-        assert all(one["max_total_num_tokens"] > 0 for one in loads["loads"])
+    url = f"{deployment.url}/get_loads"
+    if deployment.router == "smg":  # asks every ten seconds
+        wait_until(lambda: len(get(url)["loads"]) == len(deployment.servers), 30)
+        loads = get(url)["loads"]
+        assert [one["num_total_reqs"] for one in loads] == [0, 0]
+        assert all(one["max_total_num_tokens"] > 0 for one in loads)
     else:  # -1 would be unknown
-        assert [one["load"] for one in loads["workers"]] == [0, 0]
+        assert [one["load"] for one in get(url)["workers"]] == [0, 0]
 
 
 def test_a_wrong_request_gets_our_own_error(deployment: Deployment) -> None:
