@@ -5,6 +5,7 @@
 #   ensure_environment            # the engine and its server
 #   ensure_environment test       # and what the tests need
 #   ensure_client_environment aiperf    # one of other people's clients, which tests/clients runs
+#   ensure_deployments_environment      # what tests need with Dynamo and Ray: VENV is another one then
 #
 # PYTHON names the interpreter to use; otherwise the first 3.11 or 3.12 that is found.
 
@@ -130,4 +131,22 @@ ensure_client_environment() {
         return 1
     }
     cp "$wanted" "$venv/.installed"
+}
+
+# What the tests need, with Dynamo and Ray Serve, in .venv-deployments, which is VENV from here on:
+# Dynamo wants some packages in versions of its own.
+ensure_deployments_environment() {
+    local wanted="$ROOT/configs/dynamo/requirements.txt" stamp
+    VENV="$ROOT/.venv-deployments"
+    ensure_environment test,ray || return 1
+    stamp="$VENV/.installed-dynamo"
+    if cmp -s "$wanted" "$stamp" && [ "$stamp" -nt "$VENV/.installed-test,ray" ]; then
+        return 0
+    fi
+    echo "== installing $wanted into $VENV"
+    _pip_install "$VENV" --no-deps -r "$wanted" || {
+        echo "The installation failed; pip's message above says why." >&2
+        return 1
+    }
+    cp "$wanted" "$stamp"
 }

@@ -4,13 +4,17 @@
 #   tools/run_tests.sh                      all of it
 #   tools/run_tests.sh tests/unit -k hash   only pytest, with these arguments
 #
+# TESTS=all: also what CI leaves out. tests/dynamo and tests/ray run in an environment of their own then.
 # TEST_WORKERS: processes for pytest (default: one more than cores, at most 4, since tests of several
 # processes mostly wait; 0 runs in this process).
 set -euo pipefail
 
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-ensure_environment test
+case " ${TESTS:-} $*" in
+" all "*tests/dynamo* | " all "*tests/ray*) ensure_deployments_environment ;;
+*) ensure_environment test ;;
+esac
 export PATH="$VENV/bin:$PATH"
 
 # The models in the tests are tiny: threads inside an operation only get in each other's way.
@@ -44,6 +48,10 @@ workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count()
 # A file's tests stay in one process: they share servers and loaded models. Files begin in the order
 # that tests/conftest.py gives them, not by how many tests they have.
 step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10
+if [ "${TESTS:-}" = all ]; then
+    ensure_deployments_environment
+    step "$VENV/bin/python" -m pytest tests/dynamo tests/ray
+fi
 wait "$checking" || status=1
 cat "$types"
 [ "$status" = 0 ] || echo "== at least one of the checks above failed" >&2
