@@ -79,6 +79,10 @@ def main() -> int:
     args = parser.parse_args(ours)
     if not args.ways or not set(args.ways) <= set(WAYS):
         parser.error(f"Ways are {', '.join(WAYS)}; got {' '.join(args.ways) or 'none'}.")
+    if len(of_replicas) % 2:
+        parser.error(
+            "Flags behind -- are a name and a value each, such as --tensor-parallel-size 2."
+        )
     pythons = dict(pair.split("=", 1) for pair in args.python)
     flags = [*Memory(args.kv_gb, args.states_gb).flags(1), *of_replicas]
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}

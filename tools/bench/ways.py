@@ -52,7 +52,7 @@ class Deployment:
             # Sockets are in it, and the paths of those are short.
             folder = Path(tempfile.mkdtemp(prefix="way-", dir="/tmp"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            processes = stack.enter_context(_Processes(self.python, folder))
+            processes = stack.enter_context(Processes(self.python, folder))
             if way in ROUTERS:
                 yield self._router(way, processes)
             elif way == "dynamo":
@@ -66,7 +66,7 @@ class Deployment:
     def _device(self, rank: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": str(rank)} if self.gpus else {}
 
-    def _router(self, way: str, processes: _Processes) -> str:
+    def _router(self, way: str, processes: Processes) -> str:
         servers = []
         for rank in range(self.replicas):
             servers.append(f"http://127.0.0.1:{(port := free_port())}")
@@ -89,7 +89,7 @@ class Deployment:
         processes.wait(reaches_all)
         return url
 
-    def _dynamo(self, processes: _Processes) -> str:
+    def _dynamo(self, processes: Processes) -> str:
         environment = {
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_FILE_KV": str(processes.folder / "discovery"),
@@ -111,7 +111,7 @@ class Deployment:
         processes.wait(lambda: '"id"' in _read(f"{url}/v1/models"))
         return url
 
-    def _ray(self, processes: _Processes, haproxy: bool) -> str:
+    def _ray(self, processes: Processes, haproxy: bool) -> str:
         pairs = list(zip(self._flags()[::2], self._flags()[1::2], strict=True))
         arguments = {name.removeprefix("--").replace("-", "_"): value for name, value in pairs}
         config = {
@@ -141,7 +141,7 @@ class Deployment:
 
 
 @dataclass
-class _Processes:
+class Processes:
     """Started in order, ended in the opposite one, each with whatever it has started."""
 
     python: str
@@ -173,7 +173,7 @@ class _Processes:
                 raise RuntimeError(f"Not all is up after {START_SECONDS:g} s: {logs}")
             time.sleep(0.2)
 
-    def __enter__(self) -> _Processes:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.replicas import free_port
-from bench.ways import ROOT, Deployment, _Processes
+from bench.ways import ROOT, Deployment, Processes
 from tests.thorough import EVERYTHING
 
 TOOL = ROOT / "tools" / "benchmark_ways.py"
@@ -19,7 +19,7 @@ TOOL = ROOT / "tools" / "benchmark_ways.py"
 
 def test_a_process_that_is_up_is_waited_for_and_ends_with_the_block(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{(port := free_port())}"
-    with _Processes(sys.executable, tmp_path) as processes:
+    with Processes(sys.executable, tmp_path) as processes:
         processes.start("page", "http.server", str(port), "--bind", "127.0.0.1")
         processes.wait(lambda: urllib.request.urlopen(url, timeout=5).status == 200)
     with pytest.raises(OSError):
@@ -27,7 +27,7 @@ def test_a_process_that_is_up_is_waited_for_and_ends_with_the_block(tmp_path: Pa
 
 
 def test_one_that_has_ended_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with _Processes(sys.executable, tmp_path) as processes:
+    with Processes(sys.executable, tmp_path) as processes:
         processes.start("front end", "no_such_module")
         with pytest.raises(RuntimeError, match=r"front end has ended: .*no_such_module"):
             processes.wait(lambda: False)
