@@ -13,7 +13,7 @@ the reference model on the CPU unless flags behind -- say another one. Each star
 --repeats times, with other prompts each time. Printed and kept in --json are, as medians and all
 runs:
 
-one token   milliseconds of a chat of one token, the median of 100, one at a time
+one_token   milliseconds of a chat of one token, the median of 100, one at a time
 streams     seconds for 600 chats of 20 tokens, 200 at a time
 chats       those of benchmark_replicas.py, with --requests requests; tokens skipped, and seconds
 multi_turn  benchmark_serving.py's workload of that name, by token ids: smg and sglang-router

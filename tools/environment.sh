@@ -81,12 +81,14 @@ PROGRESS_SECONDS=20
 
 # _pip_install VENV ARGUMENT...: modules are compiled as they are imported, since most never are.
 _pip_install() {
-    local venv=$1
+    local venv=$1 status
     shift
     PYTHONUNBUFFERED=1 PIP_ROOT_USER_ACTION=ignore "$venv/bin/python" -m pip install --no-input \
         --disable-pip-version-check --progress-bar off --no-compile "$@" </dev/null 2>&1 |
         _show_progress
-    return "${PIPESTATUS[0]}"
+    status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || echo "The installation failed; pip's message above says why." >&2
+    return "$status"
 }
 
 ensure_environment() {
@@ -110,10 +112,7 @@ ensure_environment() {
     # In its own line, before our requirements: an old pip does not know how to install
     # pyproject projects in editable mode.
     (cd "$ROOT" && _pip_install "$VENV" --upgrade pip &&
-        _pip_install "$VENV" --editable "$target") || {
-        echo "The installation failed; pip's message above says why." >&2
-        return 1
-    }
+        _pip_install "$VENV" --editable "$target") || return 1
     printf '%s\n' "$fingerprint" >"$stamp"
 }
 
@@ -126,10 +125,7 @@ ensure_client_environment() {
         return 0
     fi
     echo "== installing $wanted into $venv (about 1 GB; a few minutes the first time)"
-    _pip_install "$venv" --upgrade pip && _pip_install "$venv" -r "$wanted" || {
-        echo "The installation failed; pip's message above says why." >&2
-        return 1
-    }
+    _pip_install "$venv" --upgrade pip && _pip_install "$venv" -r "$wanted" || return 1
     cp "$wanted" "$venv/.installed"
 }
 
@@ -144,9 +140,6 @@ ensure_deployments_environment() {
         return 0
     fi
     echo "== installing $wanted into $VENV"
-    _pip_install "$VENV" --no-deps -r "$wanted" || {
-        echo "The installation failed; pip's message above says why." >&2
-        return 1
-    }
+    _pip_install "$VENV" --no-deps -r "$wanted" || return 1
     cp "$wanted" "$stamp"
 }

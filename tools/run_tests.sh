@@ -49,7 +49,7 @@ workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count()
 # that tests/conftest.py gives them, not by how many tests they have.
 step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10
 if [ "${TESTS:-}" = all ]; then
-    ensure_deployments_environment
+    step ensure_deployments_environment
     step "$VENV/bin/python" -m pytest tests/dynamo tests/ray
 fi
 wait "$checking" || status=1

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -16,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.server.running import ROOT, free_port, wait_until
+from bench.replicas import free_port
+from bench.ways import dynamo_environment
+from tests.server.running import ROOT, wait_until
 
 MODEL = "reference_model"
 START_SECONDS = 90
@@ -26,7 +26,7 @@ class Worker:
     """One of ours; `metrics` reads its page."""
 
     def __init__(self, folder: Path, name: str, *flags: str, **environment: str) -> None:
-        self.port = small_port()
+        self.port = free_port(below=32768)  # Dynamo reads it as 16 bits with a sign
         self.log = folder / f"{name}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -68,15 +68,6 @@ def figure(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def small_port() -> int:
-    """A free one; Dynamo reads the system port as a number of 16 bits with a sign."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
-
-
 def ancestors(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
@@ -87,15 +78,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_FILE_KV": str(folder / "discovery"),
-        "DYN_REQUEST_PLANE": "tcp",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    return {**os.environ, **dynamo_environment(folder), "OMP_NUM_THREADS": "1"}
 
 
 class Deployment:

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bench.ways import ray_config, ray_environment
 from tests.dynamo.deployment import ancestors, body_of, post
 from tests.server.running import ROOT, free_port, wait_until
 
@@ -32,29 +31,17 @@ class Deployment:
         self.address = "127.0.0.1", (port := free_port())
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "serve.log"
-        # Sockets are in it, and the paths of those are short.
         self._temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-        application = {
-            "name": "llm",
-            "route_prefix": "/",
-            "import_path": "megatron_hybrid.ray:build",
-            "args": {"device": "cpu", "cpus": 0.1, **args},
-        }
-        config = {
-            "http_options": {"host": "127.0.0.1", "port": port},
-            "applications": [application],
-        }
-        (folder / "serve.yaml").write_text(yaml.safe_dump(config))
+        config = ray_config(port, device="cpu", **args)
+        (folder / "serve.yaml").write_text(config)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [*command(), "run", str(folder / "serve.yaml")],
                 env={
                     **os.environ,
+                    **ray_environment(self._temporary),
                     "PYTHONPATH": str(ROOT),
                     "OMP_NUM_THREADS": "1",
-                    "RAY_TMPDIR": self._temporary,
-                    "RAY_AUTH_MODE": "disabled",  # else a token is left in the home folder
-                    "RAY_USAGE_STATS_ENABLED": "0",
                     # Ten seconds pass else before the figures for autoscaling are seen.
                     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
                 },

@@ -123,7 +123,7 @@ class ReplicaServers:
 
     def get(self, path: str) -> Any:
         """The JSON that this route answers."""
-        return _get(self.url + path)
+        return get_json(self.url + path)
 
     def engines(self) -> dict[str, dict[str, Any]]:
         """Each replica's figures, by its number."""
@@ -253,7 +253,7 @@ def measure_router(url: str, servers: Sequence[str], workload: Workload) -> dict
     answered nobody else."""
     outcomes = drive(url, workload)
     return figures(
-        outcomes, {str(k): _get(f"{one}/stats")["engine"] for k, one in enumerate(servers)}
+        outcomes, {str(k): get_json(f"{one}/stats")["engine"] for k, one in enumerate(servers)}
     )
 
 
@@ -285,7 +285,7 @@ def kill_midway(flags: Sequence[str], workload: Workload) -> dict[str, Any]:
         }
 
 
-def _get(url: str) -> Any:
+def get_json(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
 

@@ -16,8 +16,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bench.replicas import free_port, started
+from bench.replicas import free_port, get_json, started
 
 ROOT = Path(__file__).parents[2]
 ROUTERS = {  # by the ways' names
@@ -49,8 +50,7 @@ class Deployment:
                 environments = [self._device(rank) for rank in range(replicas)]
                 yield stack.enter_context(started(replicas, self._flags(), environments)).url
                 return
-            # Sockets are in it, and the paths of those are short.
-            folder = Path(tempfile.mkdtemp(prefix="way-", dir="/tmp"))
+            folder = Path(tempfile.mkdtemp(prefix="way-", dir="/tmp"))  # a short path
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             processes = stack.enter_context(Processes(self.python, folder))
             if way in ROUTERS:
@@ -83,20 +83,14 @@ class Deployment:
         )
 
         def reaches_all() -> bool:
-            workers = json.loads(_read(f"{url}/workers") or "{}").get("workers", [])
+            workers = get_json(f"{url}/workers")["workers"]
             return sum(worker["is_healthy"] for worker in workers) == self.replicas
 
         processes.wait(reaches_all)
         return url
 
     def _dynamo(self, processes: Processes) -> str:
-        environment = {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": str(processes.folder / "discovery"),
-            "DYN_REQUEST_PLANE": "tcp",
-            "DYN_EVENT_PLANE": "zmq",
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
-        }
+        environment = dynamo_environment(processes.folder)
         url = f"http://127.0.0.1:{(port := free_port())}"
         front_end = ("--router-mode", "kv", "--http-host", "127.0.0.1", "--http-port", str(port))
         processes.start("front end", "dynamo.frontend", *front_end, **environment)
@@ -114,23 +108,10 @@ class Deployment:
     def _ray(self, processes: Processes, haproxy: bool) -> str:
         pairs = list(zip(self._flags()[::2], self._flags()[1::2], strict=True))
         arguments = {name.removeprefix("--").replace("-", "_"): value for name, value in pairs}
-        config = {
-            "http_options": {"host": "127.0.0.1", "port": (port := free_port())},
-            "applications": [
-                {
-                    "name": "llm",
-                    "route_prefix": "/",
-                    "import_path": "megatron_hybrid.ray:build",
-                    "args": {"replicas": self.replicas, "cpus": 0.1, **arguments},
-                }
-            ],
-        }
+        port = free_port()
         file = processes.folder / "serve.yaml"
-        file.write_text(json.dumps(config))  # which is YAML, too
-        environment = {
-            "RAY_TMPDIR": str(processes.folder),
-            "RAY_AUTH_MODE": "disabled",  # else a token is left in the home folder
-            "RAY_USAGE_STATS_ENABLED": "0",
+        file.write_text(ray_config(port, replicas=self.replicas, **arguments))
+        environment = ray_environment(processes.folder) | {
             "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy)),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
@@ -138,6 +119,38 @@ class Deployment:
         url = f"http://127.0.0.1:{port}"
         processes.wait(lambda: _up(f"{url}/metrics") == self.replicas)
         return url
+
+
+def dynamo_environment(folder: Path) -> dict[str, str]:
+    """Of a front end and its workers on one machine, which find one another in this folder."""
+    return {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(folder / "discovery"),
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
+    }
+
+
+def ray_config(port: int, **args: Any) -> str:
+    """What `serve run` takes, with these arguments of our application; JSON, which is YAML, too."""
+    application = {
+        "name": "llm",
+        "route_prefix": "/",
+        "import_path": "megatron_hybrid.ray:build",
+        "args": {"cpus": 0.1, **args},
+    }
+    http = {"host": "127.0.0.1", "port": port}
+    return json.dumps({"http_options": http, "applications": [application]})
+
+
+def ray_environment(folder: Path | str) -> dict[str, str]:
+    """Of a Ray of its own. folder: its sockets are in it, and the paths of those are short."""
+    return {
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "disabled",  # else a token is left in the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 @dataclass

@@ -33,7 +33,7 @@ def test_one_that_has_ended_is_named_with_the_end_of_its_log(tmp_path: Path) -> 
             processes.wait(lambda: False)
 
 
-def test_a_ways_packages_may_be_missing() -> None:
+def test_a_server_that_does_not_start_is_named() -> None:
     way = Deployment(python=sys.executable, flags=("--no-such-flag", "1"))
     with pytest.raises(RuntimeError, match="has ended"), way.behind("smg"):
         pass
