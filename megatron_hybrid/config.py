@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ MOST_BLOCK_SIZE = 2**20
 MOST_REQUESTS = 2**16
 MOST_TOKENS = 2**24
 MOST_GB = 2**30
+
+
+def _from_environment() -> bool:
+    """Whether batch-invariant mode is wanted where nothing else says so."""
+    return os.environ.get("MEGATRON_HYBRID_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -245,6 +251,13 @@ class EngineConfig(Settings):
         least=1,
         most=MOST_WRITE_INTERVAL,
     )
+    batch_invariant: bool = option(
+        _from_environment,
+        "tokens and log-probabilities of a request have the same bits alone and beside any others, "
+        "cold and from the cache, in any chunks, with drafts and without, and as a prompt again; "
+        "the variable MEGATRON_HYBRID_BATCH_INVARIANT=1 says the same",
+        shown="off",
+    )
     inference_logging_step_interval: int = option(
         100, "steps between two lines of the periodic log; 0: none", least_means="none"
     )
@@ -266,12 +279,32 @@ class EngineConfig(Settings):
             )
 
         self._check_transformer_engine()
+        self._check_batch_invariant()
         states = self.mamba_inference_ssm_states_dtype
         if self.mamba_inference_stochastic_rounding and states != "float16":
             raise ConfigurationError(
                 f"--mamba-inference-stochastic-rounding is for states in float16; "
                 f"--mamba-inference-ssm-states-dtype is {states}."
             )
+
+    def _check_batch_invariant(self) -> None:
+        if not self.batch_invariant:
+            return
+        with_mode = "--batch-invariant does not go together with"
+        for flag, value, allowed, why in (
+            ("kernels", self.kernels, ("auto", "reference"), "whose sums depend on the batch"),
+            ("transformer-impl", self.transformer_impl, ("local",), "whose products do, too"),
+            (
+                "mamba-inference-ssm-states-dtype", self.mamba_inference_ssm_states_dtype,
+                ("float32",), "which are rounded wherever they are written",
+            ),
+            (
+                "mamba-inference-cached-states-dtype", self.mamba_inference_cached_states_dtype,
+                (None, "float32"), "which are rounded when they are cached",
+            ),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ConfigurationError(f"{with_mode} --{flag} {value}, {why}; leave one out.")
 
     @property
     def transformer_engine_recipe(self) -> str | None:

@@ -48,6 +48,7 @@ _NAMES = {
     "--http-workers": "--api-server-count",
     "--max-queue": "--max-queued-requests --max-concurrent-requests",
     "--inference-rank-timeout": "--watchdog-timeout",
+    "--batch-invariant": "--batch-invariant-mode --enable-deterministic-inference",
 }
 _REASONS = {
     f"--gpu-memory-utilization bounds all that is taken, {_BUFFER} and {_STATES} its parts in GB": (
@@ -83,7 +84,7 @@ NONE = {name: reason for reason, names in _REASONS.items() for name in names.spl
 ALIASES = tuple(
     """--model --tokenizer --max-model-len --tensor-parallel-size -tp --pipeline-parallel-size -pp
     -dp --max-num-seqs --max-num-batched-tokens --block-size --enable-prefix-caching --enforce-eager
-    --disable-log-stats""".split()
+    --disable-log-stats --batch-invariant-mode""".split()
 )
 VALUES: dict[str, dict[str, str | None]] = {
     "--dtype": {"auto": None, "half": "float16", "float": "float32"},

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Number
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -18,17 +17,13 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import collecting_seldom
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.execution.plan import WeightsSource
+from megatron_hybrid.growing_output import GrowingOutput
 from megatron_hybrid.models.checkpoints import hub
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.request import (
-    FinishReason,
-    RequestEvent,
-    RequestOutput,
-    SamplingParams,
-    validate_text,
-)
-from megatron_hybrid.request_checks import validate_prompt, validate_whole_numbers
-from megatron_hybrid.text.answer_text import AnswerText
+from megatron_hybrid.prompt_encoder import PromptEncoder, begins_with, is_sequence, wrong_kind
+from megatron_hybrid.request import RequestOutput, SamplingParams
+from megatron_hybrid.request_checks import validate_prompt
+from megatron_hybrid.scoring import AnswerScore, joined, kept_at, params_behind
 from megatron_hybrid.text.bad_words import with_token_ids
 from megatron_hybrid.text.reasoning import Opening, choose, opening_after
 from megatron_hybrid.text.structural_tags import as_lark
@@ -78,8 +73,11 @@ class LLM:
         self.engine: DynamicInferenceEngine = build_engine(config)
         self._folder = ModelFolder.of(config).tokenizer
         self._tokenizer: Tokenizer | ConfigurationError | None = None
+        self._encoder = PromptEncoder(lambda: self.tokenizer)
         self._ids = itertools.count()
-        self._open: dict[tuple[str, int], _Answer] = {}  # by request id and index of the choice
+        self._open: dict[
+            tuple[str, int], GrowingOutput
+        ] = {}  # by request id and index of the choice
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -115,7 +113,7 @@ class LLM:
         when no replica has work left.
         """
         with self._joining_if_refused():
-            encoded = self._encode_all(prompts)
+            encoded = self._encoder.prompts(prompts)
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -133,13 +131,15 @@ class LLM:
         """Answer one conversation, or several, rendered by the model's chat template; everything
         else as in `generate`."""
         with self._joining_if_refused():
-            if not _is_sequence(messages):
-                raise _wrong("messages", messages, "a list of messages, or a list of such lists")
-            if _begins_with(Mapping, messages):
-                encoded = [self._encode_chat(messages, "messages")]
+            if not is_sequence(messages):
+                raise wrong_kind(
+                    "messages", messages, "a list of messages, or a list of such lists"
+                )
+            if begins_with(Mapping, messages):
+                encoded = [self._encoder.chat(messages, "messages")]
             else:
                 chats = enumerate(messages)
-                encoded = [self._encode_chat(chat, f"messages[{i}]") for i, chat in chats]
+                encoded = [self._encoder.chat(chat, f"messages[{i}]") for i, chat in chats]
         return self._run(
             encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
         )
@@ -159,16 +159,16 @@ class LLM:
         options = _Options(cache_salt, priority, cache_checkpoints)
         with self._joining_if_refused():
             if params is not None and not isinstance(params, SamplingParams):
-                raise _wrong("params", params, "SamplingParams or None")
+                raise wrong_kind("params", params, "SamplingParams or None")
             if params is not None and params.n != 1:
                 raise InvalidRequestError(
                     "n",
                     f"n is {params.n}; LLM.stream gives one answer. Use LLM.generate for several.",
                 )
-            if _begins_with(Mapping, prompt):
-                encoded = self._encode_chat(prompt, "messages")
+            if begins_with(Mapping, prompt):
+                encoded = self._encoder.chat(prompt, "messages")
             else:
-                encoded = self._encode(prompt, "prompt")
+                encoded = self._encoder.prompt(prompt, "prompt")
             ((answer,),) = self._submit([encoded], params, options)
         shown, complete = 0, False
         try:
@@ -183,6 +183,35 @@ class LLM:
         finally:
             self._abort([answer])
             self._join_others()
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        answers: Prompt | Sequence[Prompt | Sequence[Prompt]],
+        *,
+        top_logprobs: int = 0,
+        cache_salt: str = "",
+        priority: int = 0,
+        progress: bool = True,
+    ) -> list[list[AnswerScore]]:
+        """How likely given answers are behind prompts, all batched: of each prompt, and of each of
+        its answers. For each prompt there is an answer, text or token ids, or a list of several;
+        texts of answers are encoded without special tokens. Nothing is generated; what is cached
+        of a prompt is skipped. `top_logprobs`: of so many of the likeliest tokens, too. Everything
+        else, and what is raised, as in `generate`."""
+        with self._joining_if_refused():
+            encoded = [prompt.token_ids for prompt in self._encoder.prompts(prompts)]
+            several = self._encoder.answers(answers, prompts)
+            both, params = [], []
+            for i, (prompt, behind) in enumerate(zip(encoded, several, strict=True)):
+                for name, answer in behind:
+                    limit, flag = self.engine.max_seq_length, self.engine.max_seq_length_flag
+                    names = {"prompt_name": f"prompts[{i}]", "answer_name": name}
+                    ids = joined(prompt, answer, self.engine.vocab_size, limit, flag=flag, **names)
+                    both.append(EncodedPrompt(ids, kept_at(len(prompt))))
+                    params.append(params_behind(len(prompt), top_logprobs))
+        outputs = iter(self._run(both, params, _Options(cache_salt, priority, ()), progress))
+        return [[AnswerScore.of(ids, next(outputs)) for _, ids in behind] for behind in several]
 
     def pause(self, mode: str = "finish") -> None:
         """Begin no more answers. Those of open streams that have begun: "finish" computes them to
@@ -216,6 +245,11 @@ class LLM:
                 self.engine.resume()
         return self.engine.epoch
 
+    @property
+    def system_fingerprint(self) -> str:
+        """The short name of what computes answers: device, versions, mode and weights of now."""
+        return self.engine.fingerprint.short
+
     def stats(self) -> dict[str, Any]:
         """The counters of docs/prefix_cache.md."""
         return self.engine.stats()
@@ -240,19 +274,19 @@ class LLM:
 
     def _submit(
         self, prompts: list[EncodedPrompt], params: AllParams, options: _Options
-    ) -> list[list[_Answer]]:
+    ) -> list[list[GrowingOutput]]:
         """Queue all prompts, or none; the answers to come, those of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
-        if not _is_sequence(params):
-            raise _wrong("params", params, "SamplingParams, or one for each prompt")
+        if not is_sequence(params):
+            raise wrong_kind("params", params, "SamplingParams, or one for each prompt")
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 "params", f"There are {len(prompts)} prompts but {len(params)} SamplingParams."
             )
         for i, one in enumerate(params):
             if not isinstance(one, SamplingParams):
-                raise _wrong(f"params[{i}]", one, "SamplingParams")
+                raise wrong_kind(f"params[{i}]", one, "SamplingParams")
             one.validate()  # before there are n answers of it
         params = [
             self._as_engine_knows(one, prompt.token_ids)
@@ -262,7 +296,7 @@ class LLM:
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
             for prompt, one in zip(prompts, params, strict=True)
         ]
-        submitted: list[_Answer] = []
+        submitted: list[GrowingOutput] = []
         try:
             for answers, prompt, one in zip(requests, prompts, params, strict=True):
                 self.engine.add_request(
@@ -279,7 +313,7 @@ class LLM:
             raise
         return requests
 
-    def _steps(self, done: Callable[[], bool]) -> Iterator[list[_Answer]]:
+    def _steps(self, done: Callable[[], bool]) -> Iterator[list[GrowingOutput]]:
         """The answers that ended with each step, until `done`; and on from there while another
         replica of a lockstep group has work, for which every replica calls this."""
         lockstep = self.engine.lockstep
@@ -304,7 +338,7 @@ class LLM:
             for _ in self._steps(lambda: True):
                 pass
 
-    def _step(self) -> list[_Answer]:
+    def _step(self) -> list[GrowingOutput]:
         """One step of the engine, given to all answers that run; those that ended with it."""
         if self.engine.is_paused and not self.engine.has_work():
             raise RuntimeError("The engine is paused; call LLM.resume() to go on.")
@@ -326,39 +360,11 @@ class LLM:
                 self.engine.abort(*answer.key, answer.finish_reason)
         return ended
 
-    def _abort(self, answers: Iterable[_Answer]) -> None:
+    def _abort(self, answers: Iterable[GrowingOutput]) -> None:
         """End whole requests, whose answers these are, for the engine and for us."""
         ended = [self._open.pop(answer.key) for answer in answers if answer.key in self._open]
         for request_id in sorted({answer.output.request_id for answer in ended}):
             self.engine.abort(request_id)
-
-    def _encode_all(self, prompts: object) -> list[EncodedPrompt]:
-        """Of one prompt, or of several."""
-        several = prompts if isinstance(prompts, str) else _as_list(prompts)
-        if isinstance(several, str) or _begins_with(Number, several):
-            return [self._encode(several, "prompt")]
-        if not _is_sequence(several):
-            raise _wrong("prompts", prompts, "text, token ids, or a list of prompts")
-        return [self._encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(several)]
-
-    def _encode(self, prompt: object, name: str) -> EncodedPrompt:
-        """`name`: what errors call it."""
-        if isinstance(prompt, str):
-            validate_text(name, prompt)
-            return EncodedPrompt(self.tokenizer.encode(prompt))
-        token_ids = _as_list(prompt)
-        if not _is_sequence(token_ids):
-            raise _wrong(name, prompt, "text or token ids")
-        validate_whole_numbers(name, token_ids)
-        return EncodedPrompt([int(token) for token in token_ids])
-
-    def _encode_chat(self, messages: object, name: str) -> EncodedPrompt:
-        if not _is_sequence(messages):
-            raise _wrong(name, messages, "a list of messages")
-        for i, message in enumerate(messages):
-            if not isinstance(message, Mapping):
-                raise _wrong(f"{name}[{i}]", message, "a message, with its role and content")
-        return self.tokenizer.encode_chat_with_ends(messages)
 
     def _as_engine_knows(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """With what has to be said in tokens."""
@@ -375,7 +381,9 @@ class LLM:
             params = with_marks(params, form, begins, self.tokenizer)
         return params
 
-    def _answers(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[_Answer]:
+    def _answers(
+        self, request_id: str, prompt: list[int], params: SamplingParams
+    ) -> list[GrowingOutput]:
         tokenizer = None  # a model without one answers in token ids
         try:
             tokenizer = self.tokenizer
@@ -384,58 +392,4 @@ class LLM:
                 raise
         outputs = [RequestOutput(request_id, prompt, index=index) for index in range(params.n)]
         outputs[0].choices = outputs
-        return [_Answer(output, tokenizer, params.stop) for output in outputs]
-
-
-def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _as_list(value: Any) -> Any:
-    """An array of numpy's, or of a library like it, as lists; others as they are."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _begins_with(kind: type, values: object) -> bool:
-    return _is_sequence(values) and len(values) > 0 and isinstance(values[0], kind)
-
-
-def _wrong(name: str, value: object, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(name, f"{name} is {show(value)}; it must be {wanted}.")
-
-
-class _Answer(AnswerText):
-    """One choice's output while it grows. `ended`: the engine's last event is here. With a
-    `finish_reason` before that it ended here, by a stop string or an error, of which the engine has
-    yet to learn."""
-
-    def __init__(
-        self, output: RequestOutput, tokenizer: Tokenizer | None, stop: Sequence[str]
-    ) -> None:
-        super().__init__(tokenizer, stop)
-        self.output = output
-        self.key = (output.request_id, output.index)
-        self.ended = False
-
-    def advance(self, event: RequestEvent) -> None:
-        output = self.output
-        if event.finish_reason is not None:
-            self.ended = True
-            output.counters = event.counters
-        if self.finish_reason is not None:
-            return
-        new = self.take(event)
-        output.text += new.text
-        output.token_ids += new.token_ids
-        if event.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + new.logprobs
-        if event.prompt_logprobs is not None:
-            output.prompt_logprobs = event.prompt_logprobs
-        output.cached_tokens = self.cached_tokens
-        output.error = event.error
-        output.finish_reason, output.stop_reason = self.finish_reason, self.stop_reason
-
-    def fail(self, error: Exception) -> None:
-        """`advance` raised this."""
-        self.finish_reason = self.output.finish_reason = FinishReason.ERROR
-        self.output.error = f"The answer can't be turned into text: {type(error).__name__}: {error}"
+        return [GrowingOutput(output, tokenizer, params.stop) for output in outputs]

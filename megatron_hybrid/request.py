@@ -104,13 +104,16 @@ class SamplingParams:
     and numbers may be numpy's; nothing is checked before `validate`.
 
     temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: 1 is off. min_p: 0 is off.
-    max_tokens: None means as many as fit; so does the default where fewer than these fit.
+    max_tokens: None means as many as fit; so does the default where fewer than these fit. With 0
+        the prompt is computed, and nothing is generated.
     seed: the same seed gives the same tokens whatever else is in the batch; None lets the
         engine choose one.
     stop: a string, or several, that end the text (not part of it). stop_token_ids: ids that end
         it, besides the model's own end-of-sequence ids, which `ignore_eos` switches off.
     logprobs: log-probabilities of the sampled token and of this many most likely ones.
     prompt_logprobs: the same for every prompt token but the first; such a request skips nothing.
+        prompt_logprobs_start: only from this position in the prompt on; then what is cached of the
+        tokens before is skipped, but for the last of them.
     presence_penalty: subtracted from the logit of every token that the answer holds;
         frequency_penalty: times how often it does; both -2 to 2. repetition_penalty: divides
         positive logits and multiplies negative ones of tokens in prompt or answer (Keskar et al.,
@@ -142,6 +145,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -203,6 +207,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             words = f"is {self.min_tokens}; it must be at most max_tokens, which is "
             raise wrong("min_tokens", words + str(self.max_tokens))
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            words = f"is {self.prompt_logprobs_start}, which needs prompt_logprobs"
+            raise wrong("prompt_logprobs_start", words)
         if self.grammar is not None:
             if not isinstance(self.grammar, Grammar):
                 raise wrong("grammar", f"is {show(self.grammar)}; it must be a Grammar")
@@ -240,6 +247,9 @@ class SamplingParams:
         """The most tokens of an answer to a prompt of this length. `limit`: of both together, as
         `flag` says. `name`, `prompt`: what the client calls them. Raises InvalidRequestError if
         what was asked for does not fit."""
+        if (start := self.prompt_logprobs_start) >= length and start:
+            words = f"is {start}, but the last of {length} tokens of {prompt} is at {length - 1}"
+            raise wrong("prompt_logprobs_start", words)
         wanted, room = self.max_tokens, limit - length
         if wanted is None or isinstance(wanted, Unasked):
             wanted = room if wanted is None else min(room, int(wanted))
@@ -293,10 +303,11 @@ _NUMBERS = {
 _WHOLE_NUMBERS = {
     "top_k": (-1, MAX_TOKENS),
     "n": (1, MAX_CHOICES),
-    "max_tokens": (1, MAX_TOKENS),
+    "max_tokens": (0, MAX_TOKENS),
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs_start": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
 }
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
@@ -357,11 +368,11 @@ class RequestEvent:
     `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
     that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
-    `prompt_logprobs` comes with the first token of choice 0: one entry per prompt token, None for
-    the first. `error` says why it failed, and `error_field` which field of the request is to blame,
-    if one is. With the last event come `counters` (see docs/prefix_cache.md). With the first token
-    come the seconds that it waited until it ran, which the last event has again, and those from
-    there to this token.
+    `prompt_logprobs` comes with the first token of choice 0, or the end where no token is wanted:
+    one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's first. `error`
+    says why it failed, and `error_field` which field is to blame, if one is. With the last event
+    come `counters` (see docs/prefix_cache.md). With the first token come the seconds that it waited
+    until it ran, which the last event has again, and those from there to this token.
     """
 
     request_id: str

@@ -61,9 +61,19 @@ class CheckpointPlacement:
         self.exact_ends = exact_ends
 
     @property
+    def _unit(self) -> int:
+        """Ends of requests that are multiples of this can be kept."""
+        return self._geometry.granule if self.exact_ends else self._geometry.grid
+
+    @property
     def expendable_kinds(self) -> frozenset[str]:
         """Kinds that nobody may ever read, because a better state of the same request follows."""
-        return frozenset({INTERVAL, LAST_ALIGNED, DECODE} if self.exact_ends else {INTERVAL})
+        if not self.exact_ends:
+            return frozenset({INTERVAL})
+        followed = {INTERVAL, DECODE}
+        if self._geometry.granule == 1:  # else it is the nearest that there is to the end
+            followed.add(LAST_ALIGNED)
+        return frozenset(followed)
 
     def for_prompt(
         self,
@@ -76,9 +86,10 @@ class CheckpointPlacement:
 
         `matched_tokens`: how far the prompt's KV was found in the cache, at least `skip`.
         """
-        floor_grid = self._geometry.floor_grid
+        geometry = self._geometry
+        floor_grid = geometry.floor_grid
         planned: dict[int, str] = {}
-        if self.exact_ends:
+        if self.exact_ends and prompt_tokens % geometry.granule == 0:
             planned[prompt_tokens] = PROMPT_END
         if not self._geometry.has_recurrent:  # KV alone can be found at any block
             return [PlannedCheckpoint(p, kind) for p, kind in planned.items() if p > skip]
@@ -86,9 +97,12 @@ class CheckpointPlacement:
             planned.setdefault(floor_grid(matched_tokens), DIVERGENCE)
         for position in self._hinted(prompt_tokens, hints):
             planned.setdefault(position, HINT)
-        planned.setdefault(floor_grid(prompt_tokens - 1), LAST_ALIGNED)
-        # the state at the prefill's end, when it is on the grid, for a prompt that goes on
-        planned.setdefault(floor_grid(prompt_tokens), LAST_ALIGNED)
+        if self.exact_ends and geometry.granule > 1:
+            planned.setdefault(geometry.floor_granule(prompt_tokens - 1), LAST_ALIGNED)
+        else:
+            planned.setdefault(floor_grid(prompt_tokens - 1), LAST_ALIGNED)
+            # the state at the prefill's end, when it is on the grid, for a prompt that goes on
+            planned.setdefault(floor_grid(prompt_tokens), LAST_ALIGNED)
         for position in self._spaced(skip, prompt_tokens):
             planned.setdefault(position, INTERVAL)
         return [PlannedCheckpoint(p, planned[p]) for p in sorted(planned) if p > skip]
@@ -108,7 +122,7 @@ class CheckpointPlacement:
         worth: dict[int, int] = {}
         for common, waiters in shared:
             floor = self._geometry.floor_grid(common)
-            position = common if anywhere else floor
+            position = self._geometry.floor_granule(common) if anywhere else floor
             if floor > reached and above < position < prompt_tokens:
                 worth[position] = worth.get(position, 0) + waiters * (position - reached)
         best = sorted(worth, key=lambda position: (-worth[position], position))[:MAX_FORKS]
@@ -120,11 +134,11 @@ class CheckpointPlacement:
 
     def keeps_end(self, position: int) -> bool:
         """Whether the state at which a request ends or stops, at `position`, can be kept."""
-        return self.exact_ends or position % self._geometry.grid == 0
+        return position % self._unit == 0
 
     def needs_break(self, position: int) -> bool:
         """Whether a chunk has to end at `position`, because no kernel captures a state there."""
-        return position % self._geometry.grid != 0
+        return self._geometry.granule == 1 and position % self._geometry.grid != 0
 
     def _hinted(self, prompt_tokens: int, hints: CheckpointHints) -> list[int]:
         """A message's end is worth a step of its own only where much follows: the system message's,
@@ -133,7 +147,7 @@ class CheckpointPlacement:
         ends = [end for end in hints.message_ends if 0 < end <= prompt_tokens]
         first, others = ends[:1], ends[1:][1 - MAX_MESSAGE_ENDS :]
         exact = [
-            end
+            self._geometry.floor_granule(end)
             for end in (*hints.checkpoints, *first)
             if self.exact_ends and prompt_tokens - end >= self._geometry.grid
         ]

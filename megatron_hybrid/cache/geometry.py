@@ -32,6 +32,9 @@ class CacheGeometry:
     stored_as: str = ""  # the type of keys and values: part of every key, like the weights' epoch
     # one cached slot in all recurrent layers, where it is smaller than a live one; None: it is not
     bytes_per_packed_state: int | None = None
+    # Tokens: states are those after a multiple of it. 1: after any number. Above 1, in
+    # batch-invariant mode, it is the kernel chunk.
+    granule: int = 1
 
     @property
     def bytes_per_slot(self) -> int:
@@ -98,6 +101,10 @@ class CacheGeometry:
     def floor_grid(self, position: int) -> int:
         """The last position on the grid that is not behind this one."""
         return position - position % self.grid
+
+    def floor_granule(self, position: int) -> int:
+        """The last position that a state can be of and that is not behind this one."""
+        return position - position % self.granule
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens; 0 in a model without attention."""

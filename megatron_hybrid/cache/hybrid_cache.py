@@ -87,11 +87,9 @@ class HybridCache:
         """What keys of a sequence start from under the present epoch."""
         return root_key(self.epoch, cache_salt, adapter, self.geometry.stored_as)
 
-    def match(self, keys: SequenceKeys, length: int, *, may_skip: bool = True) -> PrefixMatch:
-        """What the cache holds of a prompt of `length` tokens. Changes nothing."""
-        if not self.enabled:
-            return PrefixMatch([], 0, 0, may_skip=may_skip)
-        return self.store.match(keys, length, may_skip=may_skip)
+    def match(self, keys: SequenceKeys, length: int, *, most: int | None = None) -> PrefixMatch:
+        """What the cache holds of a prompt of `length` tokens; `most`: of PrefixStore's."""
+        return self.store.match(keys, length, most=most) if self.enabled else PrefixMatch([], 0, 0)
 
     def admit(
         self,
@@ -274,12 +272,13 @@ class HybridCache:
         return True
 
     def keep_end(self, lease: Lease, position: int, kind: str) -> None:
-        """Keep the state of a request that ends or stops at `position`, which was fed in full.
+        """Keep the last state of a request that ends or stops at `position`, which was fed in full.
 
         The live slot changes owner, or is packed. Nothing is kept where the state stands in a
         cached slot already.
         """
-        if not self.publishes(lease) or not self.placement.keeps_end(position):
+        position = self.geometry.floor_granule(position)
+        if not position or not self.publishes(lease) or not self.placement.keeps_end(position):
             return
         if not self.geometry.has_recurrent:
             self.store.map_tail(lease.keys, lease.blocks, position)

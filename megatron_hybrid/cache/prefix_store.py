@@ -35,7 +35,7 @@ class PrefixMatch(NamedTuple):
     skip: int  # tokens that need no computing: KV and state are both there
     state: CachedState | None = None  # at `skip`; None at 0 and where no state is needed
     tail_block: int = DUMMY_BLOCK  # holds the KV behind `blocks` up to `skip`, to be copied
-    may_skip: bool = True  # False: the request wants every prompt token computed
+    most: int | None = None  # may be skipped, since the request wants logits behind it; None: all
 
 
 class Occupancy(NamedTuple):
@@ -74,13 +74,13 @@ class PrefixStore:
 
     # ---------------------------------------------------------------- matching
 
-    def match(self, keys: SequenceKeys, length: int, *, may_skip: bool) -> PrefixMatch:
+    def match(self, keys: SequenceKeys, length: int, *, most: int | None = None) -> PrefixMatch:
         """The longest reusable prefix of a prompt of `length` tokens.
 
         It leaves at least one token to compute, unless the state at the prompt's very end comes
         with the logits of its last token. (Without them that state can't be used: the last token
-        would be applied to it twice.) `may_skip=False` still shares KV blocks, for a request that
-        needs every logit. Changes nothing.
+        would be applied to it twice.) `most`: no more may be skipped, for a request that needs the
+        logits behind it; KV blocks are shared from there on, too. Changes nothing.
         """
         size, has_attention = self.geometry.block_size, self.geometry.has_attention
         keys.extend_to(length)
@@ -94,13 +94,12 @@ class PrefixStore:
                     break
                 blocks.append(block)
             full = len(blocks)
-        if not may_skip:
-            del blocks[(length - 1) // size :]
-            return PrefixMatch(blocks, len(blocks) * size, 0, may_skip=False)
         skip, state, tail_block = 0, None, DUMMY_BLOCK
         tails = self.kv.tails
         needs_state = self.geometry.has_recurrent
-        for end, key in tails.fills.ends(keys.root, keys.blocks[:full], size, keys.at, length):
+        last = length if most is None else min(most, length)
+        within = keys.blocks[: min(full, last // size)]
+        for end, key in tails.fills.ends(keys.root, within, size, keys.at, last):
             tail = tails.get(key)
             if tail is None and end % size:
                 continue
@@ -113,7 +112,8 @@ class PrefixStore:
             del blocks[(length - 1) // size :]
         if skip // size < len(blocks):
             tail_block = DUMMY_BLOCK  # a shared block holds it anyway
-        return PrefixMatch(blocks, max(len(blocks) * size, skip), skip, state, tail_block)
+        matched = max(len(blocks) * size, skip)
+        return PrefixMatch(blocks, matched, skip, state, tail_block, most)
 
     # ----------------------------------------------------------------- mapping
 
@@ -229,16 +229,18 @@ class PrefixStore:
 
     def lost_tokens(self, match: PrefixMatch, keys: SequenceKeys) -> dict[str, int]:
         """Tokens whose KV was found but that are computed again, by cause."""
-        lost = match.matched_tokens - match.skip
-        if lost == 0 or not self.geometry.has_attention:
+        if match.matched_tokens == match.skip or not self.geometry.has_attention:
             return {}
-        if not match.may_skip:
-            return {"prompt_logprobs": lost}
-        size = self.geometry.block_size
-        grid = min(lost, match.matched_tokens - self.geometry.floor_grid(match.matched_tokens))
-        between = keys.blocks[match.skip // size : match.matched_tokens // size]
+        end, size = match.matched_tokens, self.geometry.block_size
+        if match.most is not None:
+            end = min(end, max(match.most, match.skip))
+        lost = end - match.skip
+        grid = min(lost, end - self.geometry.floor_grid(end))
+        between = keys.blocks[match.skip // size : end // size]
         cause = "state_evicted" if any(key in self._evicted for key in between) else "state_missing"
-        return {c: n for c, n in (("grid", grid), (cause, lost - grid)) if n}
+        behind = match.matched_tokens - end
+        causes = (("prompt_logprobs", behind), ("grid", grid), (cause, lost - grid))
+        return {c: n for c, n in causes if n}
 
     def clear(self) -> None:
         """Nothing can be found any more. What is in use stays with its users."""

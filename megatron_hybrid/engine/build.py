@@ -14,6 +14,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
     check_kv_dtype,
@@ -51,7 +52,7 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
-from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
+from megatron_hybrid.models.config import CHUNKED, MAMBA1, HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.text.grammar import Grammars
@@ -189,6 +190,12 @@ def build_engine(
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
     start.end_part("the rest")
+    chosen = {
+        **_dtypes(config, model_config, device)._asdict(),
+        "write_interval": plan.write_interval,
+    }
+    engine.fingerprint = build_fingerprint(config, model, device, chosen)
+    start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts
     if parallel.is_first:
         compiled = f"; {KERNELS.describe()}" if device.type == "cuda" else ""
@@ -225,6 +232,7 @@ class _Plan:
     shapes: HybridModel  # without weights
     kernels: KernelSet
     mtp: bool  # drafts come from the model's head
+    replay_chunk: int | None  # of HybridModel
 
     @property
     def model_config(self) -> HybridModelConfig:
@@ -233,6 +241,8 @@ class _Plan:
     @property
     def write_interval(self) -> int:
         """Tokens from one write of a decoding request's states to the next."""
+        if self.config.batch_invariant:
+            return self.replay_chunk or 1
         given = self.config.mamba_inference_state_write_interval
         if not self.shapes.stages.state_specs:
             return 1
@@ -243,6 +253,8 @@ class _Plan:
 
     @property
     def ring_length(self) -> int:
+        if self.config.batch_invariant and self.shapes.stages.state_specs:
+            return self.write_interval + 2 * self.config.num_speculative_tokens
         by_chance = self.config.mamba_inference_stochastic_rounding
         return ring_length(self.config.num_speculative_tokens, self.write_interval, by_chance)
 
@@ -265,20 +277,28 @@ class _Plan:
         )
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = _dtypes(config, model_config, device)
+        kernels = kernel_set.select(
+            config.kernels, device, batch_invariant=config.batch_invariant
+        )
+        replay_chunk = None
+        if kernels.replays is not None:
+            kinds = set(model_config.pattern)
+            replay_chunk = kernels.replays.chunk_of(MAMBA1 in kinds, bool(kinds & CHUNKED))
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
-            shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats)
+            shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)
         check_libraries(config, shapes, device)
-        kernels = kernel_set.select(config.kernels, device)
         if device.type == "cuda":
             KERNELS.count()
         if config.transformer_engine_recipe in ("tensorwise", "delayed"):
             # A graph's padding, which may hold anything, would have a part in the inputs' scale.
             kernels = replace(kernels, captures=False)
-        return cls(config, folder, max_seq_length, device, parallel, shapes, kernels, mtp)
+        return cls(
+            config, folder, max_seq_length, device, parallel, shapes, kernels, mtp, replay_chunk
+        )
 
 
 def _load(plan: _Plan) -> HybridModel:
@@ -291,6 +311,7 @@ def _load(plan: _Plan) -> HybridModel:
         progress=plan.parallel.is_first,
         mtp=plan.mtp,
         quantization=plan.config.quantization,
+        replay_chunk=plan.replay_chunk,
         **_dtypes(plan.config, plan.model_config, plan.device)._asdict(),
     )
 
@@ -396,6 +417,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
         minimum=plan.parallel.lockstep.minimum,
         stage=StageLayers(*own, has_logits=model.is_last_stage),
         ring_length=plan.ring_length,
+        batch_invariant=plan.config.batch_invariant,
     )
 
 

@@ -70,7 +70,7 @@ class DynamicInferenceContext:
     def match(self, request: TrackedRequest) -> PrefixMatch:
         """What the cache holds of a waiting request's tokens."""
         keys = self.keys_of(request)
-        return self.cache.match(keys, request.num_tokens, may_skip=request.may_skip)
+        return self.cache.match(keys, request.num_tokens, most=request.most_skipped)
 
     def keys_of(self, request: TrackedRequest) -> SequenceKeys:
         """A waiting request's keys under the present epoch, as far as they are known."""
@@ -223,7 +223,8 @@ class DynamicInferenceContext:
         rows.top_p[row] = params.top_p
         rows.min_p[row] = params.min_p
         rows.seed[row] = request.seed
-        rows.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        wanted = params.logprobs if request.max_tokens else None
+        rows.logprobs[row] = -1 if wanted is None else wanted
         if request.thoughts is not None:
             rows.limit(row, request.thoughts.look_at)
         if params.adjusts_logits:

@@ -45,6 +45,7 @@ class Decodes:
         """A request's prompt is computed: from now on its row table entry drives it."""
         self._context.set_slots(running)
         self._rows.decoding[running.row] = True
+        self._on_grid(np.asarray([running.row]))
         if self.speculation is not None:
             request = running.request
             text = request.tokens(0, request.num_tokens)
@@ -96,7 +97,7 @@ class Decodes:
         of its own at once, so that the first one need not be held; a request's last token is behind
         everything else of it."""
         rows, interval = self._rows, self._context.write_interval
-        if interval == 1:
+        if interval == 1 or self._context.geometry.granule > 1:
             return None
         # not all in the same step: one takes as long as the other then
         is_due = (rows.position[decodes] + decodes) % interval == 0
@@ -160,8 +161,15 @@ class Decodes:
             rows.read_slot[row] = lease.read_slot
         rows.unfolded[decodes] = 0 if writes is None else (rows.unfolded[decodes] + 1) * ~writes
         self._advance(decodes)
+        self._on_grid(decodes)
         if plan.drafts is not None:
             rows.unknown[decodes] = plan.drafts.num_drafts
+
+    def _on_grid(self, decodes: Ints) -> None:
+        """The states of these rows are those after the last multiple of the granule; above 1."""
+        rows, granule = self._rows, self._context.geometry.granule
+        if granule > 1:
+            rows.unfolded[decodes] = rows.position[decodes] % granule
 
     def _advance(self, decodes: Ints, *, feeds: int = 1) -> None:
         """The states of these rows have come to include their accepted drafts, and so many tokens
@@ -222,9 +230,10 @@ class Decodes:
         drafts, and written in every step: its unfolded tokens, and the accepted drafts of its
         last step, are folded at the beginning of the coming one."""
         context, lease, row = self._context, running.lease, running.row
+        geometry = context.geometry
         unfolded = int(self._rows.accepted[row] + self._rows.unfolded[row])
-        if not unfolded:
-            return
+        if unfolded < geometry.granule and not self._rows.accepted[row]:
+            return  # the state is there, or the last one that can be
         who = np.asarray([row])
         self.reserve_checkpoints(who, feeds=0)
         self._advance(who, feeds=0)
@@ -232,8 +241,11 @@ class Decodes:
         passed, checkpoint = (0, 0), self._checkpoints.get(row)
         if checkpoint is not None and checkpoint.position <= position:
             passed = checkpoint.position, checkpoint.written
-        is_kept = passed[1] or self._cache.placement.keeps_end(position)
-        if context.geometry.has_recurrent and is_kept and self._cache.publishes(lease):
+        end = geometry.floor_granule(position)
+        is_kept = passed[1] or self._cache.placement.keeps_end(end)
+        if end == position - unfolded:
+            is_kept = False  # no token more
+        if geometry.has_recurrent and is_kept and self._cache.publishes(lease):
             self._catch_ups.append(CatchUp(row, position, unfolded, lease.write_slot, *passed))
         self._publish_state(row, at_end=False)
 
@@ -246,6 +258,8 @@ class Decodes:
     def write_states(self) -> list[CatchUp]:
         """Where states of running requests are not written yet, they are to be: by these."""
         rows = self._rows
+        if self._context.geometry.granule > 1:
+            return []  # they can't be
         behind = np.flatnonzero(rows.decoding & (rows.unfolded > 0))
         columns = rows.position, rows.unfolded, rows.read_slot
         figures = np.stack([column[behind] for column in columns]).T.tolist()

@@ -14,6 +14,7 @@ from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.speculation import Speculation
@@ -96,6 +97,7 @@ class DynamicInferenceEngine:
             break_at_checkpoints=break_at_checkpoints,
             speculation=speculation,
         )
+        self.fingerprint = Fingerprint()  # of whoever builds the engine
         self._seed = seed
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
@@ -423,6 +425,7 @@ class DynamicInferenceEngine:
             self._weights_lost = str(error) or type(error).__name__
             raise
         self.context.cache.set_epoch(self.epoch + 1)
+        self.fingerprint.renew()
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""

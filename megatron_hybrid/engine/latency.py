@@ -176,7 +176,8 @@ class Latencies:
         assert request.admitted is not None
         event.queue_seconds = request.admitted - request.arrived
         event.prefill_seconds = now - request.admitted
-        self._observe("time_to_first_token_seconds", now - request.arrived)
+        if event.token_ids:  # else there will be none
+            self._observe("time_to_first_token_seconds", now - request.arrived)
         self._observe("request_prefill_time_seconds", event.prefill_seconds)
 
     def _observe(self, name: str, seconds: float) -> None:

@@ -64,6 +64,8 @@ class Prefills:
         checkpoints = self._cache.reserve_checkpoints(lease, start, end)
         self._checkpoints[row] = checkpoints
         last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
+        first_logits = request.first_logits
+        begin = end if first_logits is None else max(start, first_logits)
         geometry, read_slot, write_slot = self._context.geometry, lease.read_slot, lease.write_slot
         if geometry.is_packed(read_slot):
             read_slot = write_slot  # it is unpacked there before
@@ -83,9 +85,8 @@ class Prefills:
                 (c.position, c.written) for c in checkpoints if c.position < end and c.slot
             ),
             samples=end == running.prefill_tokens,
-            logprob_targets=(
-                request.prompt[start + 1 : end + 1] if request.wants_prompt_logprobs else None
-            ),
+            logprob_targets=request.prompt[begin + 1 : end + 1] if begin < end else None,
+            logprobs_from=begin - start if begin < end else 0,
             num_top_logprobs=request.params.prompt_logprobs or 0,
             logits_slot=last.slot if last is not None and last.state.has_logits else 0,
         )
@@ -121,8 +122,9 @@ class Prefills:
                     return position
         if end < length:
             # the next chunk should start on the grid, unless that would mean no progress
-            aligned = self._context.geometry.floor_grid(end)
-            end = aligned if aligned > start else end
+            geometry = self._context.geometry
+            floors = geometry.floor_grid(end), geometry.floor_granule(end), end
+            end = next(floor for floor in floors if floor > start)
         return end
 
     # ----------------------------------------------------------------- commit
@@ -164,8 +166,9 @@ class Prefills:
         for chunk in plan.prefills:
             owner: TrackedRequest = chunk.owner
             if chunk.logprob_targets is not None and owner.is_open:
-                known = owner.prompt_logprobs or [None]
-                owner.prompt_logprobs = known + result.prompt_logprobs.get(chunk.row, [])
+                if owner.prompt_logprobs is None:
+                    owner.prompt_logprobs = [] if owner.params.prompt_logprobs_start else [None]
+                owner.prompt_logprobs += result.prompt_logprobs.get(chunk.row, [])
 
     def leave(self, running: Running) -> None:
         """A request stops, in its prompt or behind it: what was reserved for it is not needed."""

@@ -276,7 +276,7 @@ class Scheduler:
         running = self._context.admit(request, match, headroom)
         if running is None and not self._running:
             # alone, and yet what it matched leaves no room for the rest: then nothing matches
-            match = PrefixMatch([], 0, 0, may_skip=request.may_skip)
+            match = PrefixMatch([], 0, 0, most=request.most_skipped)
             running = self._context.admit(request, match, 0)
         if running is not None:
             self._waiting.remove(request)
@@ -317,9 +317,11 @@ class Scheduler:
         for row, request, tokens in zip(rows, plan.sampled_owners, written, strict=True):
             if not request.is_open:
                 continue
+            if not request.max_tokens:  # what its prompt's end was sampled for is dropped
+                tokens = []
             count += len(tokens)
             request.output += tokens
-            if request.grammar is not None:
+            if tokens and request.grammar is not None:
                 request.grammar.advance(tokens[-1])  # the only one: it has no drafts
             event = self._event(request, tokens)
             if logprobs and row in logprobs:
@@ -339,6 +341,9 @@ class Scheduler:
         a step that was dropped. A step that was launched meanwhile is published: the states of
         these requests include what it fed."""
         for request, event in received:
+            if not request.max_tokens:
+                self._finish(request, FinishReason.LENGTH, event)
+                continue
             token = event.token_ids[-1]  # an end is never drafted: it comes last
             grammar = request.grammar
             is_complete = grammar is not None and grammar.is_complete

@@ -113,6 +113,7 @@ def derive_geometry(
     minimum: Callable[[int], int] = lambda value: value,
     stage: StageLayers | None = None,
     ring_length: int = 0,
+    batch_invariant: bool = False,
 ) -> CacheGeometry:
     """Divide the memory of this rank. Raises ConfigurationError naming the flag that is too small,
     or too large.
@@ -121,6 +122,7 @@ def derive_geometry(
     alike must be told the same. `limit`: bytes that caches can take on this rank. `stage`: what of
     the model it keeps and has to pay for; None: all. `minimum` returns the smallest of all ranks'
     values: they must have equal pools to decide alike. `ring_length`: of a request's rings.
+    `batch_invariant`: states lie on the kernels' grid alone.
     """
     kv_specs, state_specs = list(kv_specs), list(state_specs)
     stage = stage or StageLayers(kv_specs, state_specs, has_logits=True)
@@ -157,9 +159,10 @@ def derive_geometry(
     least = minimum(num_blocks)
     if kv_specs and least == 0:
         raise _no_block(buffer, live_bytes + 2 * own_block, max_requests, here=num_blocks == 0)
+    kernel_chunk = math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1
     return CacheGeometry(
         block_size=block_size,
-        kernel_chunk=math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1,
+        kernel_chunk=kernel_chunk,
         num_blocks=least,
         max_requests=max_requests,
         num_cached_slots=minimum(cached),
@@ -170,6 +173,7 @@ def derive_geometry(
         bytes_per_packed_state=(
             None if packed_dtype is None else _bytes_per_state(state_specs, packed_dtype)
         ),
+        granule=kernel_chunk if batch_invariant else 1,
     )
 
 

@@ -98,14 +98,18 @@ class TrackedRequest:
         return self.counters["skipped_tokens"]
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """They come with the first token of the first of its request_id."""
-        return self.params.prompt_logprobs is not None and self.index == 0 and not self.output
+    def first_logits(self) -> int | None:
+        """The first token whose logits are wanted for log-probabilities of the prompt, which come
+        with the first token of the first of its request_id; None: nobody waits for any."""
+        if self.params.prompt_logprobs is None or self.index or self.output:
+            return None
+        return max(0, self.params.prompt_logprobs_start - 1)
 
     @property
-    def may_skip(self) -> bool:
-        """Log-probabilities of the prompt need every one of its tokens computed."""
-        return not self.wants_prompt_logprobs
+    def most_skipped(self) -> int:
+        """How many of its tokens need no computing, if they are all cached."""
+        first = self.first_logits
+        return self.num_tokens if first is None else first
 
     def tokens(self, start: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens [start, end) of prompt and answer."""

@@ -76,15 +76,16 @@ class Promises:
     def to(self, request: TrackedRequest, skip: int) -> Iterator[Promise]:
         """What would let a waiting request skip more than `skip`, the longest first."""
         length, keys, size = request.num_tokens, request.keys, self._block_size
+        most = request.most_skipped
         if keys is None:
             return
         tails = MOST_TAILS
         low = bisect_left(self._counts, skip // size)
-        high = bisect_right(self._counts, length // size)
+        high = bisect_right(self._counts, most // size)
         for count in reversed(self._counts[low:high]):
             behind = self._behind.get(keys.of_block(count), {})
             for position in sorted(behind, reverse=True):
-                if not skip < position <= length:
+                if not skip < position <= most:
                     continue
                 if position % size:  # then the key has to be computed
                     tails -= 1
@@ -142,7 +143,7 @@ class Twins:
     def must_wait(self, request: TrackedRequest, skip: int, budget: int) -> bool:
         """Whether a waiting request, which could skip `skip` tokens now, had better wait, if the
         step has room for `budget` more. If not, call `was_tried` once it was."""
-        if not request.may_skip or request.deferrals >= MOST_DEFERRALS:
+        if request.deferrals >= MOST_DEFERRALS:
             return False
         spares = 0
         for promise in self.promises.to(request, skip):

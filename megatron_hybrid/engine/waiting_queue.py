@@ -116,9 +116,10 @@ class WaitingQueue:
                 self._comparisons -= 1
                 common = _common_tokens(running, waiting, count * block_size, block_size)
                 # one token at least has to be left to compute
-                position = min(common, waiting.num_tokens - 1)
+                position = min(common, waiting.num_tokens - 1, waiting.most_skipped)
                 # who shares all of the prompt is served by the state at its end
-                if common < running.prefill_tokens and waiting.awaited_tokens <= position:
+                is_served = common == running.prefill_tokens and common <= waiting.most_skipped
+                if not is_served and waiting.awaited_tokens <= position:
                     shared[position] += 1
         return list(shared.items())
 

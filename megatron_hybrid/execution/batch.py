@@ -159,7 +159,12 @@ class BatchBuilder:
         if step.prefill is not None:
             longest = int(lengths.max()) if size is None else size.prefill_tokens
             bounds = dict(zip(self._chunk_sizes, step.chunk_bounds, strict=True))
-            prefill = PrefillSegments(*step.prefill, longest, bounds)
+            prefill = PrefillSegments(
+                *step.prefill[:-1],
+                longest=longest,
+                ring=step.prefill.ring,
+                cu_chunk_seqlens=bounds,
+            )
         return StepInputs(
             token_ids=step.token_ids,
             positions=step.positions,
@@ -256,7 +261,8 @@ def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) ->
     index = [np.arange(num_decodes), np.asarray(last, dtype=np.int64)]
     for chunk, start in zip(chunks, starts, strict=False):
         if chunk.logprob_targets is not None:
-            index.append(start + np.arange(len(chunk.logprob_targets)))
+            first = start + chunk.logprobs_from
+            index.append(np.arange(first, first + len(chunk.logprob_targets)))
     return np.concatenate(index)
 
 
@@ -278,4 +284,5 @@ def _segments(chunks: list[PrefillChunk], starts: Ints, room: GraphSize) -> Segm
         sequence_of_token=filled(
             np.repeat(np.arange(len(chunks)), np.diff(starts)), room.prefill_tokens, -1
         ),
+        ring=filled([chunk.row for chunk in chunks], room.prompts),
     )

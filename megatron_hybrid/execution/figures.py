@@ -17,7 +17,7 @@ _ALIGNMENT = 4  # int32 in 16 bytes: Triton compiles a kernel once more for poin
 
 
 class SegmentFigures(NamedTuple, Generic[T]):
-    """Of the prompts, as in PrefillSegments and in its order."""
+    """Of the prompts, as in PrefillSegments."""
 
     cu_seqlens: T
     start_position: T
@@ -28,6 +28,7 @@ class SegmentFigures(NamedTuple, Generic[T]):
     checkpoint_position: T
     checkpoint_slot: T
     sequence_of_token: T
+    ring: T
 
 
 class SingleFigures(NamedTuple, Generic[T]):

@@ -31,10 +31,12 @@ class PrefillChunk(NamedTuple):
     write_slot: int
     checkpoints: tuple[tuple[int, int], ...]  # (position, slot) inside the chunk, before its end
     samples: bool  # ends the prompt: its last logits give a token
-    # the prompt token after each of `tokens`, if the request wants prompt log-probabilities
+    # the prompt token after each of `tokens` from `logprobs_from` on, if the request wants their
+    # log-probabilities; None: of none of them
     logprob_targets: npt.NDArray[np.int32] | None
     num_top_logprobs: int
     logits_slot: int = 0  # where the logits of the chunk's last token are kept; 0: nowhere
+    logprobs_from: int = 0  # which of `tokens` the first of `logprob_targets` comes behind
 
     @property
     def length(self) -> int:

@@ -160,7 +160,7 @@ class Sampler:
         vocabulary = logits.shape[1] if self._has_logits else self._vocab_size
         most = min(int(counts.max(initial=0)), vocabulary)
         if self._has_logits:
-            figures = _log_probabilities(logits, tokens, most)
+            figures = _likeliest(self._kernels.log_softmax(logits), tokens, most)
         else:
             shape = (len(tokens), 1 + 2 * most)
             figures = torch.empty(shape, dtype=torch.int32, device=logits.device)
@@ -291,7 +291,7 @@ class _Logprobs:
     """Log-probabilities of the model's own distribution, before temperature and filters."""
 
     tokens: Tensor  # [n]
-    figures: Tensor  # [n, 1 + 2 * most]: see _log_probabilities
+    figures: Tensor  # [n, 1 + 2 * most]: see _likeliest
     counts: Ints  # [n]: how many of the likeliest are wanted
     rows: Ints  # [n]: of the table
 
@@ -311,10 +311,9 @@ class _Logprobs:
         return found
 
 
-def _log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """[rows, 1 + 2 * most] int32: the bits of the log-probability of `tokens` [rows] and of the
-    `most` likeliest, and those ones' ids."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
+def _likeliest(logprobs: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Of logprobs [rows, vocabulary] the bits of those of `tokens` [rows] and of the `most`
+    likeliest, and those ones' ids: [rows, 1 + 2 * most] int32."""
     own = logprobs.gather(1, tokens[:, None])
     values, ids = logprobs.topk(most, dim=-1)
     return torch.cat((torch.cat((own, values), dim=1).view(torch.int32), ids.int()), dim=1)

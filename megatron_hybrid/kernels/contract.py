@@ -116,6 +116,8 @@ class PrefillSegments:
     checkpoint_slot: Tensor  # [C]
     sequence_of_token: Tensor  # [T]
     longest: int  # tokens of the longest segment
+    # [S]: rows of the layers' rings; of kernels whose states lie on the grid alone (Replay)
+    ring: Tensor | None = None
     # By kernel chunk Q, for kernels that work on chunks: cu_chunk_seqlens [chunks + 1], the bounds
     # of all chunks in the packed tokens. A sequence's chunks end at multiples of Q of its own
     # positions, the last one where it ends; the first one completes a chunk that was cut. Padding

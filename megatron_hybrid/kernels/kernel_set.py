@@ -22,16 +22,21 @@ from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.experts import reference as experts
+from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.linear import reference as linear
+from megatron_hybrid.kernels.linear import whole_tiles as linear_by_tiles
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.packed_states import reference as packing
+from megatron_hybrid.kernels.paged_attention import by_key_tiles
 from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.projected import ProjectedMamba1
 from megatron_hybrid.kernels.refused_runs import refuse_runs
+from megatron_hybrid.kernels.replay import TORCH_REPLAYS
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
@@ -64,6 +69,9 @@ class KernelSet:
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`
+    # Of recurrent layers in batch-invariant mode, in which they have the place of `conv` and the
+    # scans; None: another mode.
+    replays: Replays | None = None
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
 
@@ -88,8 +96,23 @@ REFERENCE = KernelSet(
 )
 
 
-def select(name: str, device: torch.device) -> KernelSet:
-    """`name`: "reference", "libraries", or "auto": the fastest for the device."""
+# A token's bits do not depend on those beside it, nor on how a sequence is cut.
+REFERENCE_INVARIANT = replace(
+    REFERENCE,
+    name="reference, batch-invariant",
+    attention=by_key_tiles,
+    linear=linear_by_tiles,
+    experts=experts_by_tiles,
+    replays=TORCH_REPLAYS,
+)
+
+
+def select(name: str, device: torch.device, *, batch_invariant: bool = False) -> KernelSet:
+    """`name`: "reference", "libraries", or "auto": the fastest for the device. `batch_invariant`:
+    kernels of that mode, where the libraries' have no part in."""
+    if batch_invariant:
+        on_cpu = name == "reference" or device.type == "cpu"
+        return REFERENCE_INVARIANT if on_cpu else _gpu_invariant()
     if name == "libraries":
         return _libraries()
     if name == "reference" or device.type == "cpu":
@@ -143,6 +166,23 @@ def with_transformer_engine(
     linear = import_transformer_engine().TransformerEngineLinear(recipe, weights)
     # Mamba1's product of step sizes is to be its, too.
     return replace(kernels, linear=linear, projected_mamba1=None)
+
+
+def _gpu_invariant() -> KernelSet:
+    from megatron_hybrid.kernels.experts import triton_in_order as experts
+    from megatron_hybrid.kernels.linear import triton_in_order as linear
+    from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention
+    from megatron_hybrid.kernels.replay_triton.replays import TRITON_REPLAYS
+
+    return replace(
+        _gpu(),
+        name="gpu, batch-invariant",
+        attention=SplitAttention(),
+        linear=linear,
+        experts=experts,
+        replays=TRITON_REPLAYS,
+        projected_mamba1=None,
+    )
 
 
 def _gpu() -> KernelSet:

@@ -234,8 +234,8 @@ class Convolution(Recurrence[Tensor, ConvConstants, Tensor], Protocol):
 
 
 class Packing(Protocol):
-    """States from full slots to packed ones, and back, by slot number: [moves] each, of any integer
-    type; no destination is named twice. Their windows go along."""
+    """States and windows from full slots to packed ones, and back, by slot number: [moves] each, of
+    any integer type; no destination is named twice."""
 
     def pack(self, states: PackedStates, source: Tensor, destination: Tensor) -> None:
         """Into packed slots: rounded to the nearest."""
@@ -293,11 +293,9 @@ class Norm(Protocol):
         dtype: torch.dtype | None = None,
         into: Reader | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place.
-
+        """The norm of residual + multiplier * x, and that sum, which may take `residual`'s place:
         x [tokens, size], residual [tokens, size] (float32, or x's dtype; rows may be strided) ->
-        norm in `dtype` (by default the weight's), sum in residual's.
-        """
+        norm in `dtype` (by default the weight's), sum in residual's."""
 
     @property
     def add_rms_norm_over_ranks(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -443,6 +441,9 @@ class Sampling(Protocol):
         """logits float32, counts int16 (of the answer), in_prompt bool, all [rows, vocabulary]; the
         penalties float32 [rows] -> logits [rows, vocabulary], as in SamplingParams: repetition
         first, then the other two, of which a row without them (1, 0, 0) notices nothing."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """logits [rows, vocabulary] in any float type -> the same in float32."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """logits [rows, vocabulary] in any float type -> the most likely tokens [rows] int64; of

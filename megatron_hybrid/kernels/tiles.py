@@ -79,8 +79,9 @@ def largest_tile(kernel_chunk: int, limit: int) -> int:
     return max(d for d in range(1, min(kernel_chunk, limit) + 1) if kernel_chunk % d == 0)
 
 
-def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
-    """`tile`: tokens of a tile; checkpoints lie on multiples of it."""
+def plan_tiles(segments: PrefillSegments, tile: int, *, whole: bool = False) -> TilePlan:
+    """`tile`: tokens of a tile; checkpoints lie on multiples of it, or at a sequence's start.
+    `whole`: every tile has as many places, filled up where it ends before."""
     device = segments.cu_seqlens.device
     bounds: list[int] = segments.cu_seqlens.tolist()
     starts: list[int] = segments.start_position.tolist()
@@ -98,6 +99,7 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
     ):
         end = start + bounds[sequence + 1] - bounds[sequence]
         position, row, turn = start, sequence, 0
+        row_at[sequence, start] = sequence
         while position < end:
             tile_end = min(position - position % tile + tile, end)
             if turn == len(rounds):
@@ -118,7 +120,7 @@ def plan_tiles(segments: PrefillSegments, tile: int) -> TilePlan:
     write_rows, writes = SlotWrites.some(written, device)
     is_written = [slot > 0 for _, slot in written]
 
-    longest = max(length, default=0)
+    longest = tile if whole else max(length, default=0)
     token_index = padding = places = None
     if any(n != longest for n in length):
         lengths = torch.tensor(length, device=device)[:, None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Inputs, Reader
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel, shard, whole
@@ -71,7 +73,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.A: Tensor  # [value heads] float32, negative; see after_loading
         self.norm_weights: Tensor  # [value heads * value_dim]
 
-    def kernel(self, kernels: KernelSet) -> Scan[DeltaRuleTokens, DeltaRuleConstants]:
+    def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.gated_delta_rule
 
     @property
@@ -129,7 +131,7 @@ class GatedDeltaNet(RecurrentMixer):
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)
         constants = DeltaRuleConstants(self.A, self.dt_bias, self.rounding_seed(plans))
-        y = self.scan(kernels.gated_delta_rule, tokens, constants, plans).flatten(1)
+        y = self.scan(tokens, constants, plans).flatten(1)
         weights, reader = self.norm_weights, self.out_proj.reader
         normed = kernels.norm.gated_rms_norm(
             y, z, weights, config.value_dim, self.eps, True, reader

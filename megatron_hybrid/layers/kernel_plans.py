@@ -20,6 +20,7 @@ class PartKind(Enum):
     DECODE = auto()  # one token a sequence
     RUNS = auto()  # one token and drafts
     PREFILL = auto()
+    REPLAY = auto()  # of a Replay, which computes all of them
 
 
 class StepPart(NamedTuple):

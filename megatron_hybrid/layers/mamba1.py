@@ -4,13 +4,15 @@ selective scan with its gate, projection (Gu and Dao, "Mamba", arXiv 2312.00752)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
 from megatron_hybrid.layers.linear import RowParallelLinear
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -73,7 +75,7 @@ class Mamba1(RecurrentMixer):
         self.A: Tensor  # [channels, state] float32, negative; see after_loading
         self.low_weights: Tensor  # [sum(low_sections)] of the norms
 
-    def kernel(self, kernels: KernelSet) -> Scan[Mamba1Tokens, Mamba1Constants]:
+    def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba1_scan
 
     @property
@@ -129,7 +131,7 @@ class Mamba1(RecurrentMixer):
             )
         low, b, c = projected.split(self.low_sections, dim=1)
         tokens = Mamba1Tokens(x, z, self.dt_proj(low, kernels), b, c)
-        return self.scan(kernels.mamba1_scan, tokens, constants, plans)
+        return self.scan(tokens, constants, plans)
 
     def _low_rank(self, projected: Tensor) -> LowRank:
         """Of a plain dt_proj."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Inputs, Mamba2Constants, Mamba2Tokens, Reader
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import GatedRMSNorm
@@ -88,7 +90,7 @@ class Mamba2(RecurrentMixer):
                 norm_first=config.norm == "norm_first",
             )
 
-    def kernel(self, kernels: KernelSet) -> Scan[Mamba2Tokens, Mamba2Constants]:
+    def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba2_scan
 
     @property
@@ -139,7 +141,7 @@ class Mamba2(RecurrentMixer):
         constants = Mamba2Constants(
             self.A, self.D, self.dt_bias, self.config.dt_limit, self.rounding_seed(plans)
         )
-        y = self.scan(kernels.mamba2_scan, tokens, constants, plans).view(-1, self.inner)
+        y = self.scan(tokens, constants, plans).view(-1, self.inner)
         if self.norm is None:
             gated = kernels.activation.gate(y, gate, "silu", self.out_proj.reader)
         else:

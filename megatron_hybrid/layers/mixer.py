@@ -34,6 +34,8 @@ class LayerContext:
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
     kv_dtype: torch.dtype
+    # Tokens of a recurrent layer's chunk in batch-invariant mode; None: another mode.
+    replay_chunk: int | None = None
 
     def share(self, total: int, what: str, *, or_copy: bool = False) -> int:
         """This rank's part of so many `what`; `or_copy`: one at least, which several ranks have.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
@@ -183,7 +182,9 @@ class MoE(Mixer):
         known."""
         given, x = x, plain_rows(x)
         experts, weights = self.router(x, plans) if routes is None else routes
-        inner = given if self.to_latent is None else self.to_latent(x)
+        multiply, inner = plans.kernels.linear.multiply, given
+        if self.to_latent is not None:
+            inner = multiply(x, self.to_latent.weight, self.to_latent.bias)
         expert, num_local = self.config.expert, self.dispatch.num_local
         elsewhere = self.config.num_experts - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
@@ -198,7 +199,7 @@ class MoE(Mixer):
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None
-            routed = F.linear(routed, self.from_latent.weight, bias)
+            routed = multiply(routed, self.from_latent.weight, bias)
         if self.shared is None or beside is not None:
             return routed
         shared = SharedResult(self.shared(given, plans), self.shared_gate)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_hybrid.kernels.elementwise import silu
 from megatron_hybrid.kernels.experts.protocol import Unsummed
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Inputs, Reader
@@ -106,7 +106,7 @@ class GatedRMSNorm(nn.Module):
             return kernels.norm.gated_rms_norm(
                 x, gate, self.weight, self.group_size, self.eps, self.norm_first, into
             )
-        gates = F.silu(gate.float())
+        gates = silu(gate.float())
         values = x.float() if self.norm_first else gates * x
         values = values * self._inverse_rms_over_ranks(values[:, None])[:, 0]
         normed = values.to(self.weight.dtype).mul_(self.weight)

@@ -13,15 +13,14 @@ from megatron_hybrid.kernels.contract import (
     PrefillSegments,
     RecurrentState,
 )
-from megatron_hybrid.kernels.kernel_set import KernelSet, Scan
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import (
     AScansTokens,
     ConvConstants,
-    Convolution,
     Gates,
     Plan,
-    Recurrence,
 )
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.state_rounding.reference import layer_seed
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
@@ -66,7 +65,7 @@ class RecurrentMixer(Mixer):
             conv_dtype=context.conv_states_dtype,
             ssm_shape=state,
             ssm_dtype=context.ssm_states_dtype,
-            kernel_chunk=kernel_chunk,
+            kernel_chunk=context.replay_chunk or kernel_chunk,
             inputs_shapes=inputs,
             inputs_dtype=context.dtype,
             scaled_over=scaled_over,
@@ -76,8 +75,8 @@ class RecurrentMixer(Mixer):
     def recurrent(self) -> RecurrentMixer:
         return self
 
-    def kernel(self, kernels: KernelSet) -> Scan[Any, Any] | None:
-        """The scan of this kind of layer; None without one."""
+    def kernel(self, kernels: KernelSet | Replays) -> Any:
+        """The scan of this kind of layer, a Scan or a Replay; None without one."""
         return None
 
     def plan(
@@ -89,6 +88,10 @@ class RecurrentMixer(Mixer):
         ring_length: int = 0,
     ) -> tuple[StepPart, ...]:
         """What the kernels of this kind of layer work out on the host, once a step."""
+        if kernels.replays is not None:
+            return self._plan_replays(
+                num_decode_tokens, decode, prefill, kernels.replays, ring_length
+            )
         parts: list[StepPart] = []
         scan = self.kernel(kernels)
         width, decodes = self.conv_weight.shape[1], slice(num_decode_tokens)
@@ -103,6 +106,28 @@ class RecurrentMixer(Mixer):
             conv = kernels.conv.plan(prefill, width)
             chunks = None if scan is None else scan.plan(prefill, self.spec.kernel_chunk)
             parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, chunks))
+        return tuple(parts)
+
+    def _plan_replays(
+        self,
+        num_decode_tokens: int,
+        decode: DecodeSlots | DecodeRuns | None,
+        prefill: PrefillSegments | None,
+        kernels: Replays,
+        ring_length: int,
+    ) -> tuple[StepPart, ...]:
+        """`plan` in batch-invariant mode."""
+        assert not isinstance(decode, DecodeSlots), "states are written on the grid alone"
+        scan, width, chunk = self.kernel(kernels), self.conv_weight.shape[1], self.spec.kernel_chunk
+        parts: list[StepPart] = []
+        for rows, part in (
+            (slice(num_decode_tokens), decode),
+            (slice(num_decode_tokens, None), prefill),
+        ):
+            if part is not None:
+                conv = kernels.conv.plan(part, chunk, width, ring_length)
+                scans = None if scan is None else scan.plan(part, chunk, ring_length)
+                parts.append(StepPart(rows, PartKind.REPLAY, conv, scans))
         return tuple(parts)
 
     def state(self, plans: KernelPlans) -> RecurrentState:
@@ -127,24 +152,22 @@ class RecurrentMixer(Mixer):
         self, x: Tensor, plans: KernelPlans, *, silu: bool = True, gates: Gates | None = None
     ) -> Tensor:
         """[tokens, channels], rows may be strided -> the same, contiguous."""
-        kernel, state, parts = plans.kernels.conv, self.state(plans).conv, self._parts(plans)
+        kernels, state, parts = plans.kernels, self.state(plans).conv, self._parts(plans)
         constants = self.conv_constants(silu)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.conv
         if len(parts) == 1:
             only = parts[0]
-            return _convolve(kernel, only.kind, x, constants, state, ring, only.conv, None, gates)
+            return _convolve(kernels, only.kind, x, constants, state, ring, only.conv, None, gates)
         out = x.new_empty(x.shape)
         for rows, kind, plan, _ in parts:
             own = None if gates is None else gates.of(rows)
-            _convolve(kernel, kind, x[rows], constants, state, ring, plan, out[rows], own)
+            _convolve(kernels, kind, x[rows], constants, state, ring, plan, out[rows], own)
         return out
 
-    def scan(
-        self, kernel: Scan[AScansTokens, Constants], tokens: AScansTokens, constants: Constants,
-        plans: KernelPlans,
-    ) -> Tensor:  # fmt: skip
+    def scan(self, tokens: AScansTokens, constants: Constants, plans: KernelPlans) -> Tensor:
         """[T, ...], like the tokens' `like`."""
+        kernel = self.kernel(plans.kernels.replays or plans.kernels)
         state, parts = self.state(plans).ssm, self._parts(plans)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.inputs
@@ -177,7 +200,7 @@ class RecurrentMixer(Mixer):
 
 
 def _convolve(
-    kernel: Convolution,
+    kernels: KernelSet,
     kind: PartKind,
     x: Tensor,
     constants: ConvConstants,
@@ -188,6 +211,7 @@ def _convolve(
     gates: Gates | None,
 ) -> Tensor:
     """The convolution of a part of a step."""
+    kernel = kernels.conv
     match kind:
         case PartKind.DECODE:
             return kernel.decode(x, constants, state, plan, out, gates)
@@ -196,10 +220,13 @@ def _convolve(
             return kernel.decode_runs(x, constants, state, ring, plan, out, gates)
         case PartKind.PREFILL:
             return kernel.prefill(x, constants, state, plan, out, gates)
+        case PartKind.REPLAY:
+            assert ring is not None and kernels.replays is not None
+            return kernels.replays.conv.run(x, constants, state, ring, plan, out, gates)
 
 
 def _run(
-    kernel: Recurrence[Tokens, Constants, Ring],
+    kernel: Any,
     kind: PartKind,
     tokens: Tokens,
     constants: Constants,
@@ -208,7 +235,7 @@ def _run(
     plan: Plan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The scan of a part of a step."""
+    """The scan of a part of a step, by a Recurrence or a Replay."""
     match kind:
         case PartKind.DECODE:
             return kernel.decode(tokens, constants, state, plan, out)
@@ -217,3 +244,5 @@ def _run(
             return kernel.decode_runs(tokens, constants, state, ring, plan, out)
         case PartKind.PREFILL:
             return kernel.prefill(tokens, constants, state, plan, out)
+        case PartKind.REPLAY:
+            return kernel.run(tokens, constants, state, ring, plan, out)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
@@ -86,17 +85,18 @@ class SharedTransformerUse(nn.Module):
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """x [tokens, hidden], the residual stream -> [tokens, hidden]."""
-        shared, kernels = self.shared, plans.kernels
+        shared, kernels, multiply = self.shared, plans.kernels, plans.kernels.linear.multiply
         assert plans.embeddings is not None
         both = shared.input_norm(torch.cat((x, plans.embeddings.to(x.dtype)), dim=1), kernels)
         attention = shared.self_attn
         qkv = attention.qkv_proj(both, kernels)
         if self.qkv_down is not None and self.qkv_up is not None:
-            down = torch.matmul(both, self.qkv_down.transpose(1, 2))  # [3, tokens, rank]
-            up = torch.matmul(down, self.qkv_up.transpose(1, 2))
-            qkv = qkv + up.transpose(0, 1).flatten(1)
+            down = multiply(both, self.qkv_down.flatten(0, 1)).chunk(3, dim=1)
+            up = [multiply(low, own) for low, own in zip(down, self.qkv_up, strict=True)]
+            qkv = qkv + torch.cat(up, dim=1)
         y = self.parallel.all_reduce(attention.attend(qkv, plans, self.layer))
         y = shared.mlp_norm(y, kernels)
-        inner = shared.mlp.up_proj(y, kernels) + F.linear(F.linear(y, self.mlp_down), self.mlp_up)
+        adapted = multiply(multiply(y, self.mlp_down), self.mlp_up)
+        inner = shared.mlp.up_proj(y, kernels) + adapted
         y = self.parallel.all_reduce(shared.mlp.activate(inner, plans))
-        return F.linear(y, self.linear)
+        return multiply(y, self.linear)

@@ -139,6 +139,7 @@ class BlockBuilder:
     ssm_states_dtype: torch.dtype
     kv_dtype: torch.dtype
     formats: ModelFormats = in_one_type
+    replay_chunk: int | None = None  # of LayerContext
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self) -> RMSNorm:
@@ -158,6 +159,7 @@ class BlockBuilder:
             self.conv_states_dtype,
             self.ssm_states_dtype,
             self.kv_dtype,
+            self.replay_chunk,
         )
 
     def block(self, index: int, letter: str | None = None) -> Block:

@@ -32,6 +32,8 @@ _DTYPES = {
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
+# Whose scans are computed chunk by chunk.
+CHUNKED = frozenset({MAMBA, GATED_DELTA_NET, SIDE_BY_SIDE, SHARED_TRANSFORMER})
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,12 @@ class HybridModel(nn.Module):
         kv_dtype: torch.dtype | None = None,
         mtp: bool = False,
         formats: ModelFormats = in_one_type,
+        replay_chunk: int | None = None,
     ) -> None:
         """`kv_dtype`: that keys and values are stored in; None: `dtype`. `mtp`: with the head that
         the configuration describes, for a model of one stage. `formats`: of the weights of linear
-        layers. Raises ConfigurationError for a model that is not supported."""
+        layers. `replay_chunk`: of LayerContext. Raises ConfigurationError for a model that is not
+        supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -85,6 +87,7 @@ class HybridModel(nn.Module):
                 ssm_states_dtype,
                 kv_dtype or dtype,
                 formats,
+                replay_chunk,
             )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize

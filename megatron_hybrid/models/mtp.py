@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.errors import ConfigurationError
@@ -116,7 +115,7 @@ class MTPHead(nn.Module):
 
     def _join(self, embeddings: Tensor, hidden: Tensor, kernels: KernelSet) -> Tensor:
         normed = self.embedding_norm(embeddings, kernels), self.hidden_norm(hidden, kernels)
-        return F.linear(torch.cat(normed, dim=1), self.fc)
+        return kernels.linear.multiply(torch.cat(normed, dim=1), self.fc)
 
     def _block(self, index: int) -> Block:
         block = self.blocks[index]

@@ -15,6 +15,7 @@ PROMPTED = {
     "/v1/completions": "completion",
     "/v1/responses": "response",
     "/v1/messages": "messages",
+    "/score_tokens": "score",
 }
 STORED = "/v1/responses/"  # a replica has its own
 METRICS, ABORT, RESET = "/metrics", "/abort", "/reset_prefix_cache"

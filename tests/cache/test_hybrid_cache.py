@@ -52,9 +52,9 @@ def keys_of(cache: HybridCache, sequence: Tokens, salt: str = "") -> SequenceKey
     return keys
 
 
-def admit(cache: HybridCache, prompt: Tokens, *, may_skip: bool = True, **options) -> Lease:  # type: ignore[no-untyped-def]
+def admit(cache: HybridCache, prompt: Tokens, *, most: int | None = None, **options) -> Lease:  # type: ignore[no-untyped-def]
     keys = keys_of(cache, prompt)
-    match = cache.match(keys, len(prompt), may_skip=may_skip)
+    match = cache.match(keys, len(prompt), most=most)
     return cache.admit(match, keys, len(prompt), **options)
 
 
@@ -203,11 +203,11 @@ def test_a_request_that_wants_all_logits_shares_blocks_but_skips_nothing():
     for exact_ends in (True, False):
         cache = make_cache(exact_ends=exact_ends)
         run(cache, tokens(12))
-        lease = admit(cache, tokens(13), may_skip=False)
+        lease = admit(cache, tokens(13), most=0)
         assert (lease.skip, lease.read_slot, lease.num_shared) == (0, 0, 3)
         assert lease.lost_tokens == {"prompt_logprobs": 12}
         cache.release(lease)
-        lease = admit(cache, tokens(12), may_skip=False)
+        lease = admit(cache, tokens(12), most=0)
         assert (lease.skip, lease.num_shared, lease.copy) == (0, 2, None)
         cache.release(lease)
         cache.check_integrity([])
@@ -448,7 +448,7 @@ def test_a_state_that_is_evicted_for_one_before_it_is_not_captured_inside_the_ch
     cache.store.forget(cache.states.get(keys.at(4)))
     run(cache, tokens(3, start=50))
     hints = CheckpointHints(checkpoints=(4, 5))
-    lease = admit(cache, tokens(9), may_skip=False, hints=hints)
+    lease = admit(cache, tokens(9), most=0, hints=hints)
     assert cache.is_cached(lease, 5)
     reserved = cache.reserve_checkpoints(lease, 0, 9)
     assert not cache.is_cached(lease, 5)

@@ -76,9 +76,13 @@ class Everything:
         else:
             assert match.blocks == [] and match.tail_block == 0
         assert match.state is states.get(prefix(skip)) or not skip
-        all_logits = self.cache.match(keys, length, may_skip=False)
+        all_logits = self.cache.match(keys, length, most=0)
         assert (all_logits.skip, all_logits.state, all_logits.tail_block) == (0, None, 0)
         assert all_logits.blocks == match.blocks[: (length - 1) // B]
+        most = (7 * length) // 8
+        limited = self.cache.match(keys, length, most=most)
+        assert limited.skip == next((p for p in range(most, 0, -1) if is_usable(p)), 0)
+        assert limited.blocks == all_logits.blocks  # also those behind it
         return skip
 
 

@@ -18,6 +18,7 @@ from megatron_hybrid import LLM, EngineConfig, RequestOutput, SamplingParams
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.execution.random_streams import stream_seed
+from megatron_hybrid.scoring import AnswerScore
 from tests.knowing_drafter import Knowing, with_drafts
 from tests.thorough import EVERYTHING, usually
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
@@ -656,6 +657,58 @@ def check_prompt_logprobs(oracle: Oracle, output: RequestOutput) -> None:
         assert entry is not None and entry.token_id == output.prompt_token_ids[i]
         assert abs(entry.logprob - float(truth[i - 1, entry.token_id])) < TOLERANCE
         assert len(entry.top) == 2
+
+
+@MODES
+@pytest.mark.parametrize("budget", [3, 41])
+def test_scores_equal_transformers_cold_and_cached(oracle: Oracle, mode: str, budget: int):
+    llm = oracle.llm(
+        prefill_checkpoint_mode=mode,
+        inference_dynamic_batching_max_tokens=budget,
+        inference_dynamic_batching_max_requests=min(budget, 20),
+    )
+    prompts = [oracle.text[:1], oracle.text[:3], *oracle.prompts[3:9], oracle.text[:83]]
+    answers = [[oracle.own[3 * i : 3 * i + n] for n in (1, 2, 7, 40)] for i in range(len(prompts))]
+    for turn in range(3):
+        if turn == 2:  # beside others, and after what answers leave
+            texts = [[*prompts[-1], *answers[-1][-1]], prompts[5]]
+            ((kept, *_), *_), outputs = llm.score(prompts, answers, progress=False), None
+            assert kept.error is None
+            outputs = generate(llm, texts)
+            oracle.check(outputs)
+        scores = llm.score(prompts, answers, top_logprobs=2, progress=False)
+        llm.engine.check_integrity()
+        check_scores(oracle, prompts, answers, scores)
+        for prompt, several in zip(prompts, scores, strict=True):
+            for one in several:
+                assert one.cached_tokens < len(prompt)
+                if turn and len(prompt) > GRID:
+                    assert one.cached_tokens >= (len(prompt) - 1) // GRID * GRID
+    whole = [[*prompts[4], *answers[4][2]]]
+    (output,) = generate(llm, whole, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert output.token_ids == [] and output.cached_tokens == 0 and output.prompt_logprobs
+    for entry, logprob in zip(output.prompt_logprobs[-7:], scores[4][2].logprobs, strict=True):
+        assert entry is not None and abs(entry.logprob - logprob) < oracle.tolerance
+
+
+def check_scores(
+    oracle: Oracle,
+    prompts: list[Prompt],
+    answers: list[list[Prompt]],
+    scores: list[list[AnswerScore]],
+) -> None:
+    oracle.learn([p + a for p, several in zip(prompts, answers, strict=True) for a in several])
+    for prompt, several, found in zip(prompts, answers, scores, strict=True):
+        for answer, one in zip(several, found, strict=True):
+            assert one.token_ids == answer and one.error is None
+            assert one.cached_tokens + one.computed_tokens == len(prompt) + len(answer)
+            truth = oracle.logprobs(prompt + answer)[len(prompt) - 1 : -1]
+            for row, token, logprob, top in zip(truth, answer, one.logprobs, one.top, strict=True):
+                assert abs(logprob - float(row[token])) < oracle.tolerance
+                assert len(top) == 2
+                for other, likely in top:
+                    assert abs(likely - float(row[other])) < oracle.tolerance
+            assert abs(one.total - sum(one.logprobs)) < 1e-9
 
 
 def test_an_idle_step_changes_nothing(oracle: Oracle):

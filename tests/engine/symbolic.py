@@ -95,9 +95,12 @@ class SymbolicRunner:
     and the engine must not know them when it launches.
     """
 
-    def __init__(self, context: DynamicInferenceContext, *, asynchronous: bool = False) -> None:
+    def __init__(
+        self, context: DynamicInferenceContext, *, asynchronous: bool = False, drafts: int = 0
+    ) -> None:
         self._context = context
         self.asynchronous = asynchronous
+        self.ring_length = context.geometry.granule + 2 * drafts
         self.in_flight: list[SymbolicLaunch] = []
         # by row: what its last step has added to its text, with the drafts that hold
         self._emitted: list[list[int]] = [[] for _ in range(context.geometry.max_requests)]
@@ -106,6 +109,8 @@ class SymbolicRunner:
         self._kv: dict[int, int] = {}
         self._states: dict[int, int] = {0: EMPTY}
         self.roundings: dict[int, int] = {0: 0}  # by slot: how often what is in it was packed
+        # by row and place: of tokens since the states of batch-invariant mode, which lie on a grid
+        self._rings: dict[tuple[int, int], int] = {}
         self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
         self.fail_next = False
         self.plans: list[StepPlan] = []
@@ -166,12 +171,14 @@ class SymbolicRunner:
         hashes = prefix_hashes(text)
         assert one.position == len(text) - 1 and one.unfolded >= len(self._emitted[one.row]) - 1
         if self._context.geometry.has_recurrent:
-            begin = one.position - one.unfolded
+            begin, end = one.position - one.unfolded, self._context.geometry.floor_granule(one.position)
             assert self._states[one.slot] == hashes[begin], "wrong state to fold into"
             assert not self._is_packed(one.slot) and not self._is_packed(one.checkpoint_slot)
-            self._states[one.slot] = hashes[one.position]
+            self._replay(one.row, hashes, begin, one.position)
+            assert end > begin, "nothing to catch up with"
+            self._states[one.slot] = hashes[end]
             if one.checkpoint_slot:
-                assert begin < one.checkpoint_position <= one.position
+                assert begin < one.checkpoint_position <= end
                 self._states[one.checkpoint_slot] = hashes[one.checkpoint_position]
                 self.roundings[one.checkpoint_slot] = self.roundings[one.slot]
 
@@ -201,7 +208,8 @@ class SymbolicRunner:
             self._attend(row, hashes, end - 1)
             is_written = plan.writes is None or plan.writes[index]
             slots = int(rows.read_slot[row]), int(rows.write_slot[row]) if is_written else None
-            self._advance(hashes, end - 1 - int(rows.unfolded[row]), end, slots, (), writes)
+            begin = end - 1 - int(rows.unfolded[row])
+            self._advance(row, hashes, begin, end - 1, end, slots, (), writes)
             return [hashes[end] % VOCAB], 0
         runs, held = plan.drafts, len(self._emitted[row]) - 1
         assert rows.write_slot[row] == self._context.running_in(row).lease.write_slot
@@ -218,7 +226,7 @@ class SymbolicRunner:
         # the state takes up what was accepted, and the next token, but no draft
         slots = int(rows.read_slot[row]), int(rows.write_slot[row])
         begin = end - 1 - held - int(rows.unfolded[row])
-        self._advance(hashes, begin, end, slots, passed, writes)
+        self._advance(row, hashes, begin, end - 1, end, slots, passed, writes)
         sampled = [value % VOCAB for value in hashes[end:]]
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
@@ -304,7 +312,9 @@ class SymbolicRunner:
         hashes = prefix_hashes(history.tolist())
         self._attend(row, hashes[: end + 1], max(start, write_from))
         assert all(start < position < end for position, _ in checkpoints)
-        self._advance(hashes, start, end, (read_slot, write_slot), checkpoints, writes)
+        begin = self._context.geometry.floor_granule(start)
+        slots = read_slot, write_slot
+        self._advance(row, hashes[: end + 1], begin, start, end, slots, checkpoints, writes)
         return hashes[end] % VOCAB
 
     def _attend(self, row: int, hashes: Sequence[int], write_from: int) -> None:
@@ -326,19 +336,46 @@ class SymbolicRunner:
             assert self._kv.get(place) == expected, f"wrong KV at {position}"
 
     def _advance(
-        self, hashes: Sequence[int], start: int, end: int, slots: tuple[int, int | None],
-        checkpoints: Sequence[tuple[int, int]], writes: list[tuple[int, int]],
+        self, row: int, hashes: Sequence[int], begin: int, start: int, end: int,
+        slots: tuple[int, int | None], checkpoints: Sequence[tuple[int, int]],
+        writes: list[tuple[int, int]],
     ) -> None:  # fmt: skip
-        """From the state in the first slot to the second one's; None: that is not written."""
+        """From the state in the first slot, after `begin` tokens, to that after `end` in the second
+        one; None: that is not written. The row's own tokens are those from `start` on, drafts
+        behind `end`, of which the hashes are."""
         geometry = self._context.geometry
         if geometry.has_recurrent:
-            assert self._states[slots[0]] == hashes[start], f"wrong state at {start}"
+            assert self._states[slots[0]] == hashes[begin], f"wrong state at {begin}"
             assert not self._is_packed(slots[0]), "a kernel reads a packed slot"
-            written = [(slots[1], end)] if slots[1] is not None else []
-            assert all(position % geometry.grid == 0 for position, _ in checkpoints)
+            self._replay(row, hashes, begin, start)
+            last = geometry.floor_granule(end)
+            self._keep(row, hashes, max(start, last))
+            written = [(slots[1], last)] if slots[1] is not None else []
+            if geometry.granule > 1 and slots[0] == slots[1] and last == begin:
+                written = []  # as it is
+            assert all(position % geometry.granule == 0 for position, _ in checkpoints)
+            assert geometry.granule > 1 or all(p % geometry.grid == 0 for p, _ in checkpoints)
             for slot, position in [*written, *((slot, p) for p, slot in checkpoints)]:
+                assert begin <= position <= end
                 writes.append((slot, hashes[position]))
                 self._written_roundings[slot] = self.roundings[slots[0]]
+
+    def _replay(self, row: int, hashes: Sequence[int], begin: int, start: int) -> None:
+        """Tokens [begin, start), which a step computes again from what the row's ring has."""
+        if self._context.geometry.granule == 1:
+            return
+        assert begin % self._context.geometry.granule == 0, "a state off the grid is read"
+        assert start - begin <= self.ring_length
+        for position in range(begin, start):
+            kept = self._rings.get((row, position % self.ring_length))
+            assert kept == hashes[position + 1], f"the ring of row {row} has another at {position}"
+
+    def _keep(self, row: int, hashes: Sequence[int], begin: int) -> None:
+        """Tokens from `begin` on go to the row's ring."""
+        if self._context.geometry.granule > 1:
+            assert len(hashes) - 1 - begin <= self.ring_length
+            for position in range(begin, len(hashes) - 1):
+                self._rings[row, position % self.ring_length] = hashes[position + 1]
 
     def _check_kv(self, row: int, history: np.ndarray) -> None:
         if self._context.geometry.has_attention:
@@ -409,13 +446,18 @@ def make_engine(
     right: float = 0.7,
     write_interval: int | None = None,
     packed: bool = False,
+    batch_invariant: bool = False,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
-    1 without. `packed`: cached states are."""
+    1 without. `packed`: cached states are. `batch_invariant`: states lie on the grid of the kernel
+    chunk alone, and are not packed."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
+    granule = kernel_chunk if batch_invariant and recurrent else 1
+    if batch_invariant:
+        write_interval, packed = granule, False
     geometry = CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk if recurrent else 1,
@@ -425,6 +467,7 @@ def make_engine(
         bytes_per_block=1 if attention else 0,
         bytes_per_state=2 if recurrent else 0,
         bytes_per_packed_state=1 if packed and recurrent else None,
+        granule=granule,
     )
     placement = CheckpointPlacement(geometry, exact_ends=exact_ends, interval=interval)
     context = DynamicInferenceContext(
@@ -436,7 +479,7 @@ def make_engine(
     )
     return CheckedEngine(
         context,
-        SymbolicRunner(context, asynchronous=asynchronous),
+        SymbolicRunner(context, asynchronous=asynchronous, drafts=drafts),
         vocab_size=VOCAB,
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",

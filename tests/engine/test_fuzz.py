@@ -97,13 +97,17 @@ class Crowd:
         n = int(rng.choice([1, 1, 1, 2, 3]))
         for index in range(n):
             self.prompts[name, index], self.outputs[name, index] = prompt, []
+        wants_logprobs = rng.random() < 0.2
         params = SamplingParams(
             temperature=0.0,
             max_tokens=(
-                int(rng.integers(1, 128 - len(prompt))) if rng.random() < self.long_answers else 4
+                int(rng.integers(1, 128 - len(prompt)))
+                if rng.random() < self.long_answers
+                else int(rng.choice([0, 4]))
             ),
             ignore_eos=True,
-            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if wants_logprobs else None,
+            prompt_logprobs_start=int(rng.integers(0, len(prompt))) if wants_logprobs else 0,
             n=n,
         )
         salt, adapter = SCOPES[int(rng.choice([0, 0, 0, 1, 2]))]

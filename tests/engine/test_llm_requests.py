@@ -90,6 +90,50 @@ def test_counters_come_with_an_answer_that_a_stop_string_ended(llm: LLM, engine:
     assert last.finish_reason is FinishReason.STOP
 
 
+def test_answers_are_scored_as_ends_of_prompts(llm: LLM, engine: FakeEngine):
+    ((text, ids), (alone,)) = llm.score(["ab", [5, 6]], [["cde", [7]], "c"], top_logprobs=2)
+    assert [len(one.logprobs) for one in (text, ids, alone)] == [3, 1, 1]
+    assert text.token_ids == llm.tokenizer.encode("cde", add_special_tokens=False)
+    assert (text.total, text.logprobs, text.error) == (-3.0, [-1.0] * 3, None)
+    assert [[token for token, _ in top] for top in text.top] == [[t, t + 1] for t in text.token_ids]
+    assert (text.cached_tokens, text.computed_tokens) == (0, 5)
+    assert [len(added.prompt) for added in engine.added] == [5, 3, 3]
+    assert engine.added[1].prompt == llm.tokenizer.encode("ab") + [7]
+    for added in engine.added:
+        assert added.params.max_tokens == 0 and added.params.prompt_logprobs == 2
+        assert added.params.prompt_logprobs_start == 2 and added.message_ends == (1,)
+    assert llm.score([], []) == []
+    assert [len(one) for one in llm.score("ab", ["c", "d", "e"])] == [3]
+    assert [len(one) for one in llm.score([1, 2], [3, 4])] == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "field", "says"),
+    [
+        ("", "a", "prompts[0]", "is empty"),
+        ([], "a", "answers", "a list of 0"),
+        ("a", "", "answers[0]", "is empty"),
+        ("a", [], "answers[0]", "is empty"),
+        ("a", ["b", ""], "answers[0][1]", "is empty"),
+        (["a", "b"], ["c"], "answers", "a list of 2"),
+        (["a"], "c", "answers", "a list of 1"),
+        ([1], [10**6], "answers[0]", "token id 1000000"),
+        ([-1], [1], "prompts[0]", "token id -1"),
+        ([1] * 40, [[2] * 30, [2] * 2000], "answers[0][1]", "--inference-max-seq-length"),
+        ([1] * 60, [2] * 68, "answers[0]", "together they must have fewer than 128"),
+        ([1], [[2], "b\ud800"], "answers[0][1]", "Unicode"),
+        ([1], [[2], 3.5], "answers[0][1]", "text or token ids"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_name(
+    llm: LLM, engine: FakeEngine, prompts, answers, field, says
+):
+    with pytest.raises(InvalidRequestError) as error:
+        llm.score(prompts, answers)
+    assert error.value.field == field and field in str(error.value) and says in str(error.value)
+    assert not engine.added
+
+
 def test_prompt_logprobs_come_with_the_first_choice(llm: LLM):
     (output,) = llm.generate([5, 6, 7], greedy(n=2, prompt_logprobs=0))
     first, second = output.choices

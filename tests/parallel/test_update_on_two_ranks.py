@@ -29,3 +29,5 @@ def test_two_ranks_change_their_weights_and_answer_like_one(tmp_path: Path):
             else:
                 assert both["still b"] == [tokens for tokens, _ in alone]
         assert both["refused"] is True
+        a, b, again = both["fingerprints"]  # the same on both ranks, as all that is found
+        assert a == again != b and a != make(str(tmp_path / family), 1).system_fingerprint

@@ -39,12 +39,13 @@ def update(a: str, b: str) -> dict[str, Any]:
     """A on two ranks, then B: from its folder with a stream open, and from tensors."""
     llm = make(a, 2)
     rank = int(os.environ["RANK"])
-    found: dict[str, Any] = {"a": answers(llm)}
+    found: dict[str, Any] = {"a": answers(llm), "fingerprints": [llm.system_fingerprint]}
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     llm.update_weights(b)
     found["stream"] = list(stream)[-1].token_ids
     found["b"] = answers(llm)
+    found["fingerprints"].append(llm.system_fingerprint)
     tensors = load_file(f"{a}/model.safetensors")
     wrong = dict(tensors)
     if rank == 1:  # one rank refuses: no rank may change anything
@@ -60,6 +61,7 @@ def update(a: str, b: str) -> dict[str, Any]:
     found["still b"] = [tokens for tokens, _ in answers(llm)]
     llm.update_weights(tensors)
     found["a again"] = answers(llm)
+    found["fingerprints"].append(llm.system_fingerprint)
     return found
 
 

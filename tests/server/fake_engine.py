@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.request import (
@@ -105,6 +106,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._broken = False
         self._pause: str | None = None
         self._epoch = 0
+        self.fingerprint = Fingerprint({"model": {"weights": "first"}})
 
     def add_request(
         self,
@@ -282,6 +284,7 @@ class FakeEngine(DynamicInferenceEngine):
             raise RuntimeError("The new weights were copied only in part.")
         self._cached.clear()
         self._epoch += 1
+        self.fingerprint = Fingerprint({"model": {"weights": str(source)}})
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
@@ -297,6 +300,11 @@ class FakeEngine(DynamicInferenceEngine):
         else:
             stream = random.Random(f"{one.params.seed} {index} {position}")
             token = stream.randrange(self.vocab_size)
+        if one.max_tokens == 0:
+            event.finish_reason, event.counters = FinishReason.LENGTH, {"generated_tokens": 0}
+            event.queue_seconds, event.prefill_seconds = QUEUE_SECONDS, PREFILL_SECONDS
+            event.prompt_logprobs = self._of_prompt(one)
+            return event
         one.generated.append(token)
         self._generated += 1
         if one.last_token is None:
@@ -311,8 +319,8 @@ class FakeEngine(DynamicInferenceEngine):
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
             event.logprobs = [TokenLogprob(token, -0.5, top)]
-        if one.params.prompt_logprobs is not None and index == 0 and position == 0:
-            event.prompt_logprobs = [None, *(TokenLogprob(t, -1.0) for t in one.prompt[1:])]
+        if index == 0 and position == 0:
+            event.prompt_logprobs = self._of_prompt(one)
         stops = one.params.stop_token_ids
         if not one.params.ignore_eos:
             stops += self.eos_token_ids
@@ -324,6 +332,15 @@ class FakeEngine(DynamicInferenceEngine):
             event.counters = {"generated_tokens": len(one.generated)}
             event.queue_seconds = QUEUE_SECONDS
         return event
+
+    @staticmethod
+    def _of_prompt(one: _Running) -> list[TokenLogprob | None] | None:
+        count, start = one.params.prompt_logprobs, one.params.prompt_logprobs_start
+        if count is None:
+            return None
+        top = [tuple((t + i, -1.0 - i) for i in range(count)) for t in one.prompt]
+        found = [TokenLogprob(t, -1.0, top[i]) for i, t in enumerate(one.prompt)]
+        return [None, *found[1:]][start:]
 
     def _observe(self, name: str, since: float) -> None:
         self._latencies.histograms[name].observe(time.monotonic() - since)

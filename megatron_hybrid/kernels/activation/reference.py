@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import gelu, sigmoid, silu
 from megatron_hybrid.kernels.linear.reference import rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -18,10 +19,10 @@ def relu2(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
+    "silu": silu,
     "relu2": relu2,
-    "gelu": F.gelu,  # the exact one, with erf
-    "sigmoid": torch.sigmoid,
+    "gelu": gelu,  # the exact one, with erf
+    "sigmoid": sigmoid,
     "none": torch.clone,
 }
 

@@ -15,13 +15,14 @@ the older columns without a special case:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.elementwise import silu
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from megatron_hybrid.kernels.runs import HostRuns, Turn, into
 from megatron_hybrid.kernels.slots import DecodePlan, SlotReads, SlotWrites, indices
@@ -96,16 +97,13 @@ def prefill(
     windows = rows.index_select(0, plan.window_rows).view(-1, width - 1, channels)
     plan.writes.scatter(state, windows.transpose(1, 2))
 
-    taps = constants.weight.float().t().contiguous()  # [W, channels]
+    taps = _taps(constants)
     outputs = rows.shape[0] - (width - 1)
     y = torch.empty((outputs, channels), dtype=torch.float32, device=x.device)
     for begin in range(0, outputs, _TILE):
         end = min(begin + _TILE, outputs)
-        part = y[begin:end]
-        torch.mul(rows[begin:end], taps[0], out=part)
-        for k in range(1, width):
-            part.addcmul_(rows[begin + k : end + k], taps[k])
-        _finish(part, constants)
+        inputs = [rows[begin + k : end + k] for k in range(width)]
+        y[begin:end] = _outputs(inputs, taps, constants)
     if plan.token_rows is not None:
         y = y.index_select(0, plan.token_rows - (width - 1))
     return into(out, multiplied(y.to(x.dtype), after), x)
@@ -124,7 +122,7 @@ def decode(
     old = plan.reads.gather(state).to(x.dtype)  # [N, channels, W - 1]
     rows = torch.cat((old, x[:, :, None]), dim=2)  # [N, channels, W]
     plan.writes.scatter(state, rows[:, :, 1:])
-    y = _finish((rows.float() * constants.weight.float()).sum(dim=2), constants)
+    y = _outputs(rows.unbind(2), _taps(constants), constants)
     return into(out, multiplied(y.to(x.dtype), after), x)
 
 
@@ -139,11 +137,20 @@ def multiplied(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else (x * gate).to(x.dtype)
 
 
-def _finish(y: Tensor, constants: ConvConstants) -> Tensor:
-    """What follows the sum over taps, on y [T, channels] in place."""
+def _taps(constants: ConvConstants) -> Tensor:
+    """[W, channels] float32"""
+    return constants.weight.float().t().contiguous()
+
+
+def _outputs(inputs: Sequence[Tensor], taps: Tensor, constants: ConvConstants) -> Tensor:
+    """[T, channels] float32 of the tokens' inputs and those before them, the oldest first: W of
+    [T, channels]."""
+    y = inputs[0] * taps[0]
+    for k in range(1, len(inputs)):
+        y.addcmul_(inputs[k], taps[k])
     if constants.bias is not None:
         y.add_(constants.bias)
-    return F.silu(y, inplace=True) if constants.silu else y
+    return silu(y) if constants.silu else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +228,8 @@ def decode_runs(
     assert plan.kept.tokens is not None
     ring[plan.kept.rings, plan.kept.places] = x.index_select(0, plan.kept.tokens)
 
-    # As in decode, to the bit: [tokens, channels, W].
-    inputs = rows[plan.token_rows].transpose(1, 2).contiguous()
-    y = _finish((inputs.float() * constants.weight.float()).sum(dim=2), constants)
+    inputs = [rows.index_select(0, before) for before in plan.token_rows.unbind(1)]
+    y = _outputs(inputs, _taps(constants), constants)
     out = torch.empty_like(x) if out is None else out
     out[tokens:] = 0
     out[:tokens] = multiplied(y.to(x.dtype), None if after is None else after[:tokens])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
+from megatron_hybrid.kernels.elementwise import sigmoid
 from megatron_hybrid.kernels.experts.protocol import (
     ExpertWeights,
     Router,
@@ -20,17 +20,20 @@ from megatron_hybrid.kernels.linear.formats import Weight
 from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 
+# As in Linear, without a bias.
+Product = Callable[[Inputs, Weight], Tensor]
 
-def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+
+def route(x: Tensor, router: Router, product: Product = multiply) -> tuple[Tensor, Tensor]:
     """As in Experts."""
-    return choose(scores(x, router), router)
+    return choose(scores(x, router, product), router)
 
 
-def scores(x: Tensor, router: Router) -> Tensor:
+def scores(x: Tensor, router: Router, product: Product = multiply) -> Tensor:
     """[tokens, width] -> logits [tokens, experts]; see Router."""
     if router.scoring == "softmax":
-        return F.linear(x, router.weight)
-    return F.linear(x.float(), router.weight.float())
+        return product(x, router.weight)
+    return product(x.float(), router.weight.float())
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -42,7 +45,7 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         else:
             weights, experts = torch.softmax(logits.float(), dim=-1).topk(router.chosen, dim=-1)
         return experts, weights if router.factor == 1.0 else weights * router.factor
-    scores = logits.sigmoid()
+    scores = sigmoid(logits)
     choice = scores if router.bias is None else scores + router.bias
     if router.num_groups > 1:
         by_group = choice.unflatten(1, (router.num_groups, -1))
@@ -72,6 +75,7 @@ def mix(
     weights: Tensor,
     layer: ExpertWeights,
     shared: Shared | None = None,
+    product: Product = multiply,
 ) -> Tensor:
     """As in Experts."""
     x, chosen = plain_rows(x), experts.shape[1]
@@ -82,30 +86,31 @@ def mix(
     inputs = x.index_select(0, tokens)
     outputs = torch.zeros_like(inputs)
     for expert, begin, end in _ranges(flat, layer.up.shape[0]):
-        up = _product(inputs[begin:end], layer.up, expert)
+        up = product(inputs[begin:end], weight_of(layer.up, expert))
         hidden = plain_rows(activate(up, layer.activation, layer.gated))
-        outputs[begin:end] = _product(hidden, layer.down, expert)
+        outputs[begin:end] = product(hidden, weight_of(layer.down, expert))
     routed = torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
     if shared is None:
         return routed
     assert isinstance(shared, SharedResult)
-    return add_shared(routed, shared, x)
+    return add_shared(routed, shared, x, product)
 
 
 mix_parts = mix
 
 
-def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
+def add_shared(
+    routed: Tensor, shared: SharedResult, x: Tensor, product: Product = multiply
+) -> Tensor:
     """As in Experts."""
     if shared.gate is None:
         return routed + shared.values
-    return torch.addcmul(routed, shared.values, F.linear(x, shared.gate).sigmoid())
+    return torch.addcmul(routed, shared.values, sigmoid(product(x, shared.gate)))
 
 
-def _product(x: Tensor, weights: Weight, expert: int) -> Tensor:
-    if isinstance(weights, Tensor):
-        return F.linear(x, weights[expert])
-    return multiply(x, weights.expert(expert))
+def weight_of(weights: Weight, expert: int) -> Weight:
+    """One expert's of those of all."""
+    return weights[expert] if isinstance(weights, Tensor) else weights.expert(expert)
 
 
 def _ranges(flat: Tensor, num_experts: int) -> Iterator[tuple[int, int, int]]:

@@ -22,9 +22,9 @@ are solved at once.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import sigmoid, softplus
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.kernels.runs import TorchScan
 from megatron_hybrid.kernels.tiles import TilePlan
@@ -112,10 +112,8 @@ def _read_out(states: Tensor, tokens: DeltaRuleTokens, constants: DeltaRuleConst
 
 
 def _gates(a: Tensor, b: Tensor, constants: DeltaRuleConstants) -> tuple[Tensor, Tensor]:
-    """g and beta, [T, heads] float64: in float32 torch's functions differ in the last bit between
-    a tensor's last few values and others, and so would a token's bits with the tokens behind it."""
-    decay = constants.A * F.softplus(a.double() + constants.dt_bias)
-    return decay, b.double().sigmoid()
+    """g and beta, [T, heads] float64."""
+    return constants.A * softplus(a.double() + constants.dt_bias), sigmoid(b.double())
 
 
 def _normalised(rows: Tensor) -> Tensor:
@@ -124,6 +122,6 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + _EPS)
 
 
-_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
-plan, prefill = _scan.plan, _scan.prefill
-decode, decode_runs = _scan.decode, _scan.decode_runs
+scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = scan.plan, scan.prefill
+decode, decode_runs = scan.decode, scan.decode_runs

@@ -129,7 +129,7 @@ def invert_kernel(
             m_ptr + (places + 32)[:, None] * TILE + places[None, :],
             (places + 32)[:, None] < length, 0.0,
         )  # fmt: skip
-    r = _inverse(m0, SPLIT)
+    r = inverse(m0, SPLIT)
     SIZE: tl.constexpr = 16 if TILE == 16 else 32  # of r's blocks below
     if TILE > 16:
         first, second = tl.split(tl.permute(tl.reshape(r, [PAIRS, 2, 16, 16]), (0, 2, 3, 1)))
@@ -143,7 +143,7 @@ def invert_kernel(
         tl.debug_barrier()  # all of M has been read
         beta = tl.load(beta_ptr + places * 4, places < length, 0.0)
         at = r_ptr + (places + 32)[:, None] * R_ROW + places[None, :]
-        _store_r(at, below * beta[None, :], (places + 32)[:, None] < length, TILE, SPLIT)
+        store_r(at, below * beta[None, :], (places + 32)[:, None] < length, TILE, SPLIT)
         zero = tl.zeros([32, 32], r_ptr.dtype.element_ty)  # right of the first half
         at = r_ptr + places[:, None] * R_ROW + (places + 32)[None, :]
         tl.store(at, zero, places[:, None] < length)
@@ -155,7 +155,7 @@ def invert_kernel(
     row = first_row + tl.arange(0, SIZE)[None, :, None]
     column = first_row + tl.arange(0, SIZE)[None, None, :]
     beta = tl.load(beta_ptr + column * 4, column < length, 0.0)
-    _store_r(r_ptr + row * R_ROW + column, r * beta, row < length, TILE, SPLIT)
+    store_r(r_ptr + row * R_ROW + column, r * beta, row < length, TILE, SPLIT)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _turned(x):
 
 
 @triton.jit
-def _inverse(m, SPLIT: tl.constexpr):
+def inverse(m, SPLIT: tl.constexpr):
     """(I + m)^-1 of m [blocks, 16, 16], strictly lower triangular: of blocks of 2 on the diagonals,
     then of twice the size: two neighbours, and L, what lies below the first.
     (R^-1 + L)^-1 = R - R L R, because L R L = 0. What is the right side of a product is kept
@@ -226,7 +226,7 @@ def _product(x, y, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _store_r(at, r, valid, TILE: tl.constexpr, SPLIT: tl.constexpr):
+def store_r(at, r, valid, TILE: tl.constexpr, SPLIT: tl.constexpr):
     if SPLIT:
         large, small = _halves(r)
         tl.store(at, large, valid)

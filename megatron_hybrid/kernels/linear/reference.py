@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,10 +46,15 @@ def weights_changed() -> None:
     """Nothing is kept of weights."""
 
 
-def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """As in Linear."""
+PlainProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def multiply(
+    x: Inputs, weight: Weight, bias: Tensor | None = None, linear: PlainProduct = F.linear
+) -> Tensor:
+    """As in Linear. `linear`: x W^T + bias of numbers in one type."""
     if isinstance(weight, Tensor):
-        return F.linear(plain_rows(x), weight, bias)
+        return linear(plain_rows(x), weight, bias)
     format, dtype = weight.format, x.dtype
     if format.activations == "none":
         values = plain_rows(x)
@@ -58,7 +65,7 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if format.activations == "group" and format.columns is not None:
             scale = scale.repeat_interleave(format.columns, 1)[:, : values.shape[1]]
         values = values * scale
-    y = F.linear(values.float(), weight.dequantize(), None if bias is None else bias.float())
+    y = linear(values.float(), weight.dequantize(), None if bias is None else bias.float())
     return y.to(dtype)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import silu, softplus
 from megatron_hybrid.kernels.protocols import Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.kernels.runs import TorchScan
 from megatron_hybrid.kernels.tiles import TilePlan
@@ -30,7 +31,7 @@ def _over_tiles(
     x, z, dt, B, C = tokens
     A, D, dt_bias, _ = constants
     # From here on: c tiles, l places in a tile, d channels, n state.
-    dt = plan.tiled(_softplus(dt.float() + dt_bias))  # [c, l, d]
+    dt = plan.tiled(softplus(dt.float() + dt_bias))  # [c, l, d]
     if plan.padding is not None:
         dt = dt.masked_fill(plan.padding, 0)  # no decay and no input
     xs = plan.tiled(x.float())
@@ -55,13 +56,13 @@ def _over_tiles(
     for place in range(plan.tile_length):
         h = (from_start[:, place, :, None] * A).exp_().mul_(before)
         y[:, place] += h.mul_(Cs[:, place, None]).sum(-1)
-    return plan.tokens(y).mul_(_silu(z.float())), states
+    return plan.tokens(y).mul_(silu(z.float())), states
 
 
 def _advance(h: Tensor, inputs: tuple[Tensor, ...], constants: Mamba1Constants) -> None:
     """h [N, channels, state]"""
     x, dt, B = inputs
-    dt = _softplus(dt.float() + constants.dt_bias)
+    dt = softplus(dt.float() + constants.dt_bias)
     h.mul_((dt[:, :, None] * constants.A).exp_())
     h.addcmul_((dt * x.float())[:, :, None], B.float()[:, None])
 
@@ -69,21 +70,9 @@ def _advance(h: Tensor, inputs: tuple[Tensor, ...], constants: Mamba1Constants) 
 def _read_out(h: Tensor, tokens: Mamba1Tokens, constants: Mamba1Constants) -> Tensor:
     """[N, channels]"""
     y = (h * tokens.C.float()[:, None]).sum(-1)
-    return y.addcmul_(tokens.x.float(), constants.D).mul_(_silu(tokens.z.float()))
+    return y.addcmul_(tokens.x.float(), constants.D).mul_(silu(tokens.z.float()))
 
 
-_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
-plan, prefill = _scan.plan, _scan.prefill
-decode, decode_runs = _scan.decode, _scan.decode_runs
-
-
-# torch's own functions round the last values of a tensor, those that fill no vector, differently:
-# a token's bits would depend on how many are in the batch.
-
-
-def _softplus(values: Tensor) -> Tensor:
-    return torch.log1p(torch.exp(-values.abs())) + values.clamp(min=0)
-
-
-def _silu(values: Tensor) -> Tensor:
-    return values / (1 + torch.exp(-values))
+scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = scan.plan, scan.prefill
+decode, decode_runs = scan.decode, scan.decode_runs

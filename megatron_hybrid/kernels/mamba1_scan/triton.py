@@ -162,7 +162,7 @@ def _prefill_kernel(
         x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, x_row, z_row, dt_row, b_row, c_row,
         group, start, end, PLACES,
     )  # fmt: skip
-    x, dt, b, c = _prepare(x, raw_dt, b, c, bias)
+    x, dt, b, c = prepared(x, raw_dt, b, c, bias)
     # `while`: through a `for` the compiler moves the preparation behind the exchange among threads,
     # where all threads of a channel would repeat it.
     while group < end:
@@ -170,16 +170,16 @@ def _prefill_kernel(
             x_ptr, z_ptr, dt_ptr, b_ptr, c_ptr, x_row, z_row, dt_row, b_row, c_row,
             group + PLACES, start, end, PLACES,
         )  # fmt: skip
-        dts = _columns(tl.trans(dt))
-        inputs = _columns(tl.trans(dt * x))
-        bs = _columns(tl.trans(b))
-        cs = _columns(tl.trans(c))
+        dts = columns(tl.trans(dt))
+        inputs = columns(tl.trans(dt * x))
+        bs = columns(tl.trans(b))
+        cs = columns(tl.trans(c))
         ys = ()
         for i in tl.static_range(PLACES):
             decay = tl.exp2(dts[i] * a)
             h = tl.fma(h, decay, inputs[i] * tl.trans(bs[i]))
-            ys = ys + (_sum(h, tl.trans(cs[i])),)
-        y = tl.fma(skip, x, tl.trans(_tile(ys))) * silu(z.to(tl.float32))
+            ys = ys + (column_sum(h, tl.trans(cs[i])),)
+        y = tl.fma(skip, x, tl.trans(tile_of(ys))) * silu(z.to(tl.float32))
         place = tl.arange(0, PLACES)[:, None]
         valid = (group + place >= start) & (group + place < end)
         outputs = y_ptr + group.to(tl.int64) * y_row + place * y_row
@@ -193,7 +193,7 @@ def _prefill_kernel(
             checkpoint += 1
             due = _due(position_ptr, checkpoint, last_checkpoint)
         x, z, raw_dt, b, c = ahead
-        x, dt, b, c = _prepare(x, raw_dt, b, c, bias)
+        x, dt, b, c = prepared(x, raw_dt, b, c, bias)
     if write > 0:
         stored = as_stored(h, state_ptr.dtype.element_ty, seed, end, in_slot)
         tl.store(state_ptr + write * state_slot, stored)
@@ -224,13 +224,13 @@ def _load(
 
 
 @triton.jit
-def _prepare(x, dt, b, c, bias):
+def prepared(x, dt, b, c, bias):
     dt = softplus(dt.to(tl.float32) + bias)
     return x.to(tl.float32), dt, b.to(tl.float32), c.to(tl.float32)
 
 
 @triton.jit
-def _columns(tile):
+def columns(tile):
     """[m, n] -> n of [m, 1], by halves: only the last dimension, of two, can be split."""
     parts = (tile,)
     for _ in tl.static_range(8):
@@ -245,7 +245,7 @@ def _columns(tile):
 
 
 @triton.jit
-def _tile(parts):
+def tile_of(parts):
     """The reverse: n of [m, 1] -> [m, n]."""
     for _ in tl.static_range(8):
         if len(parts) > 1:
@@ -259,7 +259,7 @@ def _tile(parts):
 
 
 @triton.jit
-def _sum(h, c):
+def column_sum(h, c):
     """The sum of h [channels, state] * c [1, state] over states, [channels, 1]."""
     even, odd = tl.split(tl.reshape(h, [h.shape[0], h.shape[1] // 2, 2]))
     c_even, c_odd = tl.split(tl.reshape(c, [1, c.shape[1] // 2, 2]))

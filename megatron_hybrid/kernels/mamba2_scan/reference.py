@@ -10,9 +10,9 @@ the tiles of tiles.py.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import softplus
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.kernels.runs import TorchScan
 from megatron_hybrid.kernels.tiles import TilePlan
@@ -89,14 +89,13 @@ def _read_out(states: Tensor, tokens: Mamba2Tokens, constants: Mamba2Constants) 
 
 
 def _step_sizes(dt: Tensor, constants: Mamba2Constants) -> Tensor:
-    """[T, heads] float32: softplus(dt + bias), clamped. In float64 on the way: of float32 torch
-    rounds the last values of a tensor differently, and so how many tokens follow would count."""
-    steps = F.softplus(dt.double() + constants.dt_bias).float()
+    """[T, heads] float32: softplus(dt + bias), clamped."""
+    steps = softplus(dt.double() + constants.dt_bias).float()
     if constants.dt_limit != (0.0, float("inf")):  # softplus is positive
         steps.clamp_(*constants.dt_limit)
     return steps
 
 
-_scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
-plan, prefill = _scan.plan, _scan.prefill
-decode, decode_runs = _scan.decode, _scan.decode_runs
+scan = TorchScan(_LARGEST_TILE, _over_tiles, _advance, _read_out)
+plan, prefill = scan.plan, scan.prefill
+decode, decode_runs = scan.decode, scan.decode_runs

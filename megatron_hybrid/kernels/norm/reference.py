@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import silu
 from megatron_hybrid.kernels.linear.reference import rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -60,7 +60,7 @@ def gated_rms_norm(
     into: Reader | None = None,
 ) -> Inputs:
     """As in Norm."""
-    gates = F.silu(gate.float())
+    gates = silu(gate.float())
     values = x.float() if norm_first else gates.mul_(x)
     by_group = values.reshape(values.shape[0], -1, group_size)
     normed = (by_group * inverse_rms(by_group, group_size, eps)).view(values.shape)

@@ -169,10 +169,15 @@ def _rows(
 
 def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> None:
     """As in Attention."""
+    store(key, value, cache, plan.kv_slot)
+
+
+def store(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
+    """Keys and values [tokens, kv_heads, head_dim] to these places of the cache [tokens]."""
     if cache.is_fp8:
         key, value = to_fp8(key, cache.k_scale), to_fp8(value, cache.v_scale)
     for stored, new in ((cache.key, key), (cache.value, value)):
-        _rows_of(stored).index_copy_(0, plan.kv_slot, _as_bytes(new))
+        _rows_of(stored).index_copy_(0, kv_slot, _as_bytes(new))
 
 
 def to_fp8(values: Tensor, scale: float) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import KVCache
 from megatron_hybrid.kernels.norm.reference import rms_norm
-from megatron_hybrid.kernels.paged_attention.reference import AttentionPlan, append
-from megatron_hybrid.kernels.protocols import HeadNorms
+from megatron_hybrid.kernels.paged_attention.reference import append
+from megatron_hybrid.kernels.protocols import HeadNorms, Plan
 
 
 def plan(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def prepare(
     norms: HeadNorms | None,
     plan: tuple[Tensor, Tensor] | None,
     cache: KVCache,
-    attention: AttentionPlan,
+    attention: Plan,
 ) -> Tensor:
     """As in Rope."""
     kv_heads = cache.key.shape[2]

@@ -12,6 +12,11 @@ from torch import Tensor
 from megatron_hybrid.kernels.protocols import Filters
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """As in Sampling."""
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
 def argmax(logits: Tensor) -> Tensor:
     """As in kinds.Sampling."""
     return torch.argmax(logits, dim=-1)

@@ -28,6 +28,9 @@ from torch import Tensor
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
+from megatron_hybrid.kernels.sampling.log_softmax import log_softmax
+
+__all__ = ["argmax", "draw", "log_softmax", "penalise"]
 
 penalise = reference.penalise
 

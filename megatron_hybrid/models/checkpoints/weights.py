@@ -58,6 +58,7 @@ def load_model(
     progress: bool = True,
     mtp: bool = False,
     quantization: str | None = None,
+    replay_chunk: int | None = None,
 ) -> HybridModel:
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
@@ -66,6 +67,7 @@ def load_model(
     FP8 keys and values have the checkpoint's scales where it has some, else 1. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
     config.json. `mtp`: with its head for multi-token prediction. `quantization`: see `formats_of`.
+    `replay_chunk`: of HybridModel.
     Raises ConfigurationError for what is not supported, before any weight is read, and
     WeightsError, naming the weight, for a checkpoint that does not fit its configuration.
     """
@@ -83,6 +85,7 @@ def load_model(
             kv_dtype,
             mtp,
             formats_of(folder, quantization, load_format),
+            replay_chunk,
         )
     model.eval()
     if load_format == "dummy":

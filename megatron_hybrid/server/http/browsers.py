@@ -21,7 +21,7 @@ from megatron_hybrid.server.options import ServerOptions, is_loopback
 ANY_ORIGIN = "*"
 PREFLIGHT_SECONDS = 600
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-EXPOSED_HEADERS = "Retry-After, WWW-Authenticate, X-Request-Id, Request-Id"
+EXPOSED_HEADERS = "Retry-After, WWW-Authenticate, X-Request-Id, Request-Id, X-System-Fingerprint"
 _PORTS = {"http": "80", "https": "443"}
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@*\s\\]+)")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/?#@\s\\,]+)(?::([0-9]{0,5}))?")

@@ -11,7 +11,7 @@ from megatron_hybrid.server.http.protocol.generation_request import GenerationRe
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import Piece, ToolCallReader
 from megatron_hybrid.text.answer_places import GeneratedAnswer
-from megatron_hybrid.text.answer_text import AnswerText, NewText
+from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.reasoning import ReasoningSplitter
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ class Choice(AnswerText):
 
     def advance(self, event: RequestEvent) -> Delta:
         """Go on with the event. Not after the choice has ended."""
-        new = self._take_prompt(event) if self._request.prompt_only else self.take(event)
+        new = self.take(event)
         reason = None if self.finish_reason is None else self.finish_reason.value
         with_ids = self._request.return_token_ids
         token_ids = new.token_ids if with_ids else []
@@ -114,14 +114,6 @@ class Choice(AnswerText):
         if self._splitter is not None or self._reader is not None or self._on_end is not None:
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta
-
-    def _take_prompt(self, event: RequestEvent) -> NewText:
-        """`take` for a request that asks for nothing but its prompt."""
-        self.count_prompt(event)
-        if event.finish_reason is not None:
-            aborted = event.finish_reason is FinishReason.ABORT
-            self.finish_reason = FinishReason.ABORT if aborted else FinishReason.LENGTH
-        return NewText("", [], 0, [])
 
     def _follow(self, token_ids: Sequence[int], delta: Delta) -> None:
         self._token_ids += token_ids

@@ -28,10 +28,11 @@ def _install_model(app: Flask, serving: Serving) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     def server_info() -> Response:
-        info = {"served_model_name": serving.options.model_name}
+        info: dict[str, Any] = {"served_model_name": serving.options.model_name}
         for figures in serving.client.stats_by_engine().values():
-            return json_response({**info, "weight_bytes": figures["weight_bytes"]})
-        return json_response(info)
+            info["weight_bytes"] = figures["weight_bytes"]
+            break
+        return json_response({**info, **_fingerprint(serving)})  # which came before the figures
 
     @app.get("/model_info")
     @app.get("/get_model_info")
@@ -46,6 +47,20 @@ def _install_model(app: Flask, serving: Serving) -> None:
                 "has_audio_understanding": False,
             }
         )
+
+
+def _fingerprint(serving: Serving) -> dict[str, Any]:
+    """Of all replicas that are there."""
+    each = serving.client.fingerprints()
+    if not each:
+        return {}
+    first = next(iter(each.values()))
+    is_one = all(one.short == first.short for one in each.values())
+    common = {"system_fingerprint": first.short if is_one else None, "fingerprint": first.parts}
+    if len(each) == 1:
+        return common
+    engines = {replica: {"system_fingerprint": one.short} for replica, one in each.items()}
+    return {**common, "engines": engines}
 
 
 def _install_loads(app: Flask, serving: Serving) -> None:

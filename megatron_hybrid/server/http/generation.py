@@ -277,6 +277,14 @@ class Generation:
             )
         return figures
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of what computes the answers; known once there is a delta."""
+        subscription = self._subscription
+        if subscription is None or subscription.fingerprint is None:
+            return None
+        return subscription.fingerprint.short
+
     def usage(self) -> dict[str, object]:
         """Tokens read and written."""
         return self._usage(*self.tokens())

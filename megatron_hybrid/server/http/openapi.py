@@ -24,6 +24,7 @@ from megatron_hybrid.server.http.protocol import (
     anthropic_answers,
     requests,
     response_answers,
+    scoring,
 )
 from megatron_hybrid.server.http.protocol.parsing import (
     Body,
@@ -34,6 +35,7 @@ from megatron_hybrid.server.http.protocol.parsing import (
 from megatron_hybrid.server.http.protocol.response_queries import InputItemsQuery, RetrieveQuery
 from megatron_hybrid.server.http.protocol.responses import ResponsesRequest
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.streaming import FINGERPRINT
 from megatron_hybrid.server.options import SamplingDefaults
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
@@ -99,6 +101,7 @@ _TEXT = ("/v1/completions", "Continue texts.")
 _MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
 _COUNT = ("/v1/messages/count_tokens", "How long its prompt is.", anthropic_answers.InputTokens)
 _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
+_SCORE = ("/score_tokens", "How likely answers are behind a prompt.", answers.Scores)
 _RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.RenderedPrompt)
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
 _PAUSE = ("/pause", "Start no more requests; answered when none runs.")
@@ -161,6 +164,7 @@ ROUTES = [
     _get(*_LOADS),
     _get("/openapi.json", "This description.", answers.Description),
     _get("/", "A page with a chat and the cache.", str, kind="text/html"),
+    Route(*_SCORE, scoring.ScoreTokensRequest, _GENERATES),
     Route(*_RENDER_CHAT, requests.ChatRequest, (404, *_ASKS)),
     Route(*_RENDER_TEXT, requests.CompletionRequest, (404, *_ASKS)),
     Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
@@ -196,7 +200,11 @@ def describe(serving: Serving, paths: Sequence[str]) -> dict[str, Any]:
                     "description": "The request's name in the server's log: the client's own "
                     f"{REQUEST_ID}, if that is at most 128 printable ASCII characters.",
                     "schema": _reference(str),
-                }
+                },
+                "SystemFingerprint": {
+                    "description": "Of what has computed the answer; /server_info has its parts.",
+                    "schema": _reference(str),
+                },
             },
         },
     }
@@ -323,8 +331,11 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
         operation["security"] = []
     elif with_key:
         errors.add(401)
+    done = _response("Done.", contents)
+    if route.events is not None:
+        done["headers"][FINGERPRINT] = {"$ref": "#/components/headers/SystemFingerprint"}
     operation["responses"] = {
-        "200": _response("Done.", contents),
+        "200": done,
         **{str(status): _error_response(status, route.error) for status in sorted(errors)},
     }
     return operation

@@ -18,8 +18,14 @@ from msgspec import json
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams, Unasked
 from megatron_hybrid.request_checks import validate_prompt
+from megatron_hybrid.scoring import joined, kept_at, params_behind
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
-from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.http.prepared import (
+    PreparedChat,
+    PreparedCompletion,
+    PreparedScores,
+    UnknownModel,
+)
 from megatron_hybrid.server.http.protocol.anthropic_chat import (
     parse_count_tokens,
     parse_messages,
@@ -38,6 +44,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from megatron_hybrid.server.http.protocol.scoring import check_size, parse_score
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.keys import NOBODY, Caller
@@ -182,6 +189,41 @@ class Preparation:
             _check_cache_checkpoints(name, prompt, wanted)
         pairs = zip(request.prompts, prompts, strict=True) if request.echo else ()
         return PreparedCompletion(wanted, prompts, [self._echoed(*pair) for pair in pairs])
+
+    def score(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedScores:
+        """Of /score_tokens."""
+        request = parse_score(parse_body(body), self.options)
+        self._check_model(request.generation.model)
+        prompt, answers = request.prompt, list[list[int]]()
+        if isinstance(prompt, str):
+            prompt = self._encode("prompt", prompt, engine)
+        for number, given in enumerate(request.answers):
+            name = f"answers[{number}]"
+            if isinstance(given, str):
+                given = self._encode(name, given, engine, add_special_tokens=False)
+            answers.append(given)
+        check_size(len(prompt), answers)
+        limit, flag = engine.max_seq_length, engine.max_seq_length_flag
+        prompts = [
+            array(
+                "i",
+                joined(
+                    prompt,
+                    answer,
+                    engine.vocab_size,
+                    limit,
+                    flag=flag,
+                    answer_name=f"answers[{number}]",
+                ),
+            )
+            for number, answer in enumerate(answers)
+        ]
+        params = params_behind(len(prompt), request.top_logprobs or 0)
+        kept = kept_at(len(prompt))
+        wanted = replace(request.generation, params=params, cache_checkpoints=kept)
+        return PreparedScores(
+            _salted(wanted, caller), prompts, len(prompt), request.top_logprobs is not None
+        )
 
     def tokenize(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
@@ -343,7 +385,7 @@ def _kept(request: GenerationRequest, engine: EngineReady) -> int | None:
         return request.last_tokens
     asked = request.params.max_tokens
     answer = 1 if asked is None or isinstance(asked, Unasked) else asked
-    return max(1, engine.max_seq_length - max(answer, request.params.min_tokens))
+    return max(1, engine.max_seq_length - max(1, answer, request.params.min_tokens))
 
 
 def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:

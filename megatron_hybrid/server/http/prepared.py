@@ -40,3 +40,14 @@ class PreparedCompletion:
     generation: GenerationRequest
     prompts: list[array[int]]
     echoed: list[EchoedPrompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedScores:
+    """For each answer the prompt and it, in tokens; answers begin behind `prompt_tokens`.
+    `with_top`: the likeliest tokens at each place are shown, too."""
+
+    generation: GenerationRequest
+    prompts: list[array[int]]
+    prompt_tokens: int
+    with_top: bool

@@ -18,7 +18,12 @@ from megatron_hybrid.server.http.completions import CompletionAnswers
 from megatron_hybrid.server.http.for_routers import install as install_for_routers
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
-from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion, UnknownModel
+from megatron_hybrid.server.http.prepared import (
+    PreparedChat,
+    PreparedCompletion,
+    PreparedScores,
+    UnknownModel,
+)
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.protocol.requests import (
     AbortRequest,
@@ -27,6 +32,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     UpdateWeightsRequest,
 )
 from megatron_hybrid.server.http.responses.routes import install as install_responses
+from megatron_hybrid.server.http.scores import Scores
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
@@ -56,6 +62,12 @@ def _install_answers(app: Flask, serving: Serving) -> None:
         completion: PreparedCompletion = serving.prepare("completion", request_body(), g.caller)
         begin = partial(CompletionAnswers, serving, completion)
         return answered(serving, new_id("cmpl-"), completion.generation, begin)
+
+    @app.post("/score_tokens")
+    def score_tokens() -> Response:
+        scores: PreparedScores = serving.prepare("score", request_body(), g.caller)
+        begin = partial(Scores, serving, scores)
+        return answered(serving, new_id("score-"), scores.generation, begin)
 
     @app.get("/v1/models")
     def models() -> Response:

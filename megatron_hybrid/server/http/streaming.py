@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_hybrid.server.http.serving import Serving
 
 Chunk = dict[str, Any]
 
+FINGERPRINT = "X-System-Fingerprint"  # the header of every answer, also where no field says it
 _DONE = b"data: [DONE]\n\n"
 _TEXT_GOES_HERE = "~text~"
 
@@ -62,13 +64,18 @@ class Answers(ABC):
             pieces: list[list[Delta]] = [[] for _ in range(self._number)]
             for delta in chain.from_iterable(self._generation.deltas()):
                 pieces[delta.index].append(delta)
-            return json_response(self.whole([_joined(one) for one in pieces]))
+            return self._named(json_response(self.whole([_joined(one) for one in pieces])))
         # The first ones are awaited, so that a request that fails at once gets a proper status.
         deltas = self._generation.deltas()
         first = next(deltas, [])
         response = Response(self._stream(chain([first], deltas)), mimetype="text/event-stream")
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"  # nginx would collect the events
+        return self._named(response)
+
+    def _named(self, response: Response) -> Response:
+        if (fingerprint := self._generation.fingerprint) is not None:
+            response.headers[FINGERPRINT] = fingerprint
         return response
 
     def _stream(self, batches: Iterable[list[Delta]]) -> Iterator[bytes]:
@@ -117,9 +124,15 @@ class ChunkAnswers(Answers):
             "created": generation.created,
             "model": serving.options.model_name,
         }
-        # what all events have in common, encoded once
-        self._before = b"data: " + json.encode(self.head)[:-1] + b',"choices":['
         self._end = b',"usage":null}\n\n' if wanted.include_usage else b"}\n\n"
+
+    @cached_property
+    def _before(self) -> bytes:
+        """What all events have in common, encoded with the first one."""
+        return b"data: " + json.encode(self._named_head())[:-1] + b',"choices":['
+
+    def _named_head(self) -> Chunk:
+        return {**self.head, "system_fingerprint": self._generation.fingerprint}
 
     @abstractmethod
     def choice(self, answer: Delta) -> Chunk:
@@ -127,7 +140,7 @@ class ChunkAnswers(Answers):
 
     def whole(self, answers: list[Delta]) -> Chunk:
         choices = [self.choice(answer) for answer in answers]
-        return {**self.head, "choices": choices, "usage": self._generation.usage()}
+        return {**self._named_head(), "choices": choices, "usage": self._generation.usage()}
 
     def last_events(self) -> bytes:
         if not self._wanted.include_usage:

@@ -68,6 +68,7 @@ class EngineClient:
 
     def __init__(self, endpoint: str, first_ready: threading.Event | None = None) -> None:
         self.ready: wire.EngineReady | None = None
+        self.fingerprint: wire.Fingerprint | None = None  # of answers that begin now
         self.state = "loading"
         self._url = ""
         self._first_ready = threading.Event() if first_ready is None else first_ready
@@ -214,6 +215,8 @@ class EngineClient:
                         answer.set_result(reply.values)
                     else:
                         answer.set_exception(QueryFailed(reply.error, reply.status))
+        elif isinstance(reply, wire.Fingerprint):
+            self.fingerprint = reply
         elif isinstance(reply, wire.EngineReady):
             self.ready = reply
             self.state = "ok"

@@ -194,6 +194,14 @@ class EngineReady(Reply, frozen=True):
     max_seq_length_flag: str = CONTEXT_FLAG
 
 
+class Fingerprint(Reply, frozen=True):
+    """What computes this replica's answers from now on, and its short form: comes before
+    EngineReady, and whenever weights have changed."""
+
+    short: str
+    parts: dict[str, Any] = {}
+
+
 class Draining(Reply, frozen=True):
     """This replica ends when its requests have, and takes no more; answered with Left."""
 
@@ -238,7 +246,9 @@ class EngineEnded(Reply, frozen=True):
 AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
-AnyReply = EngineReady | Draining | Events | Refused | Result | Heartbeat | EngineEnded
+AnyReply = (
+    EngineReady | Fingerprint | Draining | Events | Refused | Result | Heartbeat | EngineEnded
+)
 
 
 def packed(token_ids: Iterable[int]) -> bytes:

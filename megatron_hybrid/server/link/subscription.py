@@ -51,6 +51,7 @@ class Subscription:
     # called with the id of each engine request when its first event comes, in the client's thread
     on_first: Callable[[str], None] = lambda name: None
     first_event: float | None = None  # when it came, by `time.monotonic`
+    fingerprint: wire.Fingerprint | None = None  # of what has computed it
     open_answers: set[AnswerKey] = field(default_factory=set)
     _begun: set[str] = field(default_factory=set)  # engine requests of which an event has come
     _partial: dict[AnswerKey, RequestEvent] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Subscription:
             self._begun.add(item.request_id)
             if self.first_event is None:
                 self.first_event = time.monotonic()
+                self.fingerprint = self.client.fingerprint
             self.on_first(item.request_id)
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)

@@ -40,11 +40,12 @@ class _Update:
 
 @dataclass(eq=False)
 class EngineControl:
-    """`send` gives a client its reply. In a lockstep group every replica is asked for an update,
-    and they load the weights together."""
+    """`send` gives a client its reply; `tell_of_weights` tells all that they have changed. In a
+    lockstep group every replica is asked for an update, and they load the weights together."""
 
     engine: DynamicInferenceEngine
     send: Callable[[bytes, wire.Reply], None]
+    tell_of_weights: Callable[[], None] = lambda: None
     _pauses: list[tuple[bytes, wire.Pause]] = field(default_factory=list)  # not answered yet
     _update: _Update | None = None
 
@@ -129,7 +130,9 @@ class EngineControl:
             logger.exception("New weights could not be put in place.")
             self._refuse(client, query, str(error), 500)
         else:
-            logger.info("New weights are in place: epoch %d.", engine.epoch)
+            name = engine.fingerprint.short
+            logger.info("New weights are in place: epoch %d, %s.", engine.epoch, name)
+            self.tell_of_weights()
             self._succeed(client, query)
 
     def _succeed(self, client: bytes, query: wire.Query) -> None:

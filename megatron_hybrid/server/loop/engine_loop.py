@@ -63,7 +63,9 @@ class EngineLoop:
         self.failure: Exception | None = None  # of the last step that failed
         self._clients: set[bytes] = set()
         self._requests = RunningRequests(self.engine, self._send, self.max_queue)
-        self._control = EngineControl(self.engine, self._send)
+        self._control = EngineControl(
+            self.engine, self._send, lambda: self._send_all(self._fingerprint())
+        )
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
         self._failed_steps = 0
@@ -167,6 +169,7 @@ class EngineLoop:
                 self._clients.add(client)
                 self._told.discard(client)
                 self._left.discard(client)
+                self._send(client, self._fingerprint())
                 self._send(client, self._ready())
             elif isinstance(command, wire.Left):
                 self._left.add(client)
@@ -216,6 +219,10 @@ class EngineLoop:
             self.cache,
             engine.max_seq_length_flag,
         )
+
+    def _fingerprint(self) -> wire.Fingerprint:
+        known = self.engine.fingerprint
+        return wire.Fingerprint(known.short, known.parts)
 
     def _apply(self, command: wire.Command) -> None:
         """What every rank does; the first one's client is answered."""

@@ -125,6 +125,14 @@ class ReplicaSet:
         results, _, _ = self._ask_each(wire.GetStats, timeout=STATS_SECONDS)
         return {str(replica): values for replica, values in results.items()}
 
+    def fingerprints(self) -> dict[str, wire.Fingerprint]:
+        """What computes answers on each replica that is there."""
+        return {
+            str(replica): client.fingerprint
+            for replica, client in enumerate(self.clients)
+            if client.ready is not None and client.fingerprint is not None
+        }
+
     def states(self) -> dict[str, dict[str, Any]]:
         """Of each replica: whether it takes requests ("ok", "paused"), or "loading", "draining" or
         "down"; and its process id while it has one."""

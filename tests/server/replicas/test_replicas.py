@@ -211,6 +211,13 @@ def test_what_steers_an_engine_reaches_every_replica(shared: Replicas) -> None:
         {"status": "ok", "epoch": 1},
     )
     assert [one["epoch"] for one in shared.figures()["engines"].values()] == [1, 1]
+    with urllib.request.urlopen(f"{shared.url}/server_info") as answer:
+        info = json.load(answer)
+    name = info["system_fingerprint"]
+    assert name is not None and info["fingerprint"] == {"model": {"weights": "new"}}
+    assert info["engines"] == {number: {"system_fingerprint": name} for number in "01"}
+    _, said = send(f"{shared.url}/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+    assert said["system_fingerprint"] == name
 
 
 def test_an_abort_finds_its_request_wherever_it_runs(shared: Replicas) -> None:

@@ -152,7 +152,7 @@ class MessageAnswers(Answers):
     def _is_as_long_as_asked(self) -> bool:
         used: Any = self._generation.usage()
         asked = self._wanted.params.max_tokens or 0
-        return self._wanted.prompt_only or used["completion_tokens"] >= asked
+        return bool(used["completion_tokens"] >= asked)
 
     def _usage(self) -> Chunk:
         """Tokens read and written."""

@@ -154,7 +154,12 @@ _TEXT_CHOICE: dict[str, Any] = {
 }
 TextChoice = shape("TextChoice", **_TEXT_CHOICE, finish_reason=_REASON)
 TextChunkChoice = shape("TextChunkChoice", **_TEXT_CHOICE, finish_reason=_REASON | None)
-_HEAD: dict[str, Any] = {"id": str, "created": Count, "model": str}
+_HEAD: dict[str, Any] = {
+    "id": str,
+    "created": Count,
+    "model": str,
+    "system_fingerprint": says(str | None, "Of what has computed it; /server_info has its parts."),
+}
 _CHUNK: dict[str, Any] = {**_HEAD, "usage": optional(Usage | None)}
 _TEXT = Literal["text_completion"]
 ChatCompletion = shape(
@@ -174,6 +179,27 @@ ChatCompletionChunk = shape(
 )
 Completion = shape("Completion", **_HEAD, object=_TEXT, choices=list[TextChoice], usage=Usage)
 CompletionChunk = shape("CompletionChunk", **_CHUNK, object=_TEXT, choices=list[TextChunkChoice])
+_LIKELY_ID = shape("LikelyId", token_id=Count, logprob=float)
+Scores = shape(
+    "Scores",
+    **_HEAD,
+    object=Literal["score"],
+    scores=list[  # type: ignore[misc]
+        shape(
+            "Score",
+            token_ids=list[Count],
+            logprobs=says(list[float], "Of each of these tokens."),
+            total_logprob=says(float, "Their sum."),
+            top_logprobs=optional(
+                says(
+                    list[list[_LIKELY_ID]],
+                    "At each place the likeliest tokens; only if top_logprobs was given.",
+                )
+            ),
+        )
+    ],
+    usage=Usage,
+)
 
 Tokens = shape("Tokens", tokens=list[Count], count=Count, max_model_len=Count)
 Text = shape("Text", prompt=str)
@@ -182,11 +208,21 @@ Done = shape("Done", status=Literal["ok"])
 Controlled = shape("Controlled", more=True, status=Literal["ok"], epoch=optional(Count))
 Load = shape("Load", server_load=Count)
 Version = shape("Version", version=str)
+_REPLICA_INFO = shape("ReplicaInfo", system_fingerprint=str)
 ServerInfo = shape(
     "ServerInfo",
     served_model_name=str,
     weight_bytes=optional(
         says(dict[str, Count], "What one rank's weights take, by format, once the engine is there.")
+    ),
+    system_fingerprint=optional(
+        says(str | None, "As in answers that begin now; null where those of replicas differ.")
+    ),
+    fingerprint=optional(
+        says(dict[str, dict[str, Any]], "What it is made of: device, versions, mode, model.")
+    ),
+    engines=optional(
+        says(dict[str, _REPLICA_INFO], "With several replicas: each of them, by its number.")
     ),
 )
 ModelInfo = shape(

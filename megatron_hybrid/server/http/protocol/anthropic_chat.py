@@ -111,7 +111,7 @@ def _generation(body: MessagesRequest, options: ParseOptions) -> GenerationReque
     drawing = {name: getattr(body, name) for name in Drawing.__struct_fields__}
     params = SamplingParams(
         # Of what does not fit into the context, as much as does.
-        max_tokens=Unasked(max(1, body.max_tokens)),
+        max_tokens=Unasked(body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
         grammar=_grammar(body, options),
         **{name: value for name, value in drawing.items() if value is not None},
@@ -128,7 +128,6 @@ def _generation(body: MessagesRequest, options: ParseOptions) -> GenerationReque
         priority=body.priority or 0,
         cache_checkpoints=(),
         timeout=body.timeout,
-        prompt_only=body.max_tokens == 0,
         hide_thoughts=getattr(body.thinking, "display", None) == "omitted",
     )
 

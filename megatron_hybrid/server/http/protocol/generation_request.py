@@ -46,8 +46,6 @@ class GenerationRequest:
     priority: int
     cache_checkpoints: tuple[int, ...]
     timeout: float | None = None  # seconds
-    # Nothing but the prompt: the engine makes one token, which nobody sees.
-    prompt_only: bool = False
     return_token_ids: bool = False
     # Of the prompt, which the others are not part of; -1: as many as leave room for the answer.
     last_tokens: int | None = None
@@ -262,10 +260,9 @@ def _generation(
     echo: bool = False,
     thinking_token_budget: int | None = None,
 ) -> GenerationRequest:
-    prompt_only = max_tokens == 0
     sampling = {name: getattr(body, name) for name in Sampling.__struct_fields__}
     params = SamplingParams(
-        max_tokens=1 if prompt_only else max_tokens,
+        max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
         grammar=grammar_of(body, options),
@@ -294,7 +291,6 @@ def _generation(
         priority=body.priority or 0,
         cache_checkpoints=tuple(body.cache_checkpoints or ()),
         timeout=body.timeout,
-        prompt_only=prompt_only,
         return_token_ids=bool(body.return_token_ids),
         last_tokens=body.truncate_prompt_tokens,
         show_special=body.skip_special_tokens is False,

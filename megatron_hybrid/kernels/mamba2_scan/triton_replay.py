@@ -1,0 +1,326 @@
+"""Mamba2's Replay in Triton: a token has the same bits in decodes, drafts and prompts. What it
+computes is in reference.py.
+
+A program has some rows of one head's state, h [p, n], and walks over a sequence's chunks of TILE
+tokens. With l and s places in a chunk, whose tokens come from the ring or from the call:
+
+    cs[l]   = log2(e) * sum of dt[i] A for i <= l                         (decay, base 2)
+    W[l, s] = (C[l] . B[s]) exp2(cs[l] - cs[s]) dt[s]  for s <= l, else 0
+    y^T     = exp2(cs) * (h C^T) + x^T W^T + D x^T
+    h       = exp2(cs[last]) h + (exp2(cs[last] - cs) * dt * x)^T B
+
+All of a chunk is computed each time, of which the outputs of the call's own tokens are stored: rows
+of a product do not mix, and what is not there yet is zeros. The state is the products' left side
+and stays in registers.
+
+Single decodes have a kernel of their own for the same operations. What counts there is how fast
+states arrive: it has no loop whose inputs would be loaded ahead, into memory that other programs of
+the processor can have.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
+from megatron_hybrid.kernels.launching import launched
+from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
+from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens, Rings
+from megatron_hybrid.kernels.replay_triton.segments import (
+    POINTERS,
+    ReplaySegments,
+    checkpoint_at,
+    keep,
+    of_sequence,
+)
+
+TILE = 16
+
+
+class Tiling(NamedTuple):
+    """How a program covers a head."""
+
+    block_p: int  # rows of the state
+    num_warps: int
+    num_stages: int
+
+
+def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
+    """As in Replay; the chunk is TILE."""
+    assert chunk == TILE, chunk
+    return ReplaySegments.of(part, chunk, ring_length)
+
+
+def run(
+    tokens: Mamba2Tokens,
+    constants: Mamba2Constants,
+    state: Tensor,
+    ring: Rings,
+    plan: ReplaySegments,
+    out: Tensor | None = None,
+    *,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """As in Replay. head_dim and state must be powers of two of at least 16; rings are contiguous.
+    `tiling`: another than _tiling's, for whose bits nothing is promised."""
+    y = checked_output(tokens, state, out)
+    A, D, dt_bias, dt_limit, _ = constants
+    x, B, C, dt = aligned(tokens.x), aligned(tokens.B), aligned(tokens.C), tokens.dt
+    count, heads, head_dim = x.shape
+    groups, size = B.shape[1:]
+    block_p, num_warps, num_stages = tiling or _tiling(head_dim, size, x.element_size())
+    arguments = (
+        x, B, C, dt, A, D, dt_bias, state, *ring, y, *plan.figures, count, plan.is_prompt,
+        *row_strides(x, B, C, dt, y, state), *dt_limit, heads, groups, ring[0].shape[1], head_dim,
+        size, TILE, block_p,
+    )  # fmt: skip
+    grid = head_dim // block_p, heads, plan.sequences + 1
+    if plan.is_single:
+        _decode_kernel[grid](*arguments, num_warps=num_warps)
+    else:
+        _replay_kernel[grid](*arguments, STAGES=num_stages, num_warps=num_warps)
+    if plan.is_prompt:
+        keep((x, B, dt), ring, plan)
+    return y
+
+
+def _tiling(head_dim: int, size: int, item_bytes: int) -> Tiling:
+    """By the sizes alone."""
+    if item_bytes == 4:  # no tensor cores
+        return Tiling(min(head_dim, 16), 4, 1)
+    return Tiling(min(head_dim, 64), 4, 3)
+
+
+@launched(do_not_specialize=["tokens", "is_prompt"], do_not_specialize_on_alignment=POINTERS)
+def _replay_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
+    cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
+    position_ptr, slot_ptr, tokens, is_prompt,
+    x_row, b_row, c_row, dt_row, y_row, state_slot, dt_min, dt_max,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        for token in range(tl.load(cu_ptr + sequence), tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        return
+    begin, start, end, first, last = of_sequence(
+        cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, TILE
+    )
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    group = head // (HEADS // GROUPS)
+    n = tl.arange(0, SIZE)
+    in_state = head * (HEAD_DIM * SIZE) + p[:, None] * SIZE + n[None, :]
+    h = tl.zeros([BLOCK_P, SIZE], tl.float32)
+    if read > 0:
+        h = tl.load(state_ptr + read * state_slot + in_state).to(tl.float32)
+    a, d, bias = tl.load(a_ptr + head) * LOG2_E, tl.load(d_ptr + head), tl.load(bias_ptr + head)
+    origin = begin - start  # the row at which position 0 would lie
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    x_ptr += origin * x_row + head * HEAD_DIM
+    b_ptr += origin * b_row + group * SIZE
+    c_ptr += origin * c_row + group * SIZE
+    dt_ptr += origin * dt_row + head
+    y_ptr += origin * y_row + head * HEAD_DIM
+    ring_x_ptr += ring * (HEADS * HEAD_DIM) + head * HEAD_DIM
+    ring_b_ptr += ring * (GROUPS * SIZE) + group * SIZE
+    ring_dt_ptr += ring * HEADS + head
+
+    # What is replayed and its chunk's other tokens, if they complete it.
+    t0 = first // TILE
+    completes = (first < start) & ((t0 + 1) * TILE <= last)
+    if completes:
+        x, b, raw_dt, y, decayed, scaled = _tile(
+            h.to(x_ptr.dtype.element_ty), x_ptr, b_ptr, c_ptr, dt_ptr, ring_x_ptr, ring_b_ptr,
+                ring_dt_ptr, a, d, bias,
+            t0, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
+            HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE, True,
+        )  # fmt: skip
+        _store(y_ptr, y, t0, start, end, p, y_row, TILE)
+        h = tl.dot(scaled, b, h * decayed, input_precision="ieee")
+    done = t0 + tl.where(completes, 1, 0)
+    first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
+    checkpoints = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32)
+    # From one state that is left to the next.
+    for i in range(first_checkpoint, checkpoints + 1):
+        position, slot = checkpoint_at(
+            position_ptr, slot_ptr, write_ptr, read_ptr, sequence, i, checkpoints, first, last
+        )
+        # Not carried from one round to the next: Triton 3.6 starts the loop from its first value.
+        begin_at = first
+        if i > first_checkpoint:
+            begin_at, _ = checkpoint_at(
+                position_ptr, slot_ptr, write_ptr, read_ptr, sequence, i - 1, checkpoints, first,
+                last,
+            )  # fmt: skip
+        from_tile = tl.maximum(begin_at // TILE, done)
+        for t in tl.range(from_tile, position // TILE, num_stages=STAGES):
+            x, b, raw_dt, y, decayed, scaled = _tile(
+                h.to(x_ptr.dtype.element_ty), x_ptr, b_ptr, c_ptr, dt_ptr, ring_x_ptr, ring_b_ptr,
+                ring_dt_ptr, a, d, bias,
+                t, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
+                HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE, False,
+            )  # fmt: skip
+            _store(y_ptr, y, t, start, end, p, y_row, TILE)
+            h = tl.dot(scaled, b, h * decayed, input_precision="ieee")
+        if slot > 0:
+            tl.store(state_ptr + slot * state_slot + in_state, h.to(state_ptr.dtype.element_ty))
+    for t in range(last // TILE, tl.cdiv(end, TILE)):
+        x, b, raw_dt, y, decayed, scaled = _tile(
+            h.to(x_ptr.dtype.element_ty), x_ptr, b_ptr, c_ptr, dt_ptr, ring_x_ptr, ring_b_ptr,
+                ring_dt_ptr, a, d, bias,
+            t, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
+            HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE, True,
+        )  # fmt: skip
+        _store(y_ptr, y, t, start, end, p, y_row, TILE)
+        if is_prompt == 0:
+            at = t * TILE + tl.arange(0, TILE)
+            is_own = (at >= start) & (at < end)
+            place = at % RING
+            to_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[None, :] + p[:, None]
+            tl.store(to_x, x, mask=is_own[None, :])
+            if tl.program_id(0) == 0:
+                tl.store(ring_dt_ptr + place * HEADS, raw_dt, mask=is_own)
+                if head % (HEADS // GROUPS) == 0:
+                    to_b = ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + n[None, :]
+                    tl.store(to_b, b, mask=is_own[:, None])
+        if (t + 1) * TILE < end:
+            h = tl.dot(scaled, b, h * decayed, input_precision="ieee")
+
+
+@launched(do_not_specialize=["tokens", "is_prompt"], do_not_specialize_on_alignment=POINTERS)
+def _decode_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
+    state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
+    cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
+    position_ptr, slot_ptr, tokens, is_prompt,
+    x_row, b_row, c_row, dt_row, y_row, state_slot, dt_min, dt_max,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Of sequences of one token, or none, all of whose chunk is in the ring."""
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    if sequence == tl.num_programs(2) - 1:  # the padding
+        for token in range(tl.load(cu_ptr + sequence), tokens):
+            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
+            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        return
+    read = tl.load(read_ptr + sequence).to(tl.int64)
+    write = tl.load(write_ptr + sequence).to(tl.int64)
+    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    checkpoint = tl.load(slot_ptr + sequence).to(tl.int64)
+    checkpoint_position = tl.load(position_ptr + sequence)
+    begin, start, end, first, last = of_sequence(cu_ptr, start_ptr, unfolded_ptr, sequence, 0, TILE)
+    group = head // (HEADS // GROUPS)
+    n = tl.arange(0, SIZE)
+    in_state = head * (HEAD_DIM * SIZE) + p[:, None] * SIZE + n[None, :]
+    is_read = p[:, None] < tl.where(read > 0, HEAD_DIM, 0)
+    from_state = state_ptr + read * state_slot + in_state
+    h = tl.load(from_state, is_read, 0.0).to(x_ptr.dtype.element_ty)
+    if (end == start) & (write == read):  # padding
+        return
+    a, d, bias = tl.load(a_ptr + head) * LOG2_E, tl.load(d_ptr + head), tl.load(bias_ptr + head)
+    origin = begin - start
+    t = first // TILE
+    x, b, raw_dt, y, decayed, scaled = _tile(
+        h, x_ptr + origin * x_row + head * HEAD_DIM, b_ptr + origin * b_row + group * SIZE,
+        c_ptr + origin * c_row + group * SIZE, dt_ptr + origin * dt_row + head,
+        ring_x_ptr + ring * (HEADS * HEAD_DIM) + head * HEAD_DIM,
+        ring_b_ptr + ring * (GROUPS * SIZE) + group * SIZE, ring_dt_ptr + ring * HEADS + head,
+        a, d, bias, t, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
+        HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE, True,
+    )  # fmt: skip
+    _store(y_ptr + origin * y_row + head * HEAD_DIM, y, t, start, end, p, y_row, TILE)
+    is_complete = last > first
+    if (is_complete == 0) & (end > start):
+        at = t * TILE + tl.arange(0, TILE)
+        is_own = (at >= start) & (at < end)
+        place = ring + at % RING
+        to_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[None, :] + head * HEAD_DIM + p[:, None]
+        tl.store(to_x, x, mask=is_own[None, :])
+        if tl.program_id(0) == 0:
+            tl.store(ring_dt_ptr + place * HEADS + head, raw_dt, mask=is_own)
+            if head % (HEADS // GROUPS) == 0:
+                to_b = ring_b_ptr + (place * (GROUPS * SIZE))[:, None] + group * SIZE + n[None, :]
+                tl.store(to_b, b, mask=is_own[:, None])
+    if is_complete | (write != read):
+        # Loaded once more: kept, it would take the registers of other programs.
+        state = tl.load(from_state, is_read, 0.0).to(tl.float32)
+        if is_complete:
+            state = tl.dot(scaled, b, state * decayed, input_precision="ieee")
+        values = state.to(state_ptr.dtype.element_ty)
+        if write > 0:
+            tl.store(state_ptr + write * state_slot + in_state, values)
+        if (checkpoint > 0) & (checkpoint_position > first) & (checkpoint_position <= last):
+            tl.store(state_ptr + checkpoint * state_slot + in_state, values)
+
+
+@triton.jit
+def _tile(
+    h, x_ptr, b_ptr, c_ptr, dt_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, a, d, bias,
+    t, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, REPLAYS: tl.constexpr,
+):  # fmt: skip
+    """A chunk from the state at its beginning, rounded to the type of x: x^T [p, TILE], B [TILE, n] and dt as they came, y^T
+    [p, TILE] float32; and what the chunk does to the state: its factor, and what B is multiplied
+    with [p, TILE]."""
+    place = tl.arange(0, TILE)
+    at = t * TILE + place
+    own = (at >= start) & (at < end)
+    old = (at >= first) & (at < start)
+    offset = tl.cast(t * TILE, tl.int64)
+    x = tl.load(x_ptr + offset * x_row + place[None, :] * x_row + p[:, None], own[None, :], 0.0)
+    b = tl.load(b_ptr + offset * b_row + place[:, None] * b_row + n[None, :], own[:, None], 0.0)
+    c = tl.load(c_ptr + offset * c_row + place[:, None] * c_row + n[None, :], own[:, None], 0.0)
+    raw_dt = tl.load(dt_ptr + offset * dt_row + place * dt_row, own, 0.0)
+    if REPLAYS:
+        in_ring = at % RING
+        old_x = tl.load(
+            ring_x_ptr + in_ring[None, :] * (HEADS * HEAD_DIM) + p[:, None], old[None, :], 0.0
+        )
+        old_b = tl.load(
+            ring_b_ptr + in_ring[:, None] * (GROUPS * SIZE) + n[None, :], old[:, None], 0.0
+        )
+        old_dt = tl.load(ring_dt_ptr + in_ring * HEADS, old, 0.0)
+        x = tl.where(own[None, :], x, old_x)
+        b = tl.where(own[:, None], b, old_b)
+        raw_dt = tl.where(own, raw_dt, old_dt)
+    dt = softplus(raw_dt.to(tl.float32) + bias)
+    dt = tl.where(own | old, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
+    cs = tl.cumsum(dt * a, 0)
+    last = tl.sum(tl.where(place == TILE - 1, cs, 0.0), 0)
+    cs_dt = cs - tl.log2(dt)  # dt goes into the exponent
+    start_decay = tl.exp2(cs)
+
+    scores = tl.dot(b, tl.trans(c), input_precision="ieee")  # [s, l]
+    between = tl.exp2(cs[None, :] - cs_dt[:, None])
+    # Below the diagonal exp2 may overflow; the selection drops it.
+    w = tl.where(place[:, None] <= place[None, :], scores * between, 0.0).to(x.dtype)
+    y = tl.dot(h, tl.trans(c), input_precision="ieee") * start_decay[None, :]
+    y = tl.dot(x, w, y, input_precision="ieee")
+    x32 = x.to(tl.float32)
+    y = tl.fma(x32, tl.zeros_like(x32) + d, y)
+    scaled = (x32 * tl.exp2(last - cs_dt)[None, :]).to(x.dtype)
+    return x, b, raw_dt, y, tl.exp2(last), scaled
+
+
+@triton.jit
+def _store(y_ptr, y, t, start, end, p, y_row, TILE: tl.constexpr):
+    place = tl.arange(0, TILE)
+    at = t * TILE + place
+    own = (at >= start) & (at < end)
+    rows = y_ptr + tl.cast(t * TILE, tl.int64) * y_row + place[None, :] * y_row
+    tl.store(rows + p[:, None], y.to(y_ptr.dtype.element_ty), mask=own[None, :])

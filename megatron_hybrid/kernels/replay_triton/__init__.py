@@ -1,0 +1,1 @@
+"""Replays on a GPU: see replay_protocol.py."""
