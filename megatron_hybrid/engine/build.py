@@ -393,6 +393,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
                 max_requests=max_requests,
                 max_tokens=max_tokens,
                 max_seq_length=plan.max_seq_length,
+                ring_length=plan.ring_length if config.batch_invariant else 0,
                 when_compiled=lambda: start.end_part("compiling"),
             )
             start.end_part("largest step")

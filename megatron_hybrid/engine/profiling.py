@@ -29,12 +29,14 @@ def measure_activations(
     max_requests: int,
     max_tokens: int,
     max_seq_length: int,
+    ring_length: int = 0,
     when_compiled: Callable[[], None] = lambda: None,
 ) -> int:
     """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough, besides
     what kernels keep from now on, such as workspaces: the device has that less already. Every rank
-    calls it: on a pipeline's stages the step takes its course. `when_compiled`: called when the
-    step's kernels are.
+    calls it: on a pipeline's stages the step takes its course. `ring_length`: of caches without
+    which the kernels have no decodes; 0: they have. `when_compiled`: called when the step's
+    kernels are.
 
     Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
     """
@@ -53,6 +55,8 @@ def measure_activations(
         block_size=block_size,
         num_slots=len(plan.prefills) + 1,
         device=device,
+        num_rings=len(rows.decoding) if ring_length else 0,
+        ring_length=ring_length,
     )
     with_caches = torch.cuda.memory_allocated(device)
     runner = ModelRunner(  # with what it keeps between steps: the one that stays has it too

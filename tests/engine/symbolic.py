@@ -171,7 +171,8 @@ class SymbolicRunner:
         hashes = prefix_hashes(text)
         assert one.position == len(text) - 1 and one.unfolded >= len(self._emitted[one.row]) - 1
         if self._context.geometry.has_recurrent:
-            begin, end = one.position - one.unfolded, self._context.geometry.floor_granule(one.position)
+            begin = one.position - one.unfolded
+            end = self._context.geometry.floor_granule(one.position)
             assert self._states[one.slot] == hashes[begin], "wrong state to fold into"
             assert not self._is_packed(one.slot) and not self._is_packed(one.checkpoint_slot)
             self._replay(one.row, hashes, begin, one.position)
@@ -345,7 +346,7 @@ class SymbolicRunner:
         behind `end`, of which the hashes are."""
         geometry = self._context.geometry
         if geometry.has_recurrent:
-            assert self._states[slots[0]] == hashes[begin], f"wrong state at {begin}"
+            assert self._states.get(slots[0]) == hashes[begin], f"wrong state at {begin}"
             assert not self._is_packed(slots[0]), "a kernel reads a packed slot"
             self._replay(row, hashes, begin, start)
             last = geometry.floor_granule(end)

@@ -63,7 +63,6 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {  # that CI runs
 OF_OTHERS = {  # the first case of each
     "test_chunks_of_one_request_at_a_time",
     "test_drafts_that_hold_and_that_do_not",
-    "test_the_next_turns_go_on_from_the_last_state_before_the_end",
 }
 
 
@@ -106,8 +105,8 @@ def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def test_every_family_is_the_same_alone_in_batches_cached_and_with_drafts(each: Known) -> None:
     """One of all that the other tests do one by one."""
-    prompts = of_lengths(each)
-    wanted = params(tokens=usually(9, 21))
+    prompts = of_lengths(each, usually((1, 16, 33), LENGTHS))
+    wanted = params(tokens=usually(7, 21))
     llm = each.llm()
     outputs = each.generate(llm, prompts, wanted)
     for output in each.generate(llm, prompts[::-1], wanted):
@@ -121,7 +120,7 @@ def test_every_family_is_the_same_alone_in_batches_cached_and_with_drafts(each: 
     drafting = with_drafts(each.llm(**tight), Knowing(texts, 9))
     each.generate(drafting, prompts, wanted)
     each.asynchronous = None
-    assert drafting.stats()["accepted_tokens"] > 2
+    assert drafting.stats()["accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
@@ -196,9 +195,7 @@ def test_chunks_beside_many_others(known: Known, mode: str, budget: int) -> None
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
 @pytest.mark.parametrize("policy", usually(["replay_cost"], ["replay_cost", "lru", "ref_zero"]))
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_preempted_and_evicted(
-    known: Known, policy: str, drafts: int, asynchronous: bool
-) -> None:
+def test_preempted_and_evicted(known: Known, policy: str, drafts: int, asynchronous: bool) -> None:
     prompts = [*of_lengths(known), *of_lengths(known, usually((31,), (31, 32, 50)))]
     wanted = params(tokens=40)
     known.asynchronous = asynchronous
@@ -254,7 +251,7 @@ def test_others_end_and_are_aborted_in_the_middle(known: Known) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_drafts_that_hold_and_that_do_not(known: Known, number: int, asynchronous: bool) -> None:
-    prompts = [*of_lengths(known), known.text[:14], known.text[:30]]
+    prompts = [*of_lengths(known, usually((17, 33), LENGTHS)), known.text[:14], known.text[:30]]
     known.learn(prompts, GREEDY)
     texts = [prompt + known.alone(prompt, GREEDY)[0] for prompt in prompts]
     known.asynchronous = asynchronous

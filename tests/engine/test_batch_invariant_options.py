@@ -52,9 +52,7 @@ def joint(known: Known, wanted: Any = WANTED, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "family", usually(("nemotron_h_moe", "lfm2"), FAMILIES)
-)
+@pytest.mark.parametrize("family", usually(("nemotron_h_moe", "lfm2"), FAMILIES))
 def test_in_16_bits(family: str, dtype: str, tmp_path: Path) -> None:
     make_tiny_model(family, tmp_path)
     joint(Known.at(tmp_path, LENGTHS, dtype=dtype))
@@ -258,4 +256,3 @@ def test_what_would_break_it_shows(
     monkeypatch.undo()
     outputs = LLM(str(tmp_path), **OPTIONS).generate(prompts, wanted, progress=False)
     assert not list(known.differing(outputs, wanted))
-

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels import replay
-from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from tests.kernels import test_gated_delta_rule, test_mamba1_scan, test_mamba2_scan
@@ -154,9 +153,7 @@ class Text:
         grid = list(range(chunk, length + 1, chunk))
         state = poisoned(len(grid) + 2, *kind.shape)
         checkpoints = [(p, 2 + i) for i, p in enumerate(grid)]
-        part = replace(
-            prefill_segments([Segment(0, length, 0, 1, checkpoints)]), ring=int64([0])
-        )
+        part = replace(prefill_segments([Segment(0, length, 0, 1, checkpoints)]), ring=int64([0]))
         outputs = kind.call(tokens, state, kind.rings(1, chunk), part, chunk, chunk)
         states = {position: state[slot] for position, slot in checkpoints}
         states[0] = torch.zeros(kind.shape)
@@ -297,9 +294,7 @@ class Session:
         for i, (*_, end, last) in zip(who, columns, strict=True):
             self.texts[i].position, self.texts[i].folded = end, last
 
-    def run(
-        self, parts: list[Any], part: Part, expected: list[Tensor], padding: int = 0
-    ) -> None:
+    def run(self, parts: list[Any], part: Part, expected: list[Tensor], padding: int = 0) -> None:
         tokens = self.kind.join(parts)
         if padding:
             tokens = self.kind.join([tokens, self.kind.draw(padding, 3)])

@@ -42,7 +42,8 @@ class Tiling(NamedTuple):
 
     block_v: int  # rows of the state
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
+    maxnreg: int | None = None  # registers of a thread: fewer for more programs at a time
 
 
 def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
@@ -93,7 +94,7 @@ def run(
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
         *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1,
     )  # fmt: skip
-    block_v, num_warps, num_stages = tiling or _tiling(v_dim, split)
+    block_v, num_warps, num_stages, maxnreg = tiling or _tiling(v_dim, split, plan.is_single)
     arguments = (
         q, k, v, a, b, ring_k, ring_v, ring_a, ring_b, r, weights, factors, decays, state, y,
         *plan.figures, count, sequences, plan.is_prompt, *row_strides(q, k, v, a, b, y, state),
@@ -101,7 +102,8 @@ def run(
     sizes |= {"V_DIM": v_dim, "BLOCK_V": block_v}
     grid = v_dim // block_v, heads, sequences + 1
     if plan.is_single:
-        _decode_kernel[grid](*arguments, **sizes, num_warps=num_warps)
+        options = {} if maxnreg is None else {"maxnreg": maxnreg}
+        _decode_kernel[grid](*arguments, **sizes, num_warps=num_warps, **options)
     else:
         _walk_kernel[grid](*arguments, **sizes, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
@@ -109,9 +111,13 @@ def run(
     return y
 
 
-def _tiling(v_dim: int, split: bool) -> Tiling:
+def _tiling(v_dim: int, split: bool, is_single: bool) -> Tiling:
     """By the sizes alone."""
-    return Tiling(min(v_dim, 64), 4, 3) if split else Tiling(16, 4, 1)
+    if not split:  # no tensor cores
+        return Tiling(16, 4)
+    if is_single:
+        return Tiling(min(v_dim, 64), 4, maxnreg=168)
+    return Tiling(min(v_dim, 64), 4, 3)
 
 
 @triton.jit

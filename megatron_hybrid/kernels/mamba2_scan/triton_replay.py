@@ -47,7 +47,8 @@ class Tiling(NamedTuple):
 
     block_p: int  # rows of the state
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
+    maxnreg: int | None = None  # registers of a thread: fewer for more programs at a time
 
 
 def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
@@ -73,7 +74,8 @@ def run(
     x, B, C, dt = aligned(tokens.x), aligned(tokens.B), aligned(tokens.C), tokens.dt
     count, heads, head_dim = x.shape
     groups, size = B.shape[1:]
-    block_p, num_warps, num_stages = tiling or _tiling(head_dim, size, x.element_size())
+    chosen = tiling or _tiling(head_dim, size, x.element_size(), plan.is_single)
+    block_p, num_warps, num_stages, maxnreg = chosen
     arguments = (
         x, B, C, dt, A, D, dt_bias, state, *ring, y, *plan.figures, count, plan.is_prompt,
         *row_strides(x, B, C, dt, y, state), *dt_limit, heads, groups, ring[0].shape[1], head_dim,
@@ -81,7 +83,8 @@ def run(
     )  # fmt: skip
     grid = head_dim // block_p, heads, plan.sequences + 1
     if plan.is_single:
-        _decode_kernel[grid](*arguments, num_warps=num_warps)
+        options = {} if maxnreg is None else {"maxnreg": maxnreg}
+        _decode_kernel[grid](*arguments, num_warps=num_warps, **options)
     else:
         _replay_kernel[grid](*arguments, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
@@ -89,10 +92,12 @@ def run(
     return y
 
 
-def _tiling(head_dim: int, size: int, item_bytes: int) -> Tiling:
+def _tiling(head_dim: int, size: int, item_bytes: int, is_single: bool) -> Tiling:
     """By the sizes alone."""
     if item_bytes == 4:  # no tensor cores
-        return Tiling(min(head_dim, 16), 4, 1)
+        return Tiling(min(head_dim, 16), 4)
+    if is_single:
+        return Tiling(min(head_dim, 64), 4, maxnreg=168)
     return Tiling(min(head_dim, 64), 4, 3)
 
 

@@ -15,7 +15,8 @@ _BLOCK = 4096
 
 def log_softmax(logits: Tensor) -> Tensor:
     """As in Sampling."""
-    logits = logits.contiguous()
+    # In one type: how a program's threads share a row, and so the order of its sums, follows it.
+    logits = logits.float().contiguous()
     rows, columns = logits.shape
     out = torch.empty(rows, columns, dtype=torch.float32, device=logits.device)
     if rows:
@@ -45,5 +46,5 @@ def _log_softmax_kernel(logits, out, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _loaded(logits, row, column, mask):
-    """In float32; minus infinity past the row's end."""
-    return tl.load(logits + row + column, mask=mask, other=float("-inf")).to(tl.float32)
+    """Minus infinity past the row's end."""
+    return tl.load(logits + row + column, mask=mask, other=float("-inf"))

@@ -1,0 +1,336 @@
+"""The kernels of triton_by_split.py: see there for what is computed, and in which order.
+
+Where programs are more than there is work for (launches depend on sizes alone), each finds its work
+on the device. Of a sequence s that has n(s) units, the first u(s) before it, and of which `step`
+make up one item, the items begin at u(s) // step + s: that are enough, at most one too many, and
+nothing has to be added up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.launching import launched
+
+# Sequences that are searched at the same time.
+_SEQUENCES = tl.constexpr(128)
+# The largest score of a row that sees nothing. Not -inf, whose difference to itself is no number.
+_LEAST = tl.constexpr(-1e30)
+# Columns of ones: the least of a matrix product.
+_ONES = tl.constexpr(16)
+# Parts that are loaded at the same time when they are joined.
+_AT_ONCE = tl.constexpr(8)
+# Where a step's tables begin, and how much there is in it, is no reason to compile once more.
+_TABLES = ["cu_seqlens", "kv_length", "kv_indptr", "kv_indices"]
+_SIZES = ["sequences", "first_sequence", "room", "places"]
+
+
+@triton.jit
+def _item_of(units, step, sequence):
+    """The first item of a sequence before which there are so many units."""
+    return (units // step).to(tl.int32) + sequence
+
+
+@triton.jit
+def _sequence_at(item, table, base, count, factor, step):
+    """Of `count` sequences the one that an item belongs to; (table[s] - base) * factor units are
+    before sequence s."""
+    found = -1
+    for begin in range(0, count, _SEQUENCES):
+        sequence = begin + tl.arange(0, _SEQUENCES)
+        inside = sequence < count
+        units = (tl.load(table + sequence, mask=inside, other=0) - base).to(tl.int64) * factor
+        first = _item_of(units, step, sequence)
+        found += tl.sum((inside & (first <= item)).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def _folded(most, total, result, part_most, part_total, part):
+    """What comes of all keys so far and of one more part of them: the largest score [ROWS], the sum
+    of weights [ROWS], the weighted values [ROWS, DIMS]. A part without keys changes nothing, and
+    before there were any the part itself is what comes of it, to the bit."""
+    larger = tl.maximum(most, part_most)
+    shrink, part_shrink = tl.exp2(most - larger), tl.exp2(part_most - larger)
+    total = tl.fma(total, shrink, part_total * part_shrink)
+    part = part * part_shrink[:, None]
+    result = tl.fma(result, tl.broadcast_to(shrink[:, None], part.shape), part)
+    return larger, total, result
+
+
+@triton.jit
+def _finished(total, result, v_scale, dtype: tl.constexpr):
+    """The average. No zero is negative: one could be or not by parts that change nothing else."""
+    factor = tl.div_rn(tl.zeros_like(total) + v_scale, tl.where(total != 0.0, total, 1.0))
+    result = result * factor[:, None]
+    return tl.where(result != 0.0, result, 0.0).to(dtype)
+
+
+@triton.jit
+def _block_of(
+    blocks, first, end, FIRST: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile, or of each of its keys; of those from `end` on block 0."""
+    if WHOLE:
+        return tl.load(blocks + (FIRST + first) // BLOCK_SIZE, mask=first < end, other=0)
+    else:
+        at = first + tl.arange(0, KEYS)
+        return tl.load(blocks + (FIRST + at) // BLOCK_SIZE, mask=at < end, other=0)
+
+
+@triton.jit
+def _attended(
+    state, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads, position,
+    begin, end, scale, MASKED: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
+    WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`state` after the keys from `begin`, where a tile begins, to `end`, counted from FIRST.
+
+    state: of all splits that are done, as of _folded, and of the one that is not. q [ROWS, DIMS];
+    position [ROWS]: the last key that each row sees. Unless MASKED all rows see all keys, which
+    are whole tiles. key_tiles, value_tiles: descriptors of the cache, or None."""
+    most, total, result, m, sums, part = state
+    tile, dim = tl.arange(0, KEYS), tl.arange(0, DIMS)
+    ones = tl.full((KEYS, _ONES), 1.0, q.dtype)
+    place = tile[:, None] * (kv_heads * HEAD_DIM) + dim[None, :]
+    block = _block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+    # Two loops, since a condition in one would make the products wait for each other.
+    for split in tl.range(begin // SPLIT, tl.cdiv(end, SPLIT), num_stages=1):
+        own_begin = tl.maximum(begin, split * SPLIT)
+        own_end = tl.minimum(end, (split + 1) * SPLIT)
+        for first in tl.range(own_begin, own_end, KEYS, num_stages=STAGES):
+            at = first + tile
+            if key_tiles is not None:
+                row = block.to(tl.int32) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
+                k = key_tiles.load([row, kv_head * HEAD_DIM])
+                v = value_tiles.load([row, kv_head * HEAD_DIM])
+            else:
+                if WHOLE:
+                    row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
+                    where = (row * kv_heads + kv_head) * HEAD_DIM + place
+                else:
+                    row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + at) % BLOCK_SIZE
+                    where = ((row * kv_heads + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
+                if MASKED or DIMS > HEAD_DIM:
+                    # what lies past the end was never written: it is not read
+                    readable = (at < end)[:, None] & (dim < HEAD_DIM)[None, :]
+                    k = tl.load(key_cache + where, mask=readable, other=0.0)
+                    v = tl.load(value_cache + where, mask=readable, other=0.0)
+                else:
+                    k = tl.load(key_cache + where)
+                    v = tl.load(value_cache + where)
+            # the next tile's, so that its keys need not wait for it
+            block = _block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+            # full float32 products for float32; other types have no effect from input_precision
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if MASKED:
+                scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+            larger = tl.maximum(m, tl.max(scores, 1) * scale)
+            factor = tl.zeros_like(scores) + scale
+            minus = tl.broadcast_to(-larger[:, None], scores.shape)
+            weights = tl.exp2(tl.fma(scores, factor, minus)).to(q.dtype)
+            shrink = tl.exp2(m - larger)[:, None]
+            sums = tl.dot(weights, ones, sums * shrink, input_precision="ieee")
+            part = tl.dot(weights, v.to(q.dtype), part * shrink, input_precision="ieee")
+            m = larger
+        if own_end % SPLIT == 0:
+            most, total, result = _folded(most, total, result, m, tl.max(sums, 1), part)
+            m = tl.full(m.shape, _LEAST, tl.float32)
+            sums = tl.zeros_like(sums)
+            part = tl.zeros_like(part)
+    return most, total, result, m, sums, part
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """The state before the first key."""
+    most, total = tl.full((ROWS,), _LEAST, tl.float32), tl.zeros((ROWS,), tl.float32)
+    result, sums = tl.zeros((ROWS, DIMS), tl.float32), tl.zeros((ROWS, _ONES), tl.float32)
+    return most, total, result, most, sums, result
+
+
+@triton.jit
+def _all_of(state):
+    """With the split that is not done."""
+    most, total, result, m, sums, part = state
+    return _folded(most, total, result, m, tl.max(sums, 1), part)
+
+
+@launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
+def decode_kernel(
+    query, key_cache, value_cache, output, parts, sums,
+    cu_seqlens, kv_length, kv_indptr, kv_indices,
+    scale, v_scale, query_stride, query_head_stride, sequences, room, places, kv_heads,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Splits, one after the other, of up to ROWS rows of a KV head of a sequence; of the `places`
+    rows of the longest run there are as many tiles. An item is a split, which has `room` items;
+    where a sequence's are not all in there, the first of them does all that there is to do."""
+    tiles = tl.cdiv(places, ROWS)
+    kinds = kv_heads * tiles
+    blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
+    work = _item_of(blocks_before * BLOCK_SIZE, SPLIT, sequences) * kinds
+    now = tl.program_id(0)
+    sequence = _sequence_at(now // kinds, kv_indptr, 0, sequences, BLOCK_SIZE, SPLIT)
+    wait_for_inputs()
+    let_next_start()
+    for now in range(tl.program_id(0), work, tl.num_programs(0)):
+        item, kind = now // kinds, now % kinds
+        # the heads of one block lie side by side: who reads them runs side by side
+        kv_head, tile = kind % kv_heads, kind // kv_heads
+        first_block = tl.load(kv_indptr + sequence)
+        next_block = tl.load(kv_indptr + sequence + 1).to(tl.int64)
+        first_item = _item_of(first_block.to(tl.int64) * BLOCK_SIZE, SPLIT, sequence)
+        end_item = _item_of(next_block * BLOCK_SIZE, SPLIT, sequence + 1)
+        first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
+        queries = (tl.load(cu_seqlens + sequence + 1) - first_token).to(tl.int32)
+        length = tl.load(kv_length + sequence).to(tl.int32) - FIRST
+        splits = tl.cdiv(length, SPLIT)
+        alone = (splits <= 1) | (end_item > room)
+        begin = (item - first_item) * SPLIT
+        end = tl.minimum(length, begin + SPLIT)
+        if alone:
+            end = length
+            if item > first_item:
+                begin = end
+        # where nothing is seen, zeros are written
+        is_mine = (begin < end) | (alone & (item == first_item))
+        if is_mine & (tile * ROWS < queries * GROUP):
+            # row = query * GROUP + head of the group
+            row = tile * ROWS + tl.arange(0, ROWS)
+            inside = row < queries * GROUP
+            token = first_token + row // GROUP
+            head = kv_head * GROUP + row % GROUP
+            dim = tl.arange(0, DIMS)
+            written = inside[:, None] & (dim < HEAD_DIM)[None, :]
+            q_place = token * query_stride + head * query_head_stride
+            q = tl.load(query + q_place[:, None] + dim[None, :], mask=written, other=0.0)
+            state = _attended(
+                _nothing(ROWS, DIMS), q, key_cache, value_cache, None, None,
+                kv_indices + first_block, kv_head, kv_heads, length - queries + row // GROUP,
+                begin, end, scale, True, SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE,
+                STAGES,
+            )  # fmt: skip
+            most, total, result = _all_of(state)
+            if alone:
+                there = (token * kv_heads * GROUP + head) * HEAD_DIM
+                average = _finished(total, result, v_scale, output.dtype.element_ty)
+                tl.store(output + there[:, None] + dim[None, :], average, mask=written)
+            else:
+                at = (item.to(tl.int64) * kv_heads + kv_head) * places + row
+                tl.store(sums + 2 * at, most, mask=inside)
+                tl.store(sums + 2 * at + 1, total, mask=inside)
+                place = parts + (at * HEAD_DIM)[:, None] + dim[None, :]
+                tl.store(place, result, mask=written)
+        if now + tl.num_programs(0) < work:
+            following = (now + tl.num_programs(0)) // kinds
+            sequence = _sequence_at(following, kv_indptr, 0, sequences, BLOCK_SIZE, SPLIT)
+
+
+@launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
+def join_kernel(
+    output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, room, places, kv_heads,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The splits of ROWS rows of a sequence that decode_kernel left in `parts` and `sums`."""
+    sequence = tl.program_id(0)
+    first_block = tl.load(kv_indptr + sequence).to(tl.int64)
+    next_block = tl.load(kv_indptr + sequence + 1).to(tl.int64)
+    item = _item_of(first_block * BLOCK_SIZE, SPLIT, sequence)
+    end_item = _item_of(next_block * BLOCK_SIZE, SPLIT, sequence + 1)
+    first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
+    queries = (tl.load(cu_seqlens + sequence + 1) - first_token).to(tl.int32)
+    splits = tl.cdiv(tl.load(kv_length + sequence).to(tl.int32) - FIRST, SPLIT)
+    wait_for_inputs()
+    let_next_start()
+    if (splits <= 1) | (end_item > room):
+        return
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    kv_head, own = row // places, row % places
+    inside = (kv_head < kv_heads) & (own < queries * GROUP)
+    dim = tl.arange(0, DIMS)
+    written = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    own_splits = tl.where(inside, splits, 0)
+    most, total, result, _, _, _ = _nothing(ROWS, DIMS)
+    for first in range(0, splits, _AT_ONCE):
+        several = ()
+        for i in tl.static_range(_AT_ONCE):
+            there = first + i < own_splits
+            at = (item + first + i).to(tl.int64) * (kv_heads * places) + row
+            part_most = tl.load(sums + 2 * at, mask=there, other=_LEAST)
+            part_total = tl.load(sums + 2 * at + 1, mask=there, other=0.0)
+            place = parts + (at * HEAD_DIM)[:, None] + dim[None, :]
+            part = tl.load(place, mask=there[:, None] & written, other=0.0)
+            several += ((part_most, part_total, part),)
+        for i in tl.static_range(_AT_ONCE):
+            part_most, part_total, part = several[i]
+            most, total, result = _folded(most, total, result, part_most, part_total, part)
+    token = first_token + own // GROUP
+    place = (token * kv_heads * GROUP + kv_head * GROUP + own % GROUP) * HEAD_DIM
+    result = _finished(total, result, v_scale, output.dtype.element_ty)
+    tl.store(output + place[:, None] + dim[None, :], result, mask=written)
+
+
+@launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
+def prompt_kernel(
+    query, key_cache, value_cache, key_tiles, value_tiles, output,
+    cu_seqlens, kv_length, kv_indptr, kv_indices,
+    scale, v_scale, query_stride, query_head_stride, first_sequence, sequences, kv_heads,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a KV head of one of the sequences from `first_sequence` on."""
+    kv_head = tl.program_id(0) % kv_heads
+    table = cu_seqlens + first_sequence
+    base = tl.load(table)
+    tokens = (tl.load(table + sequences) - base).to(tl.int64)
+    # The last tiles see most keys: they come first, so that little is left for the end.
+    item = _item_of(tokens * GROUP, ROWS, sequences) - 1 - tl.program_id(0) // kv_heads
+    if item < 0:
+        return
+    sequence = _sequence_at(item, table, base, sequences, GROUP, ROWS)
+    first_token = tl.load(table + sequence).to(tl.int64)
+    queries = (tl.load(table + sequence + 1) - first_token).to(tl.int32)
+    first_item = _item_of((first_token - base) * GROUP, ROWS, sequence)
+    first_row = (item - first_item) * ROWS
+    if first_row >= queries * GROUP:
+        return
+    length = tl.load(kv_length + first_sequence + sequence).to(tl.int32) - FIRST
+    blocks = kv_indices + tl.load(kv_indptr + first_sequence + sequence)
+
+    # row = query * GROUP + head of the group
+    row = first_row + tl.arange(0, ROWS)
+    inside = row < queries * GROUP
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, DIMS)
+    written = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    place = token * query_stride + head * query_head_stride
+    q = tl.load(query + place[:, None] + dim[None, :], mask=written, other=0.0)
+    position = length - queries + row // GROUP
+    last_row = tl.minimum(first_row + ROWS, queries * GROUP) - 1
+    end = length - queries + last_row // GROUP + 1
+    # Keys that the first row sees, and so all others.
+    seen = tl.maximum(length - queries + first_row // GROUP + 1, 0) // KEYS * KEYS
+    state = _attended(
+        _nothing(ROWS, DIMS), q, key_cache, value_cache, key_tiles, value_tiles,
+        blocks, kv_head, kv_heads, position, 0, seen, scale, False,
+        SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE, STAGES,
+    )  # fmt: skip
+    state = _attended(
+        state, q, key_cache, value_cache, None, None,
+        blocks, kv_head, kv_heads, position, seen, end, scale, True,
+        SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE, MASKED_STAGES,
+    )  # fmt: skip
+    _, total, result = _all_of(state)
+    place = (token * kv_heads * GROUP + head) * HEAD_DIM
+    result = _finished(total, result, v_scale, output.dtype.element_ty)
+    tl.store(output + place[:, None] + dim[None, :], result, mask=written)

@@ -1,0 +1,309 @@
+"""Batch-invariant attention's kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
+from tests.thorough import usually
+
+if torch.cuda.is_available():
+    pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
+pytest.importorskip("triton")
+
+from megatron_hybrid.kernels.paged_attention.triton_by_split import (  # noqa: E402
+    SplitAttention,
+    Tile,
+)
+from tests.kernels.attention_cases import (  # noqa: E402
+    FP8,
+    AttentionStep,
+    Lengths,
+    attention_shape,
+    attention_step,
+    check,
+    check_copied_tokens,
+    check_first_position,
+    check_masked_writes,
+    check_stored_fp8,
+    paged_sequences,
+    poisoned_cache,
+)
+from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("dots_in_order")
+
+KEYS, SPLIT = 16, 32
+MIXED = [(1, 9), (1, 1), (1, 100), (4, 35), (5, 33), (3, 3), (0, 3), (6, 100), (40, 71), (2, 65)]
+
+
+def small(workspace_bytes: int = 1 << 20, rows: int = 16) -> SplitAttention:
+    """With small tiles and splits."""
+    tile = Tile(rows, 4, 2, described=True)
+    return SplitAttention(KEYS, SPLIT, workspace_bytes, prompts=tile)
+
+
+# ---------------------------------------------------------------- against float64
+
+
+def test_decodes_of_different_lengths_share_a_batch() -> None:
+    check(small(), [(1, 9), (1, 1), (1, 4), (1, 200), (1, 32), (1, 33), (1, 64), (1, 65)])
+    check(SplitAttention(), [(1, 9), (1, 1), (1, 600)], attention_shape(block_size=64))
+
+
+@pytest.mark.parametrize("workspace_bytes", [0, 2000, 1 << 20])
+def test_decodes_and_prompts_mix(workspace_bytes: int) -> None:
+    """Whether partial results have no room, room for those of some sequences, or of all."""
+    check(small(workspace_bytes), MIXED, decodes=3)
+    check(small(workspace_bytes), MIXED[2:9], decodes=6)
+
+
+def test_tiles_may_be_larger_than_prompts() -> None:
+    check(small(rows=64), [(1, 40), (3, 3), (9, 70), (40, 40)], decodes=1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 3), (20, 1)])
+def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
+    shape = attention_shape(heads=heads, kv_heads=kv_heads)
+    check(small(), [(1, 6), (1, 70), (3, 8), (40, 50)], shape)
+    check(small(), [(6, 6), (2, 70), (0, 3), (3, 8)], shape, decodes=3)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16), (32, 48)])
+def test_heads_and_blocks_of_any_size(head_dim: int, block_size: int) -> None:
+    shape = attention_shape(head_dim=head_dim, block_size=block_size)
+    check(small(), [(1, 6), (1, 70), (40, 50), (5, 5)], shape)
+
+
+def test_the_first_positions_may_be_hidden() -> None:
+    """Where nothing is seen, the result is 0."""
+    check_first_position(small(), [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (3, 100)])
+    shape = attention_shape(first_position=1)
+    for decodes in (2, 0):
+        step = attention_step([(1, 1), (1, 9)], shape, decodes=decodes)
+        assert not attended(small(), step, shape)[0].any()
+
+
+def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:
+    check(small(), MIXED, attention_shape(kv_dtype=FP8), decodes=3)
+    check(small(), MIXED, attention_shape(2, 1, 16, 16, kv_dtype=FP8), decodes=3)
+    check_stored_fp8(small())
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8])
+def test_writes_and_copies(kv_dtype: torch.dtype) -> None:
+    check_masked_writes(small(), kv_dtype=kv_dtype)
+    check_copied_tokens(small(), dtype=kv_dtype)
+
+
+def test_not_a_number_is_not_taken_for_nothing() -> None:
+    """A NaN in one split is no split without keys; other sequences don't notice."""
+    shape = attention_shape()
+    step = attention_step([(1, 100), (1, 70)], shape)
+    step.key[0] = torch.nan
+    missing = attended(small(), step, shape).isnan()
+    assert missing[0].all() and not missing[1].any()
+
+
+# ---------------------------------------------------------------- bits
+
+
+def attended(attention: SplitAttention, step: AttentionStep, shape: AttentionShape) -> Tensor:
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    return attention.attend(step.query, step.cache, plan)
+
+
+class Sequences:
+    """Some, with all their queries, keys and values, of which any part is computed at any time."""
+
+    def __init__(self, lengths: list[int], shape: AttentionShape, seed: int = 0) -> None:
+        self.shape, self.lengths = shape, lengths
+        generator = torch.Generator().manual_seed(seed)
+        width = shape.heads + 2 * shape.kv_heads
+        self.qkv = [
+            # scores that differ much: running maxima change often
+            (2 * torch.randn(length, width, shape.head_dim, generator=generator)).to(shape.dtype)
+            for length in lengths
+        ]
+
+    def results(
+        self,
+        attention: SplitAttention,
+        bounds: list[list[int]],
+        *,
+        decodes: int = 0,
+        block_size: int | None = None,
+        seed: int = 0,
+        longest_run: int = 0,
+    ) -> list[Tensor]:
+        """Of the queries from bounds[s][i] to bounds[s][i + 1] in one call, for each i; the first
+        `decodes` sequences count as those. Blocks lie anywhere, and hold NaN besides."""
+        shape = replace(self.shape, block_size=block_size or self.shape.block_size)
+        size = shape.block_size
+        counts = [-(-length // size) for length in self.lengths]
+        order = np.random.default_rng(seed).permutation(sum(counts)) + 1
+        own = np.split(order, np.cumsum(counts)[:-1])
+        table = np.zeros((len(counts), max(counts)), dtype=np.int64)
+        for row, blocks in enumerate(own):
+            table[row, : len(blocks)] = blocks
+        cache = poisoned_cache(shape, sum(counts) + 1, "cpu")
+        found: list[list[Tensor]] = [[] for _ in self.lengths]
+        for turn in range(len(bounds[0]) - 1):
+            spans = [(row[turn], row[turn + 1]) for row in bounds]
+            qkv = torch.cat([x[a:b] for x, (a, b) in zip(self.qkv, spans, strict=True)])
+            queries = np.array([b - a for a, b in spans])
+            ends = np.array([max(b, 1) for _, b in spans])
+            slots = [
+                table[row, np.arange(a, b) // size] * size + np.arange(a, b) % size
+                for row, (a, b) in enumerate(spans)
+            ]
+            host = PagedHost.of(queries, ends, table, size)
+            kv_slot = torch.from_numpy(np.concatenate(slots))
+            paged = paged_sequences(host, kv_slot, decodes, "cpu")
+            paged = replace(paged, longest_run=longest_run)
+            step = AttentionStep(
+                paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv
+            )
+            out = attended(attention, step, shape)
+            for row, part in enumerate(out.split(queries.tolist())):
+                found[row].append(part)
+        return [torch.cat(parts) for parts in found]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def in_turns(lengths: list[int], step: int) -> list[list[int]]:
+    turns = -(-max(lengths) // step)
+    return [[min(turn * step, length) for turn in range(turns + 1)] for length in lengths]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        attention_shape(2, 1, 8, 16, first_position=1),
+        attention_shape(3, 1, 16, 16, kv_dtype=FP8),
+        attention_shape(2, 1, 8, 16, torch.bfloat16),
+        *usually([], [attention_shape(2, 1, 8, 16), attention_shape(20, 1, 24, 4)]),
+    ],
+    ids=str,
+)
+def test_bits_depend_on_the_sequence_alone(shape: AttentionShape) -> None:
+    sequences = Sequences([75, 41], shape)
+    whole = [[0, length] for length in sequences.lengths]
+    expected = sequences.results(small(rows=64), whole)
+    for one in range(2):  # alone; other tiles of queries, another block size and place
+        alone = Sequences([], shape)
+        alone.lengths, alone.qkv = [sequences.lengths[one]], [sequences.qkv[one]]
+        for block_size in (5, 32):
+            found = alone.results(small(), [whole[one]], block_size=block_size, seed=1)
+            assert_equal(found, [expected[one]])
+    chunks = [[0, 7, 7, 50, 75], [0, 1, 33, 40, 41]]
+    assert_equal(sequences.results(small(), chunks), expected)
+    # in runs, whether partial results have room or not, and beside a prompt
+    for decodes, workspace_bytes in ((2, 1 << 20), (2, 0), (1, 3000)):
+        turns = in_turns(sequences.lengths, 9)
+        attention = small(workspace_bytes)
+        found = sequences.results(attention, turns, decodes=decodes, longest_run=9)
+        assert_equal(found, expected)
+
+
+def test_a_decode_has_the_bits_of_a_prompt() -> None:
+    """Around the end of a tile, and of a split."""
+    shape = attention_shape(4, 2, 8, 16)
+    sequences = Sequences([72, 66], shape)
+    expected = sequences.results(small(), [[0, 72], [0, 66]])
+    for begin in (13, 61):
+        bounds = [[0, *range(begin, begin + 6)]] * 2
+        found = sequences.results(small(), bounds, decodes=2)
+        assert_equal(found, [one[: begin + 5] for one in expected])
+
+
+# ---------------------------------------------------------------- a graph's steps
+
+
+def padded(
+    step: AttentionStep, decodes: int, prompts: int, tokens: int, blocks: int, longest_run: int = 0
+) -> AttentionStep:
+    """The step as one of a graph: padded decodes have a token of block 0, padded prompts none, and
+    padded tokens, which are NaN, belong to nobody."""
+    host, n = step.paged.host, step.paged.num_decodes
+    fill = decodes - n
+    middle = int(host.cu_seqlens[n])
+
+    def filled(values: list[int], decode: int, prompt: int) -> list[int]:
+        rest = prompts - (len(values) - n)
+        return values[:n] + [decode] * fill + values[n:] + [prompt] * rest
+
+    def spread(x: Tensor, filler: float) -> Tensor:
+        out = x.new_full((tokens, *x.shape[1:]), filler)
+        out[:middle], out[middle : middle + fill] = x[:middle], 0
+        out[middle + fill : len(x) + fill] = x[middle:]
+        return out
+
+    own = [host.kv_indices[a:b].tolist() for a, b in pairwise(host.kv_indptr)]
+    listed = own[:n] + [[0]] * fill + own[n:] + [[0]] * (prompts - (len(own) - n))
+    padded_host = PagedHost(
+        np.cumsum([0, *filled(np.diff(host.cu_seqlens).tolist(), 1, 0)]),
+        np.array(filled(host.kv_length.tolist(), 1, 1)),
+        np.cumsum([0, *map(len, listed)]),
+        np.concatenate(listed),
+        np.array(filled(host.last_block_length.tolist(), 1, 1)),
+    )
+    paged: PagedSequences = paged_sequences(
+        padded_host, spread(step.paged.kv_slot, 0), decodes, "cpu"
+    )
+    indices = torch.zeros(blocks, dtype=torch.int64)
+    indices[: len(paged.kv_indices)] = paged.kv_indices
+    paged = replace(paged, kv_indices=indices, static=True, longest_run=longest_run)
+    query, key, value = (spread(x, torch.nan) for x in (step.query, step.key, step.value))
+    return AttentionStep(paged, query, key, value, step.cache, step.expected)
+
+
+@pytest.mark.parametrize("blocks", [60, 2000])
+@pytest.mark.parametrize(
+    ("lengths", "n", "longest_run"),
+    [
+        ([(1, 9), (1, 100), (1, 33)], 3, 0),
+        ([(1, 70), (5, 40), (33, 66)], 1, 0),
+        ([(3, 70), (1, 40), (5, 5), (33, 66)], 3, 5),
+        ([(20, 20)], 0, 0),
+    ],
+)
+def test_a_padded_step_has_the_same_bits(
+    lengths: Lengths, n: int, longest_run: int, blocks: int
+) -> None:
+    shape = attention_shape(4, 2, 8, 16)
+    step = attention_step(lengths, shape, decodes=n)
+    before = KVCache(step.cache.key.clone(), step.cache.value.clone())
+    expected = attended(small(), step, shape)
+    torch.testing.assert_close(expected.double(), step.expected, atol=1e-5, rtol=1e-5)
+    middle = int(step.paged.host.cu_seqlens[n])
+    step = replace(step, cache=before)
+    full = padded(step, n + 2, 3, len(step.query) + 9, blocks, longest_run)
+    found = attended(small(), full, shape)
+    assert torch.equal(found[:middle], expected[:middle])
+    assert torch.equal(found[middle + 2 : len(expected) + 2], expected[middle:])
+
+
+def test_a_graphs_launches_follow_from_sizes() -> None:
+    shape = attention_shape(4, 2, 8, 16)
+    plans = []
+    for lengths in ([(1, 9), (1, 1), (7, 7)], [(1, 300), (1, 90), (3, 200)]):
+        step = attention_step(lengths, shape)
+        plan = small().plan(padded(step, 4, 2, 40, 100).paged, shape)
+        plans.append((plan.longest, plan.items, plan.joins, plan.prompt_tokens))
+    assert plans[0] == plans[1]
+
+
+def test_any_number_of_prompt_tokens_can_be_captured() -> None:
+    assert SplitAttention().most_captured(attention_shape(), 16) > 1 << 20

@@ -1,0 +1,331 @@
+"""Experts in batch-invariant mode, in Triton's interpreter, whose products are made in order."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels compiled", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from megatron_hybrid.kernels.experts import (  # noqa: E402
+    in_order_few,
+    in_order_routing,
+    reference,
+    triton,
+    triton_prompts,
+)
+from megatron_hybrid.kernels.experts import triton_in_order as in_order  # noqa: E402
+from megatron_hybrid.kernels.experts.in_order_few import Tile, Tiles  # noqa: E402
+from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts  # noqa: E402
+from megatron_hybrid.kernels.experts.protocol import Router, Shared, SharedResult  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import NUMBERS, WeightFormat  # noqa: E402
+from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
+from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
+from tests.kernels.experts_by_hand import (  # noqa: E402
+    Mixture,
+    by_hand,
+    check_quantized,
+    mixture,
+    quantized_mixture,
+    shared_by_hand,
+    shared_mlp,
+    shared_out,
+)
+from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("poisoned", "dots_in_order")
+
+BF16 = torch.bfloat16
+ACTIVATIONS = pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
+# Of 4 experts of which each token has 2: pairs one by one; blocks of 16 rows; of 32; triton.py's
+# grouped products; triton_prompts.py's.
+COUNTS = [1, 3, 17, 40, 70, 200]
+
+
+def check(result: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    limit = 3e-2 if dtype == BF16 else 1e-5  # the interpreter rounds to bfloat16 towards zero
+    torch.testing.assert_close(result.double(), expected, atol=limit, rtol=limit)
+
+
+def some(m: Mixture, tokens: Any) -> Mixture:
+    """These tokens alone."""
+    return m._replace(x=m.x[tokens], experts=m.experts[tokens], weights=m.weights[tokens])
+
+
+def check_bits(m: Mixture, elsewhere: int = 0, shared: SharedResult | None = None) -> Tensor:
+    """Each of some tokens alone, among a few, and all in another order -> the result of all."""
+
+    def mix(tokens: Any) -> Tensor:
+        beside = None
+        if shared is not None:
+            beside = SharedResult(shared.values[tokens], shared.gate)
+        return in_order.mix(*some(m, tokens).arguments(elsewhere), shared=beside)
+
+    count = len(m.x)
+    every = mix(slice(None))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(mix(order), every[order])
+    for token in {0, count // 2, count - 1}:
+        assert torch.equal(mix(slice(token, token + 1))[0], every[token])
+    for size in (2, 3, 18):
+        assert torch.equal(mix(order[:size]), every[order[:size]])
+    return every
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_mix(tokens: int, dtype: torch.dtype, activation: str, gated: bool) -> None:
+    m = mixture(tokens, num_experts=4, activation=activation, gated=gated, dtype=dtype)
+    mixed = check_bits(m)
+    assert mixed.dtype == dtype
+    check(mixed, by_hand(m), dtype)
+    plain = reference.mix(*m._replace(x=m.x.float()).arguments()) if dtype != BF16 else mixed
+    check(mixed, plain.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("width", "inner"), [(32, 32), (136, 72), (264, 136), (130, 70)])
+def test_sizes_that_tiles_divide_and_others(width: int, inner: int, dtype: torch.dtype) -> None:
+    """The last ones have rows that no descriptor takes."""
+    m = mixture(20, num_experts=4, width=width, inner=inner, dtype=dtype)
+    check(check_bits(m), by_hand(m), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("tokens", [2, 40, 90])
+def test_ranks_with_some_of_the_experts(tokens: int, dtype: torch.dtype) -> None:
+    m = mixture(tokens, chosen=3, dtype=dtype)
+    first, *others = parts = shared_out(m, 4)
+    mixed = check_bits(first, 6).double()
+    mixed += sum(in_order.mix(*part.arguments(6)).double() for part in others)
+    check(mixed, by_hand(m), dtype)
+    parts[0].experts.fill_(2)
+    assert not in_order.mix(*parts[0].arguments(6)).any()
+
+
+def test_tokens_that_all_share_their_experts_and_others() -> None:
+    m = mixture(60, num_experts=5, dtype=BF16)
+    m.experts[:40] = torch.tensor([4, 1])
+    check(check_bits(m), by_hand(m), BF16)
+
+
+@pytest.mark.parametrize("tokens", COUNTS)
+def test_the_order_of_a_tokens_experts_changes_nothing(tokens: int) -> None:
+    m = mixture(tokens, num_experts=8, chosen=5, dtype=BF16)
+    expected = in_order.mix(*m.arguments())
+    places = torch.tensor([3, 0, 4, 1, 2])
+    other = m._replace(experts=m.experts[:, places], weights=m.weights[:, places])
+    assert torch.equal(in_order.mix(*other.arguments()), expected)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(2, 40), (30, 40), (5, 2104)])
+def test_what_a_shared_mlp_gave_is_added(tokens: int, width: int, has_gate: bool) -> None:
+    m = mixture(tokens, width=width, dtype=BF16)
+    shared = shared_mlp(width, 32, True, has_gate, dtype=BF16)
+    given = SharedResult(shared_by_hand(m, shared._replace(gate=None)).to(BF16), shared.gate)
+    check(check_bits(m, shared=given), by_hand(m) + shared_by_hand(m, shared), BF16)
+
+
+def test_a_shared_mlp_is_never_taken() -> None:
+    m, shared = mixture(3), shared_mlp(40, 24, True, True)
+    assert not in_order.takes_shared(m.x, m.arguments()[-1], shared)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_routed_experts_and_a_shared_mlp_are_added(has_gate: bool) -> None:
+    routed, values, x = torch.randn(3, 9, 72, generator=torch.Generator().manual_seed(0))
+    gate = torch.ones(1, 72) * 0.1 if has_gate else None
+    every = in_order.add_shared(routed, SharedResult(values, gate), x)
+    torch.testing.assert_close(every, reference.add_shared(routed, SharedResult(values, gate), x))
+    for t in range(9):
+        mine = slice(t, t + 1)
+        alone = in_order.add_shared(routed[mine], SharedResult(values[mine], gate), x[mine])
+        assert torch.equal(alone, every[mine])
+
+
+def test_no_tokens() -> None:
+    assert in_order.mix(*mixture(0).arguments()).shape == (0, 40)
+    to = router(8, 2, 40)
+    assert [r.shape for r in in_order.route(torch.zeros(0, 40), to)] == [(0, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("kind", [(6, 0, False), (3, 1, False), (8, 1, True)])
+@pytest.mark.parametrize(("tokens", "width"), [(5, 40), (3, 1100)])
+def test_sums_and_their_norms(tokens: int, width: int, kind: tuple[int, int, bool]) -> None:
+    """The sum as it is by hand, and the norm of it as of two kernels, bit for bit. Parts of experts
+    elsewhere are NaN."""
+    chosen, beside, has_gate = kind
+    generator = torch.Generator().manual_seed(width)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(BF16)
+
+    experts = torch.rand(tokens, 9, generator=generator).argsort(1)[:, :chosen].int()
+    parts = drawn(tokens * chosen, width)
+    is_here = (experts < 6).flatten()[:, None]
+    ordered = OrderedParts(parts.masked_fill(~is_here, float("nan")), experts, 6)
+    shared, x = drawn(tokens, width), drawn(tokens, width)
+    gate = drawn(1, width) * 0.1 if has_gate else None
+    expected = torch.where(is_here, parts.double(), 0.0).unflatten(0, experts.shape).sum(1)
+    if beside:
+        ordered = ordered.and_shared(SharedResult(shared, gate), x)
+        factor = (x.double() @ gate.double().t()).sigmoid() if gate is not None else 1.0
+        expected += shared.double() * factor
+    total = ordered.sum()
+    check(total, expected, BF16)
+    residual, weight = torch.randn(tokens, width, generator=generator), torch.ones(width) * 0.7
+    theirs = norm.add_rms_norm(total, residual.clone(), 0.22, weight, 1e-5, BF16)
+    found = ordered.add_rms_norm(residual.clone(), 0.22, weight, 1e-5, BF16)
+    for ours, expected_rows in zip(found, theirs, strict=True):
+        assert isinstance(ours, Tensor) and torch.equal(ours, expected_rows)
+
+
+def test_parts_are_added_in_the_order_of_experts() -> None:
+    experts = torch.tensor([[7, 2, 5]])
+    parts = torch.tensor([[1.0], [2.0**25], [-(2.0**25)]])  # 1 is lost, unless it comes last
+    assert OrderedParts(parts, experts).sum().item() == 1.0
+    assert OrderedParts(parts, torch.tensor([[2, 7, 5]])).sum().item() == 0.0
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_tiles_change_no_bits(tokens: int, activation: str, gated: bool) -> None:
+    """Neither of these kernels, nor of those for more rows."""
+    m = mixture(tokens, chosen=3, width=136, inner=72, activation=activation, gated=gated)
+    m = m._replace(x=m.x.half(), up_proj=m.up_proj.half(), down_proj=m.down_proj.half())
+    expected = in_order_few.expert_parts(*m.arguments())
+    for rows in (16, 64):
+        up, down = Tile(64, 64, 3), Tile(16, 32, 4, weights_first=False)
+        for tiles in (Tiles(rows, True, up, down), Tiles(rows, False, down, up)):
+            assert torch.equal(in_order_few.expert_parts(*m.arguments(), tiles), expected)
+    assert torch.equal(triton_prompts.expert_parts(*m.arguments()), expected)
+    for average in (1, 50, 200):
+        grouped = triton.choose_tiles(average, 1, gated, torch.float16)
+        assert torch.equal(triton.mix_grouped(*m.arguments(), grouped).parts, expected)
+
+
+def test_what_the_kernels_for_few_rows_are_for() -> None:
+    x, experts, _, layer = mixture(60, num_experts=4, chosen=2, dtype=BF16).arguments()
+    assert in_order_few.can_mix(x, layer, 128)
+    assert not in_order_few.can_mix(x, layer, 129)
+    assert in_order_few.can_mix(x, layer._replace(elsewhere=1), 129)
+    assert not in_order_few.can_mix(x.float(), layer, 1)
+    assert not in_order_few.can_mix(x, layer._replace(up=layer.up.float()), 1)
+    assert not in_order_few.can_mix(x, layer._replace(up=layer.up[:, :, :-1]), 1)
+
+
+QUANTIZED = {
+    "fp8 by row": WeightFormat("float8_e4m3fn", activations="token"),
+    "fp8 by block": WeightFormat("float8_e4m3fn", 32, 64, activations="group"),
+    "fp8, weights alone": WeightFormat("float8_e4m3fn", 32, 64),
+    "int8": WeightFormat("int8"),
+    "int8, inputs too": WeightFormat("int8", activations="token"),
+    "4 bits": WeightFormat("uint4", 1, 32, zero_points=True),
+    "fp4": WeightFormat("float4_e2m1", 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_quantized_weights(name: str, tokens: int) -> None:
+    check_quantized(in_order, QUANTIZED[name], tokens, "silu", True, 64)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bits_of_quantized_weights(name: str, dtype: torch.dtype) -> None:
+    """Among so many others that blocks have 128 rows. In float16: the interpreter makes no bfloat16
+    of integers."""
+    m = mixture(70, num_experts=4, width=64, inner=64, dtype=dtype)
+    check_bits(quantized_mixture(m, QUANTIZED[name])[0])
+
+
+def test_quantized_weights_that_are_written_out() -> None:
+    """Rows of another size than descriptors take, and one of two weights alone."""
+    m = mixture(40, num_experts=4, width=64, inner=40, dtype=BF16)
+    packed, plain = quantized_mixture(m, QUANTIZED["int8"])
+    check(check_bits(packed._replace(down_proj=plain.down_proj)), by_hand(plain), BF16)
+
+
+def test_formats() -> None:
+    assert in_order.unsupported(None) is None
+    assert {in_order.unsupported(WeightFormat(numbers)) for numbers in NUMBERS} == {None}
+    reason = in_order.unsupported(replace(WeightFormat("int8"), numbers="int3"))
+    assert reason is not None and reason.endswith(".") and "int3" in reason
+
+
+def check_routes(x: Tensor, to: Router) -> None:
+    """Against float64, and each of some tokens alone, and all in another order."""
+    experts, weights = in_order.route(x, to)
+    logits = x.double() @ to.weight.double().t()
+    if to.scoring == "softmax":
+        logits = in_order_routing.scores(x, to)
+        limit = 2e-2 if x.dtype == BF16 else 1e-5
+        torch.testing.assert_close(
+            logits.double(), x.double() @ to.weight.double().t(), atol=limit, rtol=limit
+        )
+    expected, expected_weights = chosen_by_hand(logits, to)
+    assert experts.tolist() == expected
+    torch.testing.assert_close(weights.double(), expected_weights, atol=1e-5, rtol=1e-4)
+    count = len(x)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    groups: list[Any] = [order, slice(0, 1), slice(count - 1, count), order[:3], order[:18]]
+    for tokens in groups:
+        some_experts, some_weights = in_order.route(x[tokens], to)
+        assert torch.equal(some_experts, experts[tokens])
+        assert torch.equal(some_weights, weights[tokens])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "width"), [(1, 64, 300), (41, 32, 512), (130, 8, 40), (7, 160, 24)]
+)
+def test_route(tokens: int, num_experts: int, width: int, dtype: torch.dtype, kind: str) -> None:
+    to = router(num_experts, 4, width, dtype=dtype, **KINDS[kind])
+    generator = torch.Generator().manual_seed(tokens)
+    check_routes(torch.randn(tokens, width, generator=generator).to(dtype), to)
+
+
+def test_route_of_many_tokens() -> None:
+    """By every tile."""
+    to = router(8, 2, 40, dtype=BF16)
+    x = torch.randn(150, 40, generator=torch.Generator().manual_seed(0)).to(BF16)
+    expected = in_order_routing.scores(x, to)
+    for tokens in (1, 1000, 3000, 8000):
+        tile = in_order_routing.choose_tile(tokens, True)
+        assert torch.equal(in_order_routing.scores(x, to, tile), expected)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_equal_logits_choose_the_lower_expert(scoring: str) -> None:
+    to = Router(torch.zeros(16, 24), 3, scoring)
+    experts, weights = in_order.route(torch.ones(2, 24), to)
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+def test_a_router_in_another_type_than_its_inputs() -> None:
+    to = router(8, 2, 40, scoring="sigmoid")
+    x = torch.randn(20, 40, generator=torch.Generator().manual_seed(0)).to(BF16)
+    check_routes(x, to)
+
+
+def test_mixed_parts_are_summed_or_normed() -> None:
+    m = mixture(9, dtype=BF16)
+    parts = in_order.mix_parts(*m.arguments())
+    assert isinstance(parts, OrderedParts)
+    assert torch.equal(parts.sum(), in_order.mix(*m.arguments()))
+    shared: Shared = SharedResult(torch.ones(9, 40, dtype=BF16), None)
+    with_shared = in_order.mix_parts(*m.arguments(), shared=shared)
+    assert isinstance(with_shared, OrderedParts) and with_shared.beside is not None
