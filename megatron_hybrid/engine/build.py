@@ -17,6 +17,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
+    check_batch_invariant,
     check_kv_dtype,
     check_libraries,
     check_quantized,
@@ -275,6 +276,7 @@ class _Plan:
             device=device,
             symmetric_memory=config.symmetric_memory_all_reduce,
         )
+        parallel.sum_in_order(config.batch_invariant)
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = _dtypes(config, model_config, device)
         kernels = kernel_set.select(
@@ -287,6 +289,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
+        check_batch_invariant(config, shapes, device)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)

@@ -24,6 +24,7 @@ from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.parallel import ExpertRanks, RankGroup
+from megatron_hybrid.parallel.ranks import sum_in_order
 
 # (x [tokens, width], experts [tokens, chosen], weights [tokens, chosen]) -> [tokens, width].
 # Experts are counted from this rank's first one; those at or past its number are elsewhere.
@@ -118,9 +119,9 @@ class ExpertDispatch:
         parts = back.new_zeros((everyone.size, packed.shape[0], width))
         parts[destination, token] = back
         if tensor.size == 1:
-            return parts.sum(0)
+            return sum_in_order(parts.unbind(0))
         result = back.new_zeros((total, width))
-        result[mine] = parts.sum(0)
+        result[mine] = sum_in_order(parts.unbind(0))
         return result
 
 

@@ -57,6 +57,13 @@ class ParallelContext:
         """Whether this rank speaks for its replica: takes its requests, writes its log."""
         return self.layout.is_first_of_replica
 
+    def sum_in_order(self, wanted: bool) -> None:
+        """Whether sums over ranks have one order: see RankGroup."""
+        experts = self.experts
+        groups = (self.tensor, experts.owners, experts.tensor, experts.everyone, experts.replicas)
+        for group in groups:
+            group.sums_in_order = wanted
+
     def clear_first(self, captures: Captures) -> None:
         """To be cleared before the groups are left, if they still exist: NCCL waits, for ever, for
         the graphs that its groups are used in."""

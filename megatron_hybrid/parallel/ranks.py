@@ -18,6 +18,14 @@ from megatron_hybrid.parallel.symmetric_memory import (
 T = TypeVar("T")
 
 
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Of tensors of one shape and type: in float32, one after the other, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
 class RankGroup:
     """Some processes, of which this one is number `rank`.
 
@@ -31,6 +39,8 @@ class RankGroup:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self._symmetric: SymmetricMemory | None = None
+        # Sums have one order, that of the ranks, whatever their sizes are, and are rounded once.
+        self.sums_in_order = False
 
     @property
     def is_first(self) -> bool:
@@ -51,6 +61,10 @@ class RankGroup:
         """Sum over the ranks, which may be in place."""
         if self.size == 1:
             return tensor
+        if self.sums_in_order and tensor.numel():
+            rows = tensor.reshape(-1, tensor.shape[-1])
+            parts = self.all_gather(rows).view(len(rows), self.size, -1)
+            return sum_in_order(parts.unbind(1)).view(tensor.shape)
         tensor = tensor.contiguous()
         if self._symmetric is not None and self._symmetric.takes(tensor):
             return self._symmetric.all_reduce(tensor)
@@ -60,7 +74,7 @@ class RankGroup:
     def shared_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
         """Memory through which kernels exchange the ranks' [rows, width]; None where there is none,
         or for too many rows."""
-        if self._symmetric is None or rows > MOST_SHARED_ROWS:
+        if self._symmetric is None or rows > MOST_SHARED_ROWS or self.sums_in_order:
             return None
         return self._symmetric.shared_rows(width, dtype)
 
@@ -89,7 +103,11 @@ class RankGroup:
         """[ranks * n, ...] -> [n, ...]: the sum over the ranks of the rows that are this one's."""
         if self.size == 1:
             return tensor
-        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        share = tensor.shape[0] // self.size
+        if self.sums_in_order:
+            parts = self.exchange_rows(tensor, [share] * self.size, [share] * self.size)
+            return sum_in_order(parts.view(self.size, share, *tensor.shape[1:]).unbind(0))
+        part = tensor.new_empty((share, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.group)
         return part
 

@@ -119,8 +119,6 @@ def test_after_an_update_and_back_bits_are_what_they_were(tmp_path: Path) -> Non
         first.generate(llm, first.prompts, WANTED)
 
 
-ROUNDS = pytest.mark.xfail(reason="windows are rounded where they are kept, and it is not refused")
-
 REFUSED: dict[str, dict[str, Any]] = {
     "--mamba-inference-ssm-states-dtype bfloat16": {"mamba_inference_ssm_states_dtype": "bfloat16"},
     "--mamba-inference-ssm-states-dtype float16": {"mamba_inference_ssm_states_dtype": "float16"},
@@ -148,9 +146,7 @@ def test_the_environment_can_ask_for_it(
     assert EngineConfig(load="/nowhere", batch_invariant=False).batch_invariant is False
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(one, marks=ROUNDS) for one in ("bfloat16", "float16"))]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_windows_of_convolutions_are_not_rounded_where_they_are_kept(
     dtype: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,7 @@ def test_an_engine_breaks_prompts_where_states_are_kept(
         stores_checkpoints=False,
         has_runs=False,
     )
-    monkeypatch.setattr(build.kernel_set, "select", lambda name, device: kernels)
+    monkeypatch.setattr(build.kernel_set, "select", lambda *_, **__: kernels)
     llm = LLM(str(folders[family]), **options)
     assert answers(llm) == expected
     assert answers(llm) == expected

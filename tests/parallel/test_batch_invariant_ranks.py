@@ -55,7 +55,7 @@ def test_experts_of_two_replicas_by_either_dispatcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({TENSOR: 4}, marks=pytest.mark.xfail(reason="gloo's sums depend on sizes")),
+        {TENSOR: 4},
         {TENSOR: 2, PIPELINE: 2},
         {TENSOR: 2, EXPERT: 2, "expert_tensor_parallel_size": 1, PIPELINE: 2},
         {EXPERT: 4},

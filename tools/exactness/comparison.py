@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from exactness.sessions import Item, Session, Style
+
+from exactness.sessions import Item, Session
+from exactness.sessions import as_prompt as as_prompt_session
 from exactness.texts import Bits, Result, Texts, bits_of
 
 KINDS = ("sampled", "prompt", "scored")
-MOST_KEPT = 50  # differences that are described one by one
+MOST_KEPT = 10  # differences of a way that are described one by one
 ALONE = "alone, as a prompt"
 BY_ENGINE, BY_CONDITION = "engine", "condition"
 
@@ -37,9 +39,11 @@ class Difference:
         where += f"position {self.position} ({self.kind}): "
         if self.token != self.token_alone:
             return where + f"token {self.token}, alone {self.token_alone}"
-        return where + "log-probability {:.9g} ({:08x}), alone {:.9g} ({:08x})".format(
-            values[0], self.bits, values[1], self.bits_alone
+        own, alone = (
+            f"{values[0]:.9g} ({self.bits:08x})",
+            f"{values[1]:.9g} ({self.bits_alone:08x})",
         )
+        return where + f"log-probability {own}, alone {alone}"
 
 
 @dataclass
@@ -73,7 +77,7 @@ class Comparison:
         """Answers alone, computed as a prompt, beside what they were sampled with."""
         for asked, index, as_prompt in texts.as_prompts:
             answer, first = asked.answers[index], len(asked.prompt)
-            item = Item(asked.name, asked, Style.WHOLE, index, asked.params, 0)
+            (item,) = as_prompt_session(asked, index).items
             self._add(ALONE, 0, item, index, "scored", first, answer.tokens[first:],
                       as_prompt[first:], [])  # fmt: skip
         self.requests[ALONE] += len(texts.as_prompts)
@@ -83,8 +87,9 @@ class Comparison:
         alone = len(session.items) == 1
         for (item, index), result in results.items():
             self.requests[way] += 1
-            if result.error is not None:
-                self.failures.append(f"{way}, session {session.number}: {result.error}")
+            if (why := _unfinished(item, index, result)) is not None:
+                where = f"{way}, session {session.number}, request {item.id}, answer {index}"
+                self.failures.append(f"{where}: {why}")
             conditions = [session.kind, *_conditions(item, result)]
             if not alone and item.arrives > 0:
                 conditions.append("came while others ran")
@@ -98,8 +103,7 @@ class Comparison:
             first, known = item.first, bits_of(entries)
             if first == 0:
                 first, known = 1, known[1:]
-            behind = length if item.style is Style.ANSWERED else len(item.asked.prompt)
-            cut = max(0, behind - first)
+            cut = max(0, len(item.asked.prompt) - first)
             for kind, start, stop in (("prompt", 0, cut), ("scored", cut, len(known))):
                 if known[start:stop].size:
                     tokens = item.prompt[first + start : first + stop]
@@ -133,7 +137,8 @@ class Comparison:
         for group, name in groups:
             self.compared[group, name, kind] += len(differs)
             self.differing[group, name, kind] += number
-        for at in np.flatnonzero(differs)[: MOST_KEPT - len(self.differences)]:
+        kept = sum(one.way == way for one in self.differences)
+        for at in np.flatnonzero(differs)[: MOST_KEPT - kept]:
             place = first + int(at)
             self.differences.append(
                 Difference(way, session, item.id, index, place, kind, int(own[at]),
@@ -175,6 +180,21 @@ class Comparison:
             "differences": [asdict(one) for one in self.differences],
             "failures": self.failures,
         }
+
+
+def _unfinished(item: Item, index: int, result: Result) -> str | None:
+    """What of an answer is not there, so that it can't be compared."""
+    if result.error is not None:
+        return result.error
+    if item.aborted is not None:
+        return None
+    if len(result.tokens) != item.params.max_tokens or len(result.logprobs) != len(result.tokens):
+        return f"{len(result.tokens)} tokens of {item.params.max_tokens} were answered"
+    if item.params.prompt_logprobs is not None and index == 0:
+        wanted, known = len(item.prompt) - item.first, len(result.prompt_logprobs or [])
+        if wanted != known:
+            return f"{known} log-probabilities of {wanted} of the prompt were given"
+    return None
 
 
 def _conditions(item: Item, result: Result) -> list[str]:

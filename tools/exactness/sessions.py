@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from exactness.texts import Asked, Bits, Result
 
+from exactness.texts import Asked, Bits, Result, params_of_prompt
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.scoring import kept_at, params_behind
@@ -33,7 +33,7 @@ STYLES = (*[Style.ANSWERED] * 4, Style.WITH_PROMPT, *[Style.WITH_END] * 2, *[Sty
           Style.WHOLE)  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Item:
     """A request of a session: its prompt is all that is known, or some of it."""
 
@@ -79,10 +79,9 @@ class Session:
     @property
     def kind(self) -> str:
         """How many come together."""
-        for low, high in SIZES:
-            if low <= len(self.items) <= high:
-                return f"{low} to {high} requests" if high > low else "1 request"
-        return "more requests"
+        count = len(self.items)
+        low, high = next((size for size in SIZES if count <= size[1]), SIZES[-1])
+        return f"sessions of {low} to {high} requests" if high > low else "sessions of 1 request"
 
     def run(self, engine: DynamicInferenceEngine) -> dict[tuple[Item, int], Result]:
         """What the engine gives, by answer; its cache is empty when it begins."""
@@ -118,14 +117,20 @@ class Session:
         return results
 
 
-def draw_sessions(asked: Sequence[Asked], seed: Sequence[int]) -> Iterator[Session]:
-    """Without end: all requests in another order, and all again."""
-    draw = np.random.default_rng(seed)
+def as_prompt(asked: Asked, index: int) -> Session:
+    """One of its answers behind its prompt as one prompt, and nothing else."""
+    item = Item(asked.name, asked, Style.WHOLE, index, params_of_prompt(), 0)
+    return Session(0, [item])
+
+
+def draw_sessions(asked: Sequence[Asked], seed: int, way: int) -> Iterator[Session]:
+    """Without end, for the way of this number: all requests in another order, and all again."""
+    draw = np.random.default_rng([seed, 2, way])
     waiting: list[Asked] = []
     number = 0
     while True:
-        low, high = SIZES[number % len(SIZES)]
-        count = int(draw.integers(low, high + 1))
+        low, high = SIZES[(number + way) % len(SIZES)]
+        count = min(int(draw.integers(low, high + 1)), 2 * len(asked))
         while len(waiting) < count:
             waiting += [asked[i] for i in draw.permutation(len(asked))]
         chosen, waiting = waiting[:count], waiting[count:]
@@ -152,7 +157,7 @@ def _items(chosen: Sequence[Asked], draw: np.random.Generator) -> Iterator[Item]
         elif style is Style.SCORED:
             params = params_behind(length)
         elif style is Style.WHOLE:
-            params = replace(params_behind(0), prompt_logprobs_start=0)
+            params = params_of_prompt()
         behind = index if style in (Style.SCORED, Style.WHOLE) else 0
         aborted = int(draw.integers(1, 30)) if draw.random() < 0.08 else None
         priority = int(draw.random() < 0.15)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from exactness.ranks import goes_on
 
+from exactness.ranks import goes_on
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.request import RequestEvent, SamplingParams, TokenLogprob
+from megatron_hybrid.scoring import params_behind
 
 Bits = npt.NDArray[np.uint32]  # of float32
 
@@ -21,6 +22,7 @@ UNIT = 16  # tokens: what kernels' grids are multiples of
 SPECIAL = 16  # tokens that come first in many vocabularies
 MOST_CHOICES = 4
 MOST_TURNS = 3
+LEAST_REQUESTS = 8
 
 
 class ExactnessError(RuntimeError):
@@ -31,6 +33,11 @@ def bits_of(entries: Iterable[TokenLogprob | None]) -> Bits:
     """Of the log-probability of each token; None, which a prompt's first one has, gives 0."""
     values = [0.0 if entry is None else entry.logprob for entry in entries]
     return np.asarray(values, dtype=np.float32).view(np.uint32)
+
+
+def params_of_prompt() -> SamplingParams:
+    """What a request asks for that is a prompt, of which all log-probabilities are wanted."""
+    return params_behind(0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Sizes:
 
     @property
     def answer(self) -> int:
-        """Tokens of the longest answer."""
+        """Tokens of an answer, usually at most."""
         return max(6, self.longest // 12)
 
 
@@ -136,9 +143,11 @@ class Texts:
     def learn(
         self, alone: Alone, sampled: int, positions: int, until: float = math.inf
     ) -> Iterator[Asked]:
-        """Draw requests and compute each, until there are as many sampled tokens and positions, or
-        `until`, by time.monotonic on the first rank."""
-        while self.sampled < sampled or self.positions < positions:
+        """Draw requests and compute each, until there are several, and as many sampled tokens and
+        positions, or `until`, by time.monotonic on the first rank."""
+        while (
+            self.sampled < sampled or self.positions < positions or len(self.asked) < LEAST_REQUESTS
+        ):
             if self.asked and not goes_on(until):
                 return
             yield from self._conversation(alone)
@@ -148,7 +157,8 @@ class Texts:
         draw, room = self._draw, self.sizes.longest
         text = self._beginning()
         for turn in range(int(draw.integers(1, MOST_TURNS + 1))):
-            tokens = int(draw.integers(3, self.sizes.answer + 1))
+            most = self.sizes.answer * (4 if draw.random() < 0.4 else 1)
+            tokens = int(draw.integers(3, most + 1))
             if len(text) + tokens > room:
                 return
             params = self._params(tokens)
@@ -162,8 +172,7 @@ class Texts:
         prompt_bits = None
         for index, result in enumerate(alone.run(prompt, params)):
             tokens, own = [*prompt, *result.tokens], bits_of(result.logprobs)
-            scored = replace(params, n=1, max_tokens=0, prompt_logprobs=0)
-            (whole,) = alone.run(tokens, scored)
+            (whole,) = alone.run(tokens, params_of_prompt())
             as_prompt = bits_of(whole.prompt_logprobs or [])
             if len(as_prompt) != len(tokens) or len(own) != len(result.tokens):
                 raise ExactnessError("A request alone was not given all its log-probabilities.")

@@ -16,11 +16,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
-from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
-from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
+from megatron_hybrid.kernels.gated_delta_rule.triton_replay_prepare import (
+    chunks_of,
+    prepare_replay_kernel,
+)
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
 from megatron_hybrid.kernels.replay_triton.segments import (
@@ -43,7 +47,6 @@ class Tiling(NamedTuple):
     block_v: int  # rows of the state
     num_warps: int
     num_stages: int = 1
-    maxnreg: int | None = None  # registers of a thread: fewer for more programs at a time
 
 
 def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
@@ -89,12 +92,12 @@ def run(
         "HEADS": heads, "K_HEADS": k_heads, "RING": ring_k.shape[1], "K_DIM": k_dim, "TILE": TILE,
         "SPLIT": split,
     }  # fmt: skip
-    _prepare_kernel[(heads // together, tiles)](
+    prepare_replay_kernel[(heads // together, tiles)](
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
         *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1,
     )  # fmt: skip
-    block_v, num_warps, num_stages, maxnreg = tiling or _tiling(v_dim, split, plan.is_single)
+    block_v, num_warps, num_stages = tiling or _tiling(v_dim, split, plan.is_single)
     arguments = (
         q, k, v, a, b, ring_k, ring_v, ring_a, ring_b, r, weights, factors, decays, state, y,
         *plan.figures, count, sequences, plan.is_prompt, *row_strides(q, k, v, a, b, y, state),
@@ -102,8 +105,11 @@ def run(
     sizes |= {"V_DIM": v_dim, "BLOCK_V": block_v}
     grid = v_dim // block_v, heads, sequences + 1
     if plan.is_single:
-        options = {} if maxnreg is None else {"maxnreg": maxnreg}
-        _decode_kernel[grid](*arguments, **sizes, num_warps=num_warps, **options)
+        rows = state.view(-1, k_dim)  # of states, which come by TMA
+        states = TensorDescriptor(rows, [*rows.shape], [k_dim, 1], [block_v, k_dim])
+        _decode_kernel[grid](
+            states, *arguments, **sizes, num_warps=num_warps, **OPTIONS
+        )
     else:
         _walk_kernel[grid](*arguments, **sizes, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
@@ -116,114 +122,8 @@ def _tiling(v_dim: int, split: bool, is_single: bool) -> Tiling:
     if not split:  # no tensor cores
         return Tiling(16, 4)
     if is_single:
-        return Tiling(min(v_dim, 64), 4, maxnreg=168)
+        return Tiling(min(v_dim, 64), 4)
     return Tiling(min(v_dim, 64), 4, 3)
-
-
-@triton.jit
-def _chunks(cu_ptr, start_ptr, unfolded_ptr, i, sequences, is_prompt, TILE: tl.constexpr):
-    """How many chunks sequences i have, in whole or in part; zeros past the last one."""
-    known = i < sequences
-    count = tl.load(cu_ptr + i + 1, known, 0) - tl.load(cu_ptr + i, known, 0)
-    start = tl.load(start_ptr + i, known, 0)
-    unfolded = tl.load(unfolded_ptr + i, known, 0)
-    first = start - tl.where(is_prompt != 0, start % TILE, unfolded)
-    return tl.where(known, tl.cdiv(start + count, TILE) - first // TILE, 0).to(tl.int32)
-
-
-@triton.jit
-def _locate(cu_ptr, start_ptr, unfolded_ptr, sequences, is_prompt, index, TILE: tl.constexpr):
-    """The sequence in which the index-th of all chunks lies, and its number there."""
-    sequence, before, total = 0, 0, 0
-    for block in range(0, sequences, 64):
-        i = block + tl.arange(0, 64)
-        chunks = _chunks(cu_ptr, start_ptr, unfolded_ptr, i, sequences, is_prompt, TILE)
-        ends = total + tl.cumsum(chunks, 0)
-        over = (ends <= index) & (i < sequences)
-        sequence += tl.sum(over.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(over, ends, 0), 0))
-        total += tl.sum(chunks, 0)
-    return sequence, index - before
-
-
-@_kernel
-def _prepare_kernel(
-    q_ptr, k_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr, ring_k_ptr, ring_a_ptr, ring_b_ptr,
-    r_ptr, weights_ptr, factors_ptr, decays_ptr,
-    cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
-    position_ptr, slot_ptr, sequences, is_prompt,
-    q_row, k_row, a_row, b_row, scale,
-    HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """R beta and P of a chunk and TOGETHER value heads of a key head, and the factors of the walk:
-    of each token exp(G) for q and for k, and exp(G[last] - G) for k, all over the length of q or k;
-    and exp(G[last])."""
-    head = tl.program_id(0) * TOGETHER
-    index = tl.program_id(1)
-    sequence, number = _locate(cu_ptr, start_ptr, unfolded_ptr, sequences, is_prompt, index, TILE)
-    if sequence >= sequences:
-        return
-    begin, start, end, first, _ = of_sequence(
-        cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, TILE
-    )
-    ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
-    places = tl.arange(0, TILE)
-    at = (first // TILE + number) * TILE + places
-    own = (at >= start) & (at < end)
-    old = (at >= first) & (at < start)
-    valid = own | old
-    row = begin + (at - start)
-    in_ring = ring + at % RING
-    n = tl.arange(0, K_DIM)
-    at_key = head // (HEADS // K_HEADS) * K_DIM
-    q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], own[:, None], 0.0)
-    own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], own[:, None], 0.0)
-    old_k = tl.load(
-        ring_k_ptr + in_ring[:, None] * (K_HEADS * K_DIM) + at_key + n[None, :], old[:, None], 0.0
-    )
-    k = tl.where(own[:, None], own_k, old_k)
-    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-    kk = tl.dot(k, tl.trans(k), input_precision="ieee")
-    q32 = q.to(tl.float32)
-    q_factor = tl.rsqrt(tl.sum(q32 * q32, 1) + EPS) * scale
-    on_diagonal = places[:, None] == places[None, :]
-    k_factor = tl.rsqrt(tl.sum(tl.where(on_diagonal, kk, 0.0), 1) + EPS)
-    # The same along rows and along columns, without bringing one to the other.
-    k_across = tl.rsqrt(tl.sum(tl.where(on_diagonal, kk, 0.0), 0) + EPS)
-    qk *= q_factor[:, None] * k_across[None, :]
-    qk = tl.where(places[:, None] >= places[None, :], qk, 0.0)
-    kk *= k_factor[:, None] * k_across[None, :]
-    kk = tl.where(places[:, None] > places[None, :], kk, 0.0)
-    R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
-    for i in range(TOGETHER):
-        own_a = tl.load(a_ptr + row * a_row + head + i, own, 0.0)
-        own_b = tl.load(b_ptr + row * b_row + head + i, own, 0.0)
-        old_a = tl.load(ring_a_ptr + in_ring * HEADS + head + i, old, 0.0)
-        old_b = tl.load(ring_b_ptr + in_ring * HEADS + head + i, old, 0.0)
-        a = tl.where(own, own_a, old_a)
-        b = tl.where(own, own_b, old_b)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i)
-        decay = tl.where(valid, decay, 0.0)
-        beta = tl.where(valid, beta, 0.0)
-        cs = tl.cumsum(decay, 0)  # log2(e) * G
-        last = tl.sum(tl.where(places == TILE - 1, cs, 0.0), 0)
-        here = tl.cast(index, tl.int64) * HEADS + head + i
-        to_factors = factors_ptr + here * (TILE * 4) + places * 4
-        from_start = tl.exp2(cs)
-        tl.store(to_factors, from_start * q_factor)
-        tl.store(to_factors + 1, from_start * k_factor)
-        tl.store(to_factors + 2, tl.exp2(last - cs) * k_factor)
-        tl.store(decays_ptr + here, tl.exp2(last))
-        # Above the diagonal, where nothing is, G rises: no overflow.
-        between = tl.exp2(tl.minimum(cs[:, None] - cs[None, :], 0.0))
-        to_weights = weights_ptr + here * (TILE * TILE)
-        tl.store(to_weights + places[:, None] * TILE + places[None, :], (qk * between).to(q.dtype))
-        m = kk * between * beta[:, None]
-        r = tl.reshape(inverse(tl.reshape(m, [1, TILE, TILE]), SPLIT), [TILE, TILE])
-        to_r = r_ptr + here * (TILE * R_ROW) + places[:, None] * R_ROW + places[None, :]
-        every = valid[:, None] | (places >= 0)[None, :]
-        store_r(to_r, r * beta[None, :], every, TILE, SPLIT)
 
 
 @_kernel
@@ -251,7 +151,7 @@ def _walk_kernel(
     index = 0  # of the sequence's first chunk among those of all
     for block in range(0, sequence, 64):
         i = block + tl.arange(0, 64)
-        chunks = _chunks(cu_ptr, start_ptr, unfolded_ptr, i, sequence, is_prompt, TILE)
+        chunks = chunks_of(cu_ptr, start_ptr, unfolded_ptr, i, sequence, is_prompt, TILE)
         index += tl.sum(chunks, 0)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     n = tl.arange(0, K_DIM)
@@ -282,7 +182,8 @@ def _walk_kernel(
     completes = (first < start) & ((t0 + 1) * TILE <= last)
     if completes:
         k, v, y, added, decay = _tile(
-            s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr,
+            s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
+            weights_ptr, factors_ptr,
             decays_ptr, eye, t0, first, start, end, p, n, q_row, k_row, v_row,
             HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, True,
         )  # fmt: skip
@@ -306,7 +207,8 @@ def _walk_kernel(
         from_tile = tl.maximum(begin_at // TILE, done)
         for t in tl.range(from_tile, position // TILE, num_stages=STAGES, disable_licm=True):
             k, v, y, added, decay = _tile(
-                s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr,
+                s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
+                weights_ptr, factors_ptr,
                 decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
                 HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, False,
             )  # fmt: skip
@@ -316,7 +218,8 @@ def _walk_kernel(
             tl.store(state_ptr + slot * state_slot + in_state, s.to(state_ptr.dtype.element_ty))
     for t in range(last // TILE, tl.cdiv(end, TILE)):
         k, v, y, added, decay = _tile(
-            s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr,
+            s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
+            weights_ptr, factors_ptr,
             decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
             HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, True,
         )  # fmt: skip
@@ -343,7 +246,7 @@ def _walk_kernel(
 
 @_kernel
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr,
+    states, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, ring_k_ptr, ring_v_ptr, ring_a_ptr, ring_b_ptr,
     r_ptr, weights_ptr, factors_ptr, decays_ptr, state_ptr, y_ptr,
     cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
     position_ptr, slot_ptr, tokens, sequences, is_prompt,
@@ -351,11 +254,13 @@ def _decode_kernel(
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of sequences of one token, or none, all of whose chunk is in the ring."""
+    """Of sequences of one token, or none, all of whose chunk is in the ring. states: a tensor
+    descriptor, of all rows of all states."""
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     p = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     if sequence == sequences:  # the padding
+        wait_for_inputs()
         for token in range(tl.load(cu_ptr + sequence), tokens):
             y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * V_DIM + p
             tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
@@ -368,34 +273,41 @@ def _decode_kernel(
     begin, start, end, first, last = of_sequence(cu_ptr, start_ptr, unfolded_ptr, sequence, 0, TILE)
     n = tl.arange(0, K_DIM)
     in_state = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
+    key_head = head // (HEADS // K_HEADS)
+    t = first // TILE
+    old_k, old_v = _replayed(
+        ring_k_ptr + ring * (K_HEADS * K_DIM) + key_head * K_DIM,
+        ring_v_ptr + ring * (HEADS * V_DIM) + head * V_DIM,
+        t, first, start, p, n, HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE,
+    )  # fmt: skip
+    first_row = (read.to(tl.int32) * HEADS + head) * V_DIM + tl.program_id(0) * BLOCK_V
     is_read = p[:, None] < tl.where(read > 0, V_DIM, 0)
-    from_state = state_ptr + read * state_slot + in_state
-    before = tl.load(from_state, is_read, 0.0).to(q_ptr.dtype.element_ty)
+    before = tl.where(is_read, states.load([first_row, 0]), 0.0).to(q_ptr.dtype.element_ty)
+    wait_for_inputs()  # the state and the ring were there before
+    let_next_start()
     if end == start:  # padding, behind all others
         return
-    key_head = head // (HEADS // K_HEADS)
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
     origin = begin - start
-    t = first // TILE
+    q, k, v = _own(
+        q_ptr + origin * q_row + key_head * K_DIM, k_ptr + origin * k_row + key_head * K_DIM,
+        v_ptr + origin * v_row + head * V_DIM, t, start, end, p, n, q_row, k_row, v_row, TILE,
+    )  # fmt: skip
     places = tl.arange(0, TILE)
+    at = t * TILE + places
+    is_own = (at >= start) & (at < end)
+    k = tl.where(is_own[:, None], k, old_k)
+    v = tl.where(is_own[:, None], v, old_v)
     eye = tl.where(places[:, None] == places[None, :], 1.0, 0.0).to(q_ptr.dtype.element_ty)
     # Each has one chunk, so that the sequence's number is its chunk's.
     of_tile = tl.cast(sequence - t, tl.int64) * HEADS + head
-    k, v, y, added, decay = _tile(
-        before, q_ptr + origin * q_row + key_head * K_DIM, k_ptr + origin * k_row + key_head * K_DIM,
-        v_ptr + origin * v_row + head * V_DIM,
-        ring_k_ptr + ring * (K_HEADS * K_DIM) + key_head * K_DIM,
-        ring_v_ptr + ring * (HEADS * V_DIM) + head * V_DIM,
-        r_ptr + of_tile * (TILE * R_ROW), weights_ptr + of_tile * (TILE * TILE),
-        factors_ptr + of_tile * (TILE * 4), decays_ptr + of_tile, eye,
-        t, first, start, end, p, n, q_row, k_row, v_row,
-        HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, True,
+    y, added, decay = _chunk(
+        before, q, k, v, r_ptr + of_tile * (TILE * R_ROW), weights_ptr + of_tile * (TILE * TILE),
+        factors_ptr + of_tile * (TILE * 4), decays_ptr + of_tile, eye, t, HEADS, TILE, SPLIT,
     )  # fmt: skip
     _store(y_ptr + origin * y_row + head * V_DIM, y, t, start, end, p, y_row, TILE)
     is_complete = last > first
     if is_complete == 0:
-        at = t * TILE + places
-        is_own = (at >= start) & (at < end)
         place = ring + at % RING
         to_v = ring_v_ptr + (place * (HEADS * V_DIM))[:, None] + head * V_DIM + p[None, :]
         tl.store(to_v, v, mask=is_own[:, None])
@@ -409,7 +321,7 @@ def _decode_kernel(
                 tl.store(to_k + n[None, :], k, mask=is_own[:, None])
     if is_complete | (write != read):
         # Loaded once more: kept, it would take the registers of other programs.
-        s = tl.load(from_state, is_read, 0.0).to(tl.float32)
+        s = tl.where(is_read, states.load([first_row, 0]).to(tl.float32), 0.0)
         if is_complete:
             s = tl.dot(added, k, s * decay, input_precision="ieee")
         values = s.to(state_ptr.dtype.element_ty)
@@ -421,38 +333,69 @@ def _decode_kernel(
 
 @triton.jit
 def _tile(
-    before, q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr, decays_ptr,
-    eye, t, first, start, end, p, n, q_row, k_row, v_row,
+    before, q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr,
+    decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
     V_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, REPLAYS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk from the state at its beginning, rounded to the type of q: k [TILE, n], v [TILE, p], y^T [p, TILE] float32; and
-    what the chunk does to the state: what k is multiplied with [p, TILE], and the state's factor.
-    """
-    R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
-    places = tl.arange(0, TILE)
-    at = t * TILE + places
-    own = (at >= start) & (at < end)
-    old = (at >= first) & (at < start)
-    offset = tl.cast(t * TILE, tl.int64)
-    rows = (offset + places)[:, None]
-    q = tl.load(q_ptr + rows * q_row + n[None, :], own[:, None], 0.0)
-    k = tl.load(k_ptr + rows * k_row + n[None, :], own[:, None], 0.0)
-    v = tl.load(v_ptr + rows * v_row + p[None, :], own[:, None], 0.0)
+    """_chunk of what the call and, where it REPLAYS, the ring have of a chunk; and k [TILE, n] and
+    v [TILE, p] as they came."""
+    q, k, v = _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, TILE)
     if REPLAYS:
-        in_ring = at % RING
-        old_k = tl.load(
-            ring_k_ptr + in_ring[:, None] * (K_HEADS * K_DIM) + n[None, :], old[:, None], 0.0
-        )
-        old_v = tl.load(
-            ring_v_ptr + in_ring[:, None] * (HEADS * V_DIM) + p[None, :], old[:, None], 0.0
+        at = t * TILE + tl.arange(0, TILE)
+        own = (at >= start) & (at < end)
+        old_k, old_v = _replayed(
+            ring_k_ptr, ring_v_ptr, t, first, start, p, n, HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE
         )
         k = tl.where(own[:, None], k, old_k)
         v = tl.where(own[:, None], v, old_v)
+    y, added, decay = _chunk(
+        before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t, HEADS, TILE, SPLIT
+    )
+    return k, v, y, added, decay
+
+
+@triton.jit
+def _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, TILE: tl.constexpr):
+    """What the call has of a chunk: q and k [TILE, n], v [TILE, p]; zeros else."""
+    places = tl.arange(0, TILE)
+    at = t * TILE + places
+    own = ((at >= start) & (at < end))[:, None]
+    rows = (tl.cast(t * TILE, tl.int64) + places)[:, None]
+    q = tl.load(q_ptr + rows * q_row + n[None, :], own, 0.0)
+    k = tl.load(k_ptr + rows * k_row + n[None, :], own, 0.0)
+    return q, k, tl.load(v_ptr + rows * v_row + p[None, :], own, 0.0)
+
+
+@triton.jit
+def _replayed(
+    ring_k_ptr, ring_v_ptr, t, first, start, p, n,
+    HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the ring has of a chunk: k [TILE, n], v [TILE, p]; zeros else."""
+    at = t * TILE + tl.arange(0, TILE)
+    old = ((at >= first) & (at < start))[:, None]
+    place = (at % RING)[:, None]
+    k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + n[None, :], old, 0.0)
+    return k, tl.load(ring_v_ptr + place * (HEADS * V_DIM) + p[None, :], old, 0.0)
+
+
+@triton.jit
+def _chunk(
+    before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t,
+    HEADS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A chunk's tokens from the state at its beginning, rounded to the type of q: y^T [p, TILE]
+    float32; and what they do to the state: what k is multiplied with [p, TILE], and its factor."""
+    R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
+    places = tl.arange(0, TILE)
     here = tl.cast(t, tl.int64) * HEADS
     in_r = tl.arange(0, R_ROW)
     r = tl.load(r_ptr + here * (TILE * R_ROW) + places[:, None] * R_ROW + in_r[None, :])
-    weights = tl.load(weights_ptr + here * (TILE * TILE) + places[:, None] * TILE + places[None, :])
+    weights = tl.load(
+        weights_ptr + here * (TILE * TILE) + places[:, None] * TILE + places[None, :]
+    )
     of_token = factors_ptr + here * (TILE * 4) + places * 4
     q_factor = tl.load(of_token)
     k_factor = tl.load(of_token + 1)
@@ -467,8 +410,7 @@ def _tile(
     d = tl.dot(x, tl.trans(r), input_precision="ieee")
     y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor[None, :]
     y = tl.dot(d.to(k.dtype), tl.trans(weights), y, input_precision="ieee")
-    added = (d * add_factor[None, :]).to(k.dtype)
-    return k, v, y, added, decay
+    return y, (d * add_factor[None, :]).to(k.dtype), decay
 
 
 @triton.jit

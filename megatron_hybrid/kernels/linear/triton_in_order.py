@@ -61,11 +61,12 @@ def choose_tile(tokens: int, rows: int, programs: int) -> Tile:
     return min(_TILES, key=cost)
 
 
-def few_tile(rows: int) -> few_rows.Tile:
-    """Of few rows of inputs, for a weight of so many: enough programs that all processors load."""
-    if rows >= 4096:
-        return few_rows.Tile(64, 256, 4, is_cut=False)
-    return few_rows.Tile(32 if rows >= 2048 else 16, 256, 6, programs=2, is_cut=False)
+def few_tile(rows: int, processors: int) -> few_rows.Tile:
+    """Of few rows of inputs, for a weight of so many rows, by what was fast on an H200: tiles of
+    which all processors have one, or many."""
+    if 64 * processors < rows <= 128 * processors or rows > 32768:
+        return few_rows.Tile(128, 128, 4, is_cut=False)
+    return few_rows.Tile(64, 256, 6 if rows <= 64 * processors else 4, is_cut=False)
 
 
 def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -78,7 +79,7 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x = x.contiguous()
     tokens, rows = x.shape[0], weight.shape[0]
     if tokens <= few_rows.LARGEST:
-        return few_rows.multiply(x, weight, bias, few_tile(rows))
+        return few_rows.multiply(x, weight, bias, few_tile(rows, processors(x.device)))
     return multiply_many(x, weight, bias)
 
 
@@ -90,7 +91,7 @@ def multiply_activated(
     x = plain_rows(x)
     if x.shape[0] > few_rows.LARGEST or not few_rows.fits(x, weight) or not x.shape[0]:
         return None
-    tile = few_tile(weight.shape[0] // (2 if gated else 1))
+    tile = few_tile(weight.shape[0] // (2 if gated else 1), processors(x.device))
     return few_rows.multiply(x, weight, bias, tile, activation=activation, gated=gated)
 
 

@@ -25,8 +25,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus
@@ -48,7 +50,6 @@ class Tiling(NamedTuple):
     block_p: int  # rows of the state
     num_warps: int
     num_stages: int = 1
-    maxnreg: int | None = None  # registers of a thread: fewer for more programs at a time
 
 
 def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
@@ -75,7 +76,7 @@ def run(
     count, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     chosen = tiling or _tiling(head_dim, size, x.element_size(), plan.is_single)
-    block_p, num_warps, num_stages, maxnreg = chosen
+    block_p, num_warps, num_stages = chosen
     arguments = (
         x, B, C, dt, A, D, dt_bias, state, *ring, y, *plan.figures, count, plan.is_prompt,
         *row_strides(x, B, C, dt, y, state), *dt_limit, heads, groups, ring[0].shape[1], head_dim,
@@ -83,8 +84,9 @@ def run(
     )  # fmt: skip
     grid = head_dim // block_p, heads, plan.sequences + 1
     if plan.is_single:
-        options = {} if maxnreg is None else {"maxnreg": maxnreg}
-        _decode_kernel[grid](*arguments, num_warps=num_warps, **options)
+        rows = state.view(-1, size)  # of states, which come by TMA
+        states = TensorDescriptor(rows, [*rows.shape], [size, 1], [block_p, size])
+        _decode_kernel[grid](states, *arguments, num_warps=num_warps, **OPTIONS)
     else:
         _replay_kernel[grid](*arguments, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
@@ -97,7 +99,7 @@ def _tiling(head_dim: int, size: int, item_bytes: int, is_single: bool) -> Tilin
     if item_bytes == 4:  # no tensor cores
         return Tiling(min(head_dim, 16), 4)
     if is_single:
-        return Tiling(min(head_dim, 64), 4, maxnreg=168)
+        return Tiling(min(head_dim, 64), 4)
     return Tiling(min(head_dim, 64), 4, 3)
 
 
@@ -205,7 +207,7 @@ def _replay_kernel(
 
 @launched(do_not_specialize=["tokens", "is_prompt"], do_not_specialize_on_alignment=POINTERS)
 def _decode_kernel(
-    x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
+    states, x_ptr, b_ptr, c_ptr, dt_ptr, a_ptr, d_ptr, bias_ptr,
     state_ptr, ring_x_ptr, ring_b_ptr, ring_dt_ptr, y_ptr,
     cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
     position_ptr, slot_ptr, tokens, is_prompt,
@@ -213,11 +215,13 @@ def _decode_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Of sequences of one token, or none, all of whose chunk is in the ring."""
+    """Of sequences of one token, or none, all of whose chunk is in the ring. states: a tensor
+    descriptor, of all rows of all states."""
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     if sequence == tl.num_programs(2) - 1:  # the padding
+        wait_for_inputs()
         for token in range(tl.load(cu_ptr + sequence), tokens):
             y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
             tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
@@ -231,27 +235,37 @@ def _decode_kernel(
     group = head // (HEADS // GROUPS)
     n = tl.arange(0, SIZE)
     in_state = head * (HEAD_DIM * SIZE) + p[:, None] * SIZE + n[None, :]
-    is_read = p[:, None] < tl.where(read > 0, HEAD_DIM, 0)
-    from_state = state_ptr + read * state_slot + in_state
-    h = tl.load(from_state, is_read, 0.0).to(x_ptr.dtype.element_ty)
-    if (end == start) & (write == read):  # padding
-        return
-    a, d, bias = tl.load(a_ptr + head) * LOG2_E, tl.load(d_ptr + head), tl.load(bias_ptr + head)
-    origin = begin - start
     t = first // TILE
-    x, b, raw_dt, y, decayed, scaled = _tile(
-        h, x_ptr + origin * x_row + head * HEAD_DIM, b_ptr + origin * b_row + group * SIZE,
-        c_ptr + origin * c_row + group * SIZE, dt_ptr + origin * dt_row + head,
+    old_x, old_b, old_dt = _replayed(
         ring_x_ptr + ring * (HEADS * HEAD_DIM) + head * HEAD_DIM,
         ring_b_ptr + ring * (GROUPS * SIZE) + group * SIZE, ring_dt_ptr + ring * HEADS + head,
-        a, d, bias, t, first, start, end, p, n, x_row, b_row, c_row, dt_row, dt_min, dt_max,
-        HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE, True,
+        t, first, start, p, n, HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE,
     )  # fmt: skip
+    a, d, bias = tl.load(a_ptr + head) * LOG2_E, tl.load(d_ptr + head), tl.load(bias_ptr + head)
+    first_row = (read.to(tl.int32) * HEADS + head) * HEAD_DIM + tl.program_id(0) * BLOCK_P
+    is_read = p[:, None] < tl.where(read > 0, HEAD_DIM, 0)
+    h = tl.where(is_read, states.load([first_row, 0]), 0.0).to(x_ptr.dtype.element_ty)
+    wait_for_inputs()  # the state and the ring were there before
+    let_next_start()
+    if (end == start) & (write == read):  # padding
+        return
+    origin = begin - start
+    x, b, c, raw_dt = _own(
+        x_ptr + origin * x_row + head * HEAD_DIM, b_ptr + origin * b_row + group * SIZE,
+        c_ptr + origin * c_row + group * SIZE, dt_ptr + origin * dt_row + head,
+        t, start, end, p, n, x_row, b_row, c_row, dt_row, TILE,
+    )  # fmt: skip
+    at = t * TILE + tl.arange(0, TILE)
+    is_own = (at >= start) & (at < end)
+    x = tl.where(is_own[None, :], x, old_x)
+    b = tl.where(is_own[:, None], b, old_b)
+    raw_dt = tl.where(is_own, raw_dt, old_dt)
+    y, decayed, scaled = _chunk(
+        h, x, b, c, raw_dt, (at >= first) & (at < end), a, d, bias, dt_min, dt_max, TILE
+    )
     _store(y_ptr + origin * y_row + head * HEAD_DIM, y, t, start, end, p, y_row, TILE)
     is_complete = last > first
     if (is_complete == 0) & (end > start):
-        at = t * TILE + tl.arange(0, TILE)
-        is_own = (at >= start) & (at < end)
         place = ring + at % RING
         to_x = ring_x_ptr + (place * (HEADS * HEAD_DIM))[None, :] + head * HEAD_DIM + p[:, None]
         tl.store(to_x, x, mask=is_own[None, :])
@@ -262,7 +276,7 @@ def _decode_kernel(
                 tl.store(to_b, b, mask=is_own[:, None])
     if is_complete | (write != read):
         # Loaded once more: kept, it would take the registers of other programs.
-        state = tl.load(from_state, is_read, 0.0).to(tl.float32)
+        state = tl.where(is_read, states.load([first_row, 0]).to(tl.float32), 0.0)
         if is_complete:
             state = tl.dot(scaled, b, state * decayed, input_precision="ieee")
         values = state.to(state_ptr.dtype.element_ty)
@@ -279,32 +293,64 @@ def _tile(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, REPLAYS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk from the state at its beginning, rounded to the type of x: x^T [p, TILE], B [TILE, n] and dt as they came, y^T
-    [p, TILE] float32; and what the chunk does to the state: its factor, and what B is multiplied
-    with [p, TILE]."""
+    """_chunk of what the call and, where it REPLAYS, the ring have of a chunk; and x^T [p, TILE],
+    B [TILE, n] and dt as they came."""
+    x, b, c, raw_dt = _own(
+        x_ptr, b_ptr, c_ptr, dt_ptr, t, start, end, p, n, x_row, b_row, c_row, dt_row, TILE
+    )
+    at = t * TILE + tl.arange(0, TILE)
+    own = (at >= start) & (at < end)
+    old = (at >= first) & (at < start)
+    if REPLAYS:
+        old_x, old_b, old_dt = _replayed(
+            ring_x_ptr, ring_b_ptr, ring_dt_ptr, t, first, start, p, n,
+            HEADS, GROUPS, RING, HEAD_DIM, SIZE, TILE,
+        )  # fmt: skip
+        x = tl.where(own[None, :], x, old_x)
+        b = tl.where(own[:, None], b, old_b)
+        raw_dt = tl.where(own, raw_dt, old_dt)
+    y, decayed, scaled = _chunk(h, x, b, c, raw_dt, own | old, a, d, bias, dt_min, dt_max, TILE)
+    return x, b, raw_dt, y, decayed, scaled
+
+
+@triton.jit
+def _own(
+    x_ptr, b_ptr, c_ptr, dt_ptr, t, start, end, p, n, x_row, b_row, c_row, dt_row,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """What the call has of a chunk: x^T [p, TILE], B and C [TILE, n], dt [TILE]; zeros else."""
     place = tl.arange(0, TILE)
     at = t * TILE + place
     own = (at >= start) & (at < end)
-    old = (at >= first) & (at < start)
     offset = tl.cast(t * TILE, tl.int64)
     x = tl.load(x_ptr + offset * x_row + place[None, :] * x_row + p[:, None], own[None, :], 0.0)
     b = tl.load(b_ptr + offset * b_row + place[:, None] * b_row + n[None, :], own[:, None], 0.0)
     c = tl.load(c_ptr + offset * c_row + place[:, None] * c_row + n[None, :], own[:, None], 0.0)
-    raw_dt = tl.load(dt_ptr + offset * dt_row + place * dt_row, own, 0.0)
-    if REPLAYS:
-        in_ring = at % RING
-        old_x = tl.load(
-            ring_x_ptr + in_ring[None, :] * (HEADS * HEAD_DIM) + p[:, None], old[None, :], 0.0
-        )
-        old_b = tl.load(
-            ring_b_ptr + in_ring[:, None] * (GROUPS * SIZE) + n[None, :], old[:, None], 0.0
-        )
-        old_dt = tl.load(ring_dt_ptr + in_ring * HEADS, old, 0.0)
-        x = tl.where(own[None, :], x, old_x)
-        b = tl.where(own[:, None], b, old_b)
-        raw_dt = tl.where(own, raw_dt, old_dt)
+    return x, b, c, tl.load(dt_ptr + offset * dt_row + place * dt_row, own, 0.0)
+
+
+@triton.jit
+def _replayed(
+    ring_x_ptr, ring_b_ptr, ring_dt_ptr, t, first, start, p, n,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the ring has of a chunk: x^T [p, TILE], B [TILE, n], dt [TILE]; zeros else."""
+    at = t * TILE + tl.arange(0, TILE)
+    old = (at >= first) & (at < start)
+    place = at % RING
+    x = tl.load(ring_x_ptr + place[None, :] * (HEADS * HEAD_DIM) + p[:, None], old[None, :], 0.0)
+    b = tl.load(ring_b_ptr + place[:, None] * (GROUPS * SIZE) + n[None, :], old[:, None], 0.0)
+    return x, b, tl.load(ring_dt_ptr + place * HEADS, old, 0.0)
+
+
+@triton.jit
+def _chunk(h, x, b, c, raw_dt, is_there, a, d, bias, dt_min, dt_max, TILE: tl.constexpr):
+    """A chunk's tokens from the state at its beginning, rounded to the type of x: y^T [p, TILE]
+    float32; and what they do to the state: its factor, and what B is multiplied with [p, TILE]."""
+    place = tl.arange(0, TILE)
     dt = softplus(raw_dt.to(tl.float32) + bias)
-    dt = tl.where(own | old, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
+    dt = tl.where(is_there, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
     cs = tl.cumsum(dt * a, 0)
     last = tl.sum(tl.where(place == TILE - 1, cs, 0.0), 0)
     cs_dt = cs - tl.log2(dt)  # dt goes into the exponent
@@ -319,7 +365,7 @@ def _tile(
     x32 = x.to(tl.float32)
     y = tl.fma(x32, tl.zeros_like(x32) + d, y)
     scaled = (x32 * tl.exp2(last - cs_dt)[None, :]).to(x.dtype)
-    return x, b, raw_dt, y, tl.exp2(last), scaled
+    return y, tl.exp2(last), scaled
 
 
 @triton.jit

@@ -257,25 +257,33 @@ def join_kernel(
     inside = (kv_head < kv_heads) & (own < queries * GROUP)
     dim = tl.arange(0, DIMS)
     written = inside[:, None] & (dim < HEAD_DIM)[None, :]
-    own_splits = tl.where(inside, splits, 0)
     most, total, result, _, _, _ = _nothing(ROWS, DIMS)
-    for first in range(0, splits, _AT_ONCE):
+    together = splits // _AT_ONCE * _AT_ONCE
+    for first in range(0, together, _AT_ONCE):
         several = ()
         for i in tl.static_range(_AT_ONCE):
-            there = first + i < own_splits
             at = (item + first + i).to(tl.int64) * (kv_heads * places) + row
-            part_most = tl.load(sums + 2 * at, mask=there, other=_LEAST)
-            part_total = tl.load(sums + 2 * at + 1, mask=there, other=0.0)
-            place = parts + (at * HEAD_DIM)[:, None] + dim[None, :]
-            part = tl.load(place, mask=there[:, None] & written, other=0.0)
-            several += ((part_most, part_total, part),)
+            several += (_part(parts, sums, at, dim, inside, written, HEAD_DIM),)
         for i in tl.static_range(_AT_ONCE):
             part_most, part_total, part = several[i]
             most, total, result = _folded(most, total, result, part_most, part_total, part)
+    for number in range(together, splits):
+        at = (item + number).to(tl.int64) * (kv_heads * places) + row
+        part_most, part_total, part = _part(parts, sums, at, dim, inside, written, HEAD_DIM)
+        most, total, result = _folded(most, total, result, part_most, part_total, part)
     token = first_token + own // GROUP
     place = (token * kv_heads * GROUP + kv_head * GROUP + own % GROUP) * HEAD_DIM
     result = _finished(total, result, v_scale, output.dtype.element_ty)
     tl.store(output + place[:, None] + dim[None, :], result, mask=written)
+
+
+@triton.jit
+def _part(parts, sums, at, dim, inside, written, HEAD_DIM: tl.constexpr):
+    """What decode_kernel left of rows [ROWS] of a split: maxima, sums, and results [ROWS, DIMS]."""
+    most = tl.load(sums + 2 * at, mask=inside, other=_LEAST)
+    total = tl.load(sums + 2 * at + 1, mask=inside, other=0.0)
+    place = parts + (at * HEAD_DIM)[:, None] + dim[None, :]
+    return most, total, tl.load(place, mask=written, other=0.0)
 
 
 @launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
