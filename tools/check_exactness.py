@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.environment import describe_environment
 from exactness.comparison import ALONE as ALONE_AS_PROMPT
 from exactness.comparison import Comparison
 from exactness.locating import Located, locate, of_difference
@@ -44,8 +45,6 @@ from exactness.ranks import goes_on
 from exactness.sessions import Session, as_prompt, draw_sessions
 from exactness.texts import Alone, ExactnessError, Sizes, Texts
 from exactness.ways import ALONE, Engines, Pools, Way, ways
-
-from bench.environment import describe_environment
 from megatron_hybrid.arguments import ArgumentParser, add_engine_arguments, values_from_args
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build import load_weights, resolve_device
@@ -57,8 +56,8 @@ IS_FIRST = os.environ.get("RANK", "0") == "0"
 LONGEST = {"cpu": 256, "cuda": 2048}  # tokens of prompt and answer
 SHORTEST_LIMIT = 48
 SHARE_ALONE = 0.4  # of --time-limit, at most
-# Of --sampled, tokens that are sampled alone: each is compared several times.
-SHARE_SAMPLED_ALONE = 0.25
+# Of --sampled and --logprobs, those that are computed alone: each is compared several times.
+SHARE_SAMPLED_ALONE, SHARE_ALONE_PLACES = 0.25, 0.125
 MOST_LOCATED = 3  # ways in which something differs
 
 
@@ -130,10 +129,11 @@ class Check:
         # of each way its part, in whole numbers
         each = [-(-one // len(self.chosen)) for one in (self.logprobs, self.sampled)]
         sampled = math.ceil(SHARE_SAMPLED_ALONE * self.sampled)
+        positions = math.ceil(SHARE_ALONE_PLACES * self.logprobs)
         say(f"alone: {sampled:,} tokens are sampled")
 
         def learn(engine: DynamicInferenceEngine) -> None:
-            for _ in self.texts.learn(Alone(engine), sampled, each[0], alone_until):
+            for _ in self.texts.learn(Alone(engine), sampled, positions, alone_until):
                 pass
             tokens = [len(a.tokens) for asked in self.texts.asked for a in asked.answers]
             self.engines.pools = Pools.of(engine, self.engines.model, tokens)
@@ -290,8 +290,10 @@ def main() -> int:
     except (ConfigurationError, WeightsError, ExactnessError) as error:
         print(f"check_exactness.py: {error}", file=sys.stderr)
         return 2
+    if not IS_FIRST:  # whose end torchrun takes for that of all, if it is not 0
+        return 0
     say(found.summary())
-    if args.json is not None and IS_FIRST:
+    if args.json is not None:
         report = {**describe_environment(), **found.as_dict()}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return found.exit_code()

@@ -36,6 +36,7 @@ from megatron_hybrid.engine.sizing import (
     describe,
     gpu_cache_bytes,
     packed_states_dtype,
+    replay_chunk_of,
     ring_length,
     useless_budget,
     write_interval,
@@ -53,7 +54,7 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
-from megatron_hybrid.models.config import CHUNKED, MAMBA1, HybridModelConfig, resolve_dtype
+from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.text.grammar import Grammars
@@ -279,13 +280,10 @@ class _Plan:
         parallel.sum_in_order(config.batch_invariant)
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = _dtypes(config, model_config, device)
-        kernels = kernel_set.select(
-            config.kernels, device, batch_invariant=config.batch_invariant
-        )
+        kernels = kernel_set.select(config.kernels, device, batch_invariant=config.batch_invariant)
         replay_chunk = None
         if kernels.replays is not None:
-            kinds = set(model_config.pattern)
-            replay_chunk = kernels.replays.chunk_of(MAMBA1 in kinds, bool(kinds & CHUNKED))
+            replay_chunk = replay_chunk_of(model_config.pattern, kernels.replays)
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)

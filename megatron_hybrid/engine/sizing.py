@@ -18,10 +18,13 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from megatron_hybrid.models.config import (
+    CHUNKED,
     GATED_DELTA_NET,
     MAMBA,
+    MAMBA1,
     SHARED_TRANSFORMER,
     SIDE_BY_SIDE,
     resolve_dtype,
@@ -198,6 +201,13 @@ def _bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = No
 def write_interval(pattern: str) -> int:
     """Of a model with such layers, on a GPU."""
     return min((WRITE_INTERVALS[kind] for kind in set(pattern) & set(WRITE_INTERVALS)), default=1)
+
+
+def replay_chunk_of(pattern: str, kernels: Replays) -> int:
+    """Tokens of a chunk in batch-invariant mode: the same for all recurrent layers of a model."""
+    kinds = set(pattern)
+    of_mamba1 = kernels.mamba1_chunk if MAMBA1 in kinds else 1
+    return max(of_mamba1, kernels.chunk if kinds & CHUNKED else 1)
 
 
 def ring_length(drafts: int, write_interval: int, stochastic_rounding: bool = False) -> int:

@@ -118,6 +118,9 @@ class ModelRunner(Runner):
         """Capture a CUDA graph of each of these sizes; now of the `first` ones in the order of a
         CaptureSchedule (None: of all), of the others between steps and in `capture_next`."""
         self._uncaptured = CaptureSchedule(sizes)
+        if (learn := self._model.kernels.learn) is not None:
+            counts = sorted({n for size in sizes for n in (size.tokens, size.rows)})
+            learn(self._model.plain_weights(), counts)
         count = len(sizes) if first is None else min(first, len(sizes))
         for _ in tqdm(range(count), desc="capturing CUDA graphs", disable=not progress):
             if (size := self._uncaptured.next()) is not None:

@@ -72,6 +72,9 @@ class KernelSet:
     # Of recurrent layers in batch-invariant mode, in which they have the place of `conv` and the
     # scans; None: another mode.
     replays: Replays | None = None
+    # To be told, before steps are captured, of weights and whether a bias is added to their
+    # products, and of the steps' numbers of tokens; waits for the device.
+    learn: Callable[[Iterable[tuple[Tensor, bool]], Iterable[int]], None] | None = None
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
 
@@ -181,6 +184,7 @@ def _gpu_invariant() -> KernelSet:
         linear=linear,
         experts=experts,
         replays=TRITON_REPLAYS,
+        learn=linear.learn,
         projected_mamba1=None,
     )
 

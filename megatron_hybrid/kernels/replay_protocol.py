@@ -86,10 +86,5 @@ class Replays(NamedTuple):
     mamba1_scan: Replay[Mamba1Tokens, Mamba1Constants, Rings]
     mamba2_scan: Replay[Mamba2Tokens, Mamba2Constants, Rings]
     gated_delta_rule: Replay[DeltaRuleTokens, DeltaRuleConstants, Rings]
-    # Tokens of a chunk of each scan.
-    mamba1_chunk: int
+    mamba1_chunk: int  # tokens; of the other scans:
     chunk: int
-
-    def chunk_of(self, has_mamba1: bool, has_others: bool) -> int:
-        """Of a model with these scans: the same for all its recurrent layers."""
-        return max(1, self.mamba1_chunk * has_mamba1, self.chunk * has_others)

@@ -92,8 +92,8 @@ class Mixer(nn.Module):
 
     def derive(self, name: str, value: Tensor) -> None:
         """Set an attribute that is made from weights; again, after new weights, in place: CUDA
-        graphs read it where it is."""
-        if (known := getattr(self, name, None)) is None:
+        graphs read it where it is. What has a gradient is of one pass."""
+        if (known := getattr(self, name, None)) is None or value.requires_grad:
             setattr(self, name, value)
         else:
             known.copy_(value)

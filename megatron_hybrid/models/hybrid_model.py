@@ -18,7 +18,13 @@ from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.linear import Linear, LinearPart, allocate_linears
+from megatron_hybrid.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    LinearPart,
+    RowParallelLinear,
+    allocate_linears,
+)
 from megatron_hybrid.layers.mixer import added_up
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
@@ -171,6 +177,18 @@ class HybridModel(nn.Module):
             if isinstance(layer, Linear)
             for format, _ in layer.formats
         )
+
+    def plain_weights(self) -> Iterator[tuple[Tensor, bool]]:
+        """Of this rank's linear layers that are not quantised, without the experts', and whether
+        they have a bias."""
+        for layer in self.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) or (
+                isinstance(layer, Linear) and layer is self.lm_head
+            ):
+                for weight in layer.plain_weights():
+                    yield weight, layer.bias is not None
+        if self.lm_head is None and self.embedding is not None:
+            yield self.embedding.weight, False
 
     def weight_bytes(self) -> dict[str, int]:
         """What this rank's weights take, by the format that they are kept in."""

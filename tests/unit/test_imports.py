@@ -19,7 +19,7 @@ ROOMS = """
     models models.families models.checkpoints
     text execution engine
     watchdog
-    scoring prompt_encoder growing_output llm
+    scoring prompt_encoder growing_output llm training
     server.log_format server.keys server.addresses server.tls server.options
     server.sampling_defaults
     server.link server.replicas server.http server.processes server.loop

@@ -227,6 +227,7 @@ def _product(x, y, SPLIT: tl.constexpr):
 
 @triton.jit
 def store_r(at, r, valid, TILE: tl.constexpr, SPLIT: tl.constexpr):
+    """R in float32: both halves, or as it is."""
     if SPLIT:
         large, small = _halves(r)
         tl.store(at, large, valid)

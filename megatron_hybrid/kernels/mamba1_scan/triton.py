@@ -225,6 +225,7 @@ def _load(
 
 @triton.jit
 def prepared(x, dt, b, c, bias):
+    """The rows of a group in float32, with step sizes for dt."""
     dt = softplus(dt.to(tl.float32) + bias)
     return x.to(tl.float32), dt, b.to(tl.float32), c.to(tl.float32)
 
