@@ -36,6 +36,8 @@ from megatron_hybrid.request import TokenLogprob
 
 Ints = npt.NDArray[np.int64]
 
+_LOGPROBS_AT_ONCE = 2**27  # of float32: half a gigabyte
+
 
 class Sampler:
     """Chooses a token for every sampled row of a plan."""
@@ -160,7 +162,12 @@ class Sampler:
         vocabulary = logits.shape[1] if self._has_logits else self._vocab_size
         most = min(int(counts.max(initial=0)), vocabulary)
         if self._has_logits:
-            figures = _likeliest(self._kernels.log_softmax(logits), tokens, most)
+            some = max(1, _LOGPROBS_AT_ONCE // vocabulary)  # prompts may have thousands
+            parts = [
+                _likeliest(self._kernels.log_softmax(part), own, most)
+                for part, own in zip(logits.split(some), tokens.split(some), strict=True)
+            ]
+            figures = torch.cat(parts)
         else:
             shape = (len(tokens), 1 + 2 * most)
             figures = torch.empty(shape, dtype=torch.int32, device=logits.device)

@@ -34,7 +34,11 @@ def run(ranks: int, options: dict[str, Any], families: tuple[str, ...], folder: 
 
 @pytest.mark.parametrize(
     "options",
-    [{TENSOR: 2}, {PIPELINE: 2}, pytest.param({TENSOR: 2, "dtype": "bfloat16"}, marks=thorough)],
+    [
+        {TENSOR: 2},
+        pytest.param({PIPELINE: 2}, marks=thorough),
+        pytest.param({TENSOR: 2, "dtype": "bfloat16"}, marks=thorough),
+    ],
     ids=str,
 )
 def test_two_ranks_are_the_same_as_themselves(options: dict[str, Any], tmp_path: Path) -> None:

@@ -265,12 +265,13 @@ def join_kernel(
             at = (item + first + i).to(tl.int64) * (kv_heads * places) + row
             several += (_part(parts, sums, at, dim, inside, written, HEAD_DIM),)
         for i in tl.static_range(_AT_ONCE):
-            part = several[i]
-            most, total, result = _folded(most, total, result, part[0], part[1], part[2])
+            most, total, result = _folded(
+                most, total, result, several[i][0], several[i][1], several[i][2]
+            )
     for number in range(together, splits):
         at = (item + number).to(tl.int64) * (kv_heads * places) + row
-        one = _part(parts, sums, at, dim, inside, written, HEAD_DIM)
-        most, total, result = _folded(most, total, result, one[0], one[1], one[2])
+        part = _part(parts, sums, at, dim, inside, written, HEAD_DIM)
+        most, total, result = _folded(most, total, result, part[0], part[1], part[2])
     token = first_token + own // GROUP
     place = (token * kv_heads * GROUP + kv_head * GROUP + own % GROUP) * HEAD_DIM
     result = _finished(total, result, v_scale, output.dtype.element_ty)
