@@ -170,7 +170,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("change", usually([break_products], list(BREAKS)), ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", usually([break_products], list(BREAKS)), ids=lambda change: change.__name__
+)
 def test_what_differs_is_found_and_named(
     change: Any, models: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,9 +107,7 @@ def run(
     if plan.is_single:
         rows = state.view(-1, k_dim)  # of states, which come by TMA
         states = TensorDescriptor(rows, [*rows.shape], [k_dim, 1], [block_v, k_dim])
-        _decode_kernel[grid](
-            states, *arguments, **sizes, num_warps=num_warps, **OPTIONS
-        )
+        _decode_kernel[grid](states, *arguments, **sizes, num_warps=num_warps, **OPTIONS)
     else:
         _walk_kernel[grid](*arguments, **sizes, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
@@ -393,9 +391,7 @@ def _chunk(
     here = tl.cast(t, tl.int64) * HEADS
     in_r = tl.arange(0, R_ROW)
     r = tl.load(r_ptr + here * (TILE * R_ROW) + places[:, None] * R_ROW + in_r[None, :])
-    weights = tl.load(
-        weights_ptr + here * (TILE * TILE) + places[:, None] * TILE + places[None, :]
-    )
+    weights = tl.load(weights_ptr + here * (TILE * TILE) + places[:, None] * TILE + places[None, :])
     of_token = factors_ptr + here * (TILE * 4) + places * 4
     q_factor = tl.load(of_token)
     k_factor = tl.load(of_token + 1)

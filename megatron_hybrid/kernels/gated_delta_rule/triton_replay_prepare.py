@@ -38,9 +38,7 @@ def _locate(cu_ptr, start_ptr, unfolded_ptr, sequences, is_prompt, index, TILE: 
     return sequence, index - before
 
 
-@launched(
-    do_not_specialize=["sequences", "is_prompt"], do_not_specialize_on_alignment=POINTERS
-)
+@launched(do_not_specialize=["sequences", "is_prompt"], do_not_specialize_on_alignment=POINTERS)
 def prepare_replay_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr, ring_k_ptr, ring_a_ptr, ring_b_ptr,
     r_ptr, weights_ptr, factors_ptr, decays_ptr,
