@@ -57,6 +57,9 @@ def _read(path: Path) -> SamplingDefaults:
             continue
         try:
             replace(SamplingParams(), **{ours: value}).validate()
+            if ours == "max_tokens" and value < 1:
+                # A request may ask for none, to have its prompt scored; not every one can.
+                raise InvalidRequestError(ours, f"It must be at least 1, got {value}.")
         except InvalidRequestError as error:
             raise ConfigurationError(
                 f"{theirs} in {path} can't be taken: {error} Mend it, or leave the file's values "

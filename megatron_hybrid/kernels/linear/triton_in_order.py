@@ -3,8 +3,8 @@ batch-invariant mode.
 
 Every output is one sum over k, in order, in one accumulator. For types of 16 bits tensor cores add
 up 16 products at a time, and give the same sums whatever the tile is, on whichever side the weight
-stands, and by either kind of instruction (tests/gpu/test_in_order.py): so tiles are chosen by the
-sizes alone. float32 has one tile.
+stands, and by either kind of instruction (tests/gpu/test_in_order_gpu.py): so tiles are chosen by
+the sizes alone. float32 has one tile.
 
 Few rows are few_rows.py's, with tiles that are not cut. For more, programs stay on their processors
 and take one tile after the other; inputs, weights and outputs go by TMA. Of some hundred rows

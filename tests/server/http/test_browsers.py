@@ -29,6 +29,7 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
+    "/score_tokens": {"prompt": "Hello", "answers": [[1]]},
     "/abort": {"request_id": "a"},
     "/reset_prefix_cache": {},
     "/pause": {},
