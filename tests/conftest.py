@@ -27,6 +27,7 @@ LONG = """
     kernels/test_mamba2_scan_triton parallel/test_lockstep engine/test_sharing_figures
     processes/test_end_to_end engine/test_drafts engine/test_head_drafts engine/test_state_machine
     engine/test_fuzz parallel/test_pipeline http/test_drafts_over_http
+    engine/test_batch_invariant kernels/test_experts_in_order tools/test_check_exactness
 """.split()
 
 
