@@ -129,7 +129,7 @@ def mix_parts(
     if routed is not None:
         return _with_shared(routed, shared, plain)
     layer = layer._replace(
-        up=_plain_weight(layer.up, plain.dtype), down=_plain_weight(layer.down, plain.dtype)
+        up=plain_weight(layer.up, plain.dtype), down=plain_weight(layer.down, plain.dtype)
     )
     if not isinstance(shared, SharedExpert) and triton_prompts.can_mix(
         plain, layer, tokens * chosen
@@ -183,7 +183,7 @@ def add_shared(routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
     return PairParts(routed.contiguous()).and_shared(shared, x).sum()
 
 
-def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+def plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     """What weights are, in 16 or 32 bits."""
     return weight if isinstance(weight, Tensor) else written_out(weight, dtype)
 

@@ -22,10 +22,15 @@ from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Shared, SharedExpert
 from megatron_hybrid.kernels.experts.reference import add_norm_route as add_norm_route
 from megatron_hybrid.kernels.experts.reference import takes_shared as takes_shared
-from megatron_hybrid.kernels.experts.triton import Tile, Tiles, choose_tiles, mix_grouped
+from megatron_hybrid.kernels.experts.triton import (
+    Tile,
+    Tiles,
+    choose_tiles,
+    mix_grouped,
+    plain_weight,
+)
 from megatron_hybrid.kernels.experts.triton import add_shared as add_shared
-from megatron_hybrid.kernels.linear.formats import NUMBERS, QuantizedWeight, Weight, WeightFormat
-from megatron_hybrid.kernels.linear.products import written_out
+from megatron_hybrid.kernels.linear.formats import NUMBERS, QuantizedWeight, WeightFormat
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 
@@ -84,7 +89,7 @@ def _expert_parts(
         counted = pairs if dtype.itemsize == 2 else 0
         tile = triton_quantized.choose_tile(counted, every, layer.up.format, dtype)
         return triton_quantized.mix(x, experts, weights, layer, tile).parts
-    layer = layer._replace(up=_plain_weight(layer.up, dtype), down=_plain_weight(layer.down, dtype))
+    layer = layer._replace(up=plain_weight(layer.up, dtype), down=plain_weight(layer.down, dtype))
     if in_order_few.can_mix(plain, layer, pairs):
         return in_order_few.expert_parts(plain, experts, weights, layer)
     if triton_prompts.can_mix(plain, layer, pairs):
@@ -99,8 +104,3 @@ def _are_read_as_they_are(layer: ExpertWeights) -> bool:
     """Whether triton_quantized.py can read the weights: in rows of 16 bytes."""
     both = (layer.up, layer.down)
     return all(isinstance(w, QuantizedWeight) and w.values.shape[-1] % 16 == 0 for w in both)
-
-
-def _plain_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """What weights are, in 16 or 32 bits."""
-    return weight if isinstance(weight, Tensor) else written_out(weight, dtype)
