@@ -30,13 +30,7 @@ from megatron_hybrid.engine.build import resolve_device
 from megatron_hybrid.engine.sizing import replay_chunk_of
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
-from megatron_hybrid.kernels.contract import (
-    FP8,
-    PagedHost,
-    PagedSequences,
-    PrefillSegments,
-    chunk_bounds,
-)
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers.inputs import LayerCaches, StepInputs, allocate_caches
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.parts import Part
@@ -50,6 +44,7 @@ from megatron_hybrid.parallel import initialize
 from megatron_hybrid.training.formulas import Sequences
 from megatron_hybrid.training.kernels import under_autograd
 from megatron_hybrid.training.nodes import recomputed
+from megatron_hybrid.training.whole_sequences import WholeSequences, indices
 
 # The model's calls without the inference mode that an engine runs them in.
 _HIDDEN: Any = inspect.unwrap(HybridModel.hidden)
@@ -174,57 +169,20 @@ class TrainableModel:
     ) -> tuple[StepInputs, int]:
         """A step of these prompts alone, from zeroed states, which leaves none; and of how many
         blocks its caches are."""
-        kind = torch.int64 if self.device.type == "cpu" else torch.int32
-
-        def numbers(values: Any) -> Tensor:
-            return torch.as_tensor(np.asarray(values), dtype=kind, device=self.device)
-
-        size, lengths = self._block_size, np.asarray(sequences.lengths)
-        counts = -(-lengths // size)
-        first = 1 + np.cumsum(counts) - counts  # block 0 is nobody's
-        table = first[:, None] + np.arange(counts.max())
-        host = PagedHost.of(lengths, lengths, table, size)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        nothing, zeros = numbers([]), numbers(np.zeros(len(fed)))
-        paged = PagedSequences(
-            cu_seqlens=numbers(host.cu_seqlens),
-            kv_length=numbers(lengths),
-            kv_indptr=numbers(host.kv_indptr),
-            kv_indices=numbers(host.kv_indices),
-            last_block_length=numbers(host.last_block_length),
-            kv_slot=numbers(np.repeat(first * size, lengths) + positions),
-            num_decodes=0,
-            host=host,
-        )
-        prefill = PrefillSegments(
-            cu_seqlens=paged.cu_seqlens,
-            start_position=zeros,
-            read_slot=zeros,
-            write_slot=zeros,
-            cu_checkpoints=numbers(np.zeros(len(fed) + 1)),
-            checkpoint_sequence=nothing,
-            checkpoint_position=nothing,
-            checkpoint_slot=nothing,
-            sequence_of_token=sequences.sequence.to(kind),
-            longest=int(lengths.max()),
-            ring=numbers(np.arange(len(fed))),
-            cu_chunk_seqlens={
-                chunk: numbers(chunk_bounds(np.zeros_like(lengths), lengths, chunk))
-                for chunk in self._model.chunk_sizes
-            },
-        )
+        step = WholeSequences.of(sequences, self._block_size, self._model.chunk_sizes)
+        nothing = indices([], self.device)
         inputs = StepInputs(
-            token_ids=numbers([token for tokens in fed for token in tokens]),
-            positions=numbers(positions),
+            token_ids=indices([token for tokens in fed for token in tokens], self.device),
+            positions=step.positions,
             num_decodes=0,
-            paged=paged,
+            paged=step.paged,
             decode=None,
-            prefill=prefill,
-            logits_index=numbers(wanted),
+            prefill=step.prefill,
+            logits_index=indices(wanted, self.device),
             decode_rows=nothing,
             sampled_rows=nothing,
         )
-        return inputs, int(1 + counts.sum())
+        return inputs, step.num_blocks
 
     def _load(self) -> None:
         """The weights into the modules, if they have changed."""
