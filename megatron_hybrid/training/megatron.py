@@ -23,9 +23,20 @@ from torch import Tensor, nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router, SharedResult
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Router,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import ConvConstants, Mamba2Constants, Mamba2Tokens
+from megatron_hybrid.kernels.protocols import (
+    ConvConstants,
+    Inputs,
+    Mamba2Constants,
+    Mamba2Tokens,
+)
 from megatron_hybrid.training.formulas import Sequences
 from megatron_hybrid.training.kernels import under_autograd
 from megatron_hybrid.training.nodes import recomputed
@@ -137,8 +148,12 @@ class EngineKernels:
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor, activation: str, gated: bool) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        inner = self.linear(x, up).flatten(0, -2)
-        hidden = self.by_row.activation.activate(inner, activation, gated)
+        rows = x.flatten(0, -2)
+        linear = self.by_row.linear
+        hidden: Inputs | None = linear.multiply_activated(rows, up, None, activation, gated)
+        if hidden is None:
+            inner = self.linear(rows, up)
+            hidden = self.by_row.activation.activate(inner, activation, gated)
         assert isinstance(hidden, Tensor)
         return self.linear(hidden, down).view(x.shape)
 
@@ -166,14 +181,16 @@ class EngineKernels:
         )
         gated = config.gated_linear_unit
         weights = ExpertWeights(up, down, activation, gated, 0)
-        shared, beside = layer.shared_experts, None
-        if shared is not None:
-            own = self.mlp(
-                rows, shared.linear_fc1.weight, shared.linear_fc2.weight, activation, gated
-            )
-            beside = SharedResult(own, shared.gate_weight)
+        beside: Shared | None = None
+        if (shared := layer.shared_experts) is not None:
+            own = shared.linear_fc1.weight, shared.linear_fc2.weight
+            beside = SharedExpert(*own, shared.gate_weight)
+            if not kernels.takes_shared(rows, weights, beside):
+                beside = SharedResult(self.mlp(rows, *own, activation, gated), shared.gate_weight)
         chosen, shares = kernels.route(rows, router)
-        return kernels.mix(rows, chosen, shares, weights, beside).view(x.shape)
+        mixed = kernels.mix_parts(rows, chosen, shares, weights, beside)
+        assert isinstance(mixed, Tensor)
+        return mixed.view(x.shape)
 
 
 def _packed(x: Tensor) -> Tensor:
