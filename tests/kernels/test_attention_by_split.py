@@ -68,7 +68,10 @@ def test_tiles_may_be_larger_than_prompts() -> None:
     check(small(rows=64), [(1, 40), (3, 3), (9, 70), (40, 40)], decodes=1)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (6, 3), (20, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    usually([(4, 4), (6, 3), (20, 1)], [(4, 4), (4, 1), (6, 3), (20, 1)]),
+)
 def test_query_heads_share_key_heads(heads: int, kv_heads: int) -> None:
     shape = attention_shape(heads=heads, kv_heads=kv_heads)
     check(small(), [(1, 6), (1, 70), (3, 8), (40, 50)], shape)
@@ -211,9 +214,9 @@ def test_bits_depend_on_the_sequence_alone(shape: AttentionShape) -> None:
     assert_equal(sequences.results(small(), chunks), expected)
     # in runs, whether partial results have room or not, and beside a prompt
     for decodes, workspace_bytes in ((2, 1 << 20), (2, 0), (1, 3000)):
-        turns = in_turns(sequences.lengths, 9)
+        turns = in_turns(sequences.lengths, 16)
         attention = small(workspace_bytes)
-        found = sequences.results(attention, turns, decodes=decodes, longest_run=9)
+        found = sequences.results(attention, turns, decodes=decodes, longest_run=16)
         assert_equal(found, expected)
 
 
