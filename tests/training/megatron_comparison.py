@@ -48,14 +48,16 @@ def batched(sequences: list[list[int]]) -> Tensor:
     return torch.tensor([[*tokens, *[7] * (longest - len(tokens))] for tokens in sequences])
 
 
-def logits_of(model: Any, sampled: Rollout) -> Tensor:
-    """[batch, tokens, vocabulary]"""
+def logits_of(model: Any, sampled: Rollout, masks: bool = False) -> Tensor:
+    """[batch, tokens, vocabulary]. `masks`: for Megatron's own attention."""
     device = next(model.parameters()).device
     tokens = batched(sampled[0]).to(device)
     batch, count = tokens.shape
-    mask = torch.ones(count, count, device=device).triu(1).bool()[None, None]
+    mask = None
+    if masks:
+        mask = torch.ones(count, count, device=device).triu(1).bool().expand(batch, 1, -1, -1)
     positions = torch.arange(count, device=device).expand(batch, -1)
-    logits: Tensor = model(tokens, positions, mask.expand(batch, -1, -1, -1))
+    logits: Tensor = model(tokens, positions, mask)
     return logits
 
 
@@ -128,11 +130,12 @@ def compare(model: Any, engine: Callable[[str], LLM], saved: Callable[[str], str
     llm = engine(saved("first"))
     sampled = rollout(llm)
     with torch.no_grad():
-        layers = recorded(model, lambda: logits_of(model, sampled))
-    as_it_is = of_answers(logits_of(model, sampled).float().log_softmax(-1), sampled)
+        layers = recorded(model, lambda: logits_of(model, sampled, masks=True))
+    own_logits = logits_of(model, sampled, masks=True)
+    as_it_is = of_answers(own_logits.float().log_softmax(-1), sampled)
     found["as it is"] = apart(as_it_is, sampled[2])
     own = gradients(model, as_it_is)
-    found["cross entropy"] = cross_entropy(logits_of(model, sampled).detach())
+    found["cross entropy"] = cross_entropy(own_logits.detach())
     found["rows of a product"] = rows_of_a_product(layers["in_proj"])
 
     kernels = compute_as_engine(model)
