@@ -99,8 +99,10 @@ def recorded(model: Any, run: Callable[[], Any]) -> dict[str, Call]:
         return keep
 
     handles = []
+    inside = {".local_experts.", ".shared_experts."}
+    layers = [m for name, m in model.named_modules() if not any(part in name for part in inside)]
     for name, kind in KINDS.items():
-        layer = next(m for m in model.modules() if type(m).__name__ == kind)
+        layer = next(m for m in layers if type(m).__name__ == kind)
         handles.append(layer.register_forward_hook(keeping(name), with_kwargs=True))
     run()
     for handle in handles:
