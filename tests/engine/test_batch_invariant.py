@@ -60,10 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {  # that CI runs
     ),
     "test_sampled_in_n_answers": ({"case": "filters"}, {"case": "penalties"}, {"case": "biases"}),
 }  # fmt: skip
-OF_OTHERS = {  # the first case of each
-    "test_chunks_of_one_request_at_a_time",
-    "test_drafts_that_hold_and_that_do_not",
-}
+OF_OTHERS = {"test_drafts_that_hold_and_that_do_not"}  # the first case
 
 
 def is_thorough(test: str, known: str = "", **given: Any) -> bool:

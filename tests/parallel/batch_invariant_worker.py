@@ -1,7 +1,7 @@
 """One rank of an engine in batch-invariant mode: saves the bits of answers.
 
-torchrun --nproc-per-node N -m tests.parallel.batch_invariant_worker OUTPUT_FOLDER OPTIONS \\
-    MODEL_FOLDER...
+torchrun --nproc-per-node N -m tests.parallel.batch_invariant_worker OUTPUT_FOLDER \\
+    LIST_OF_OPTIONS MODEL_FOLDER...
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.bits import REQUESTS, TOKENS, Known, bits_of, params
+from tests.thorough import usually
 
-WANTED = params(tokens=9)
-LENGTHS = (1, 15, 17, 33, 48)
+WANTED = params(tokens=usually(5, 9))
+LENGTHS = usually((1, 17, 48), (1, 15, 17, 33, 48))
 
 
 def bits(folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +38,12 @@ def bits(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     output, options, *folders = sys.argv[1:]
-    found = {Path(folder).name: bits(folder, json.loads(options)) for folder in folders}
-    Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    found = [
+        {Path(folder).name: bits(folder, each) for folder in folders}
+        for each in json.loads(options)
+    ]
+    written = json.dumps({"found": found})
+    Path(output, f"rank{os.environ['RANK']}.json").write_text(written)
 
 
 if __name__ == "__main__":
