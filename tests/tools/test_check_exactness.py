@@ -69,15 +69,17 @@ def run(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
 @pytest.mark.parametrize("family", usually(("nemotron_h_moe",), FAMILIES))
 def test_every_way_computes_the_same_bits(family: str, models: Any, run: Any) -> None:
-    code, found = run("--load", models(family), "--logprobs", 3000, "--sampled", 900)
+    logprobs, sampled = usually((1500, 450), (3000, 900))
+    code, found = run("--load", models(family), "--logprobs", logprobs, "--sampled", sampled)
     assert code == 0, found["differences"] or found["failures"]
     assert found["differing"]["all"] == 0 and not found["located"]
-    assert found["compared"]["all"] >= 3000 and found["compared"]["sampled"] >= 900
+    assert found["compared"]["all"] >= logprobs and found["compared"]["sampled"] >= sampled
     assert len(found["by_engine"]) == 9
     for name, counts in found["by_engine"].items():
         assert sum(kind["compared"] for kind in counts.values()) > 20, name
     engines = found["engines"]
-    assert all(one["accepted_tokens"] for name, one in engines.items() if "drafts" in name)
+    drafting = usually("drafts from all texts", "drafts")  # few others hold in so little
+    assert all(one["accepted_tokens"] for name, one in engines.items() if drafting in name)
     warm = found["by_condition"]["some of it cached"]
     assert all(warm[kind]["compared"] for kind in ("sampled", "prompt", "scored"))
 
@@ -177,7 +179,8 @@ def test_what_differs_is_found_and_named(
     change: Any, models: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(monkeypatch)
-    code, found = run("--load", models("nemotron_h"), "--logprobs", 600, "--only", "many|no cache")
+    flags = ("--logprobs", usually(200, 600), "--only", usually("many", "many|no cache"))
+    code, found = run("--load", models("nemotron_h"), *flags)
     assert code == 1
     assert found["differing"]["all"] > 0 and found["located"]
     for located in found["located"].values():
