@@ -287,7 +287,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
-        check_batch_invariant(config, shapes, device)
+        check_batch_invariant(config, shapes)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)

@@ -19,30 +19,17 @@ from megatron_hybrid.models.config import (
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 
-def check_batch_invariant(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:
+def check_batch_invariant(config: EngineConfig, shapes: HybridModel) -> None:
     """Raise ConfigurationError where the bits of an answer would not be its own."""
     if not config.batch_invariant:
         return
-    with_mode = "--batch-invariant does not go together with"
     for spec in shapes.stages.state_specs.values():
         if torch.promote_types(spec.conv_dtype, shapes.dtype) != spec.conv_dtype:
             kept, own = (str(one).removeprefix("torch.") for one in (spec.conv_dtype, shapes.dtype))
             raise ConfigurationError(
-                f"{with_mode} --mamba-inference-conv-states-dtype {kept}, which rounds the model's "
-                f"{own} wherever a window is kept; leave one out."
+                "--batch-invariant does not go together with --mamba-inference-conv-states-dtype "
+                f"{kept}, which rounds the model's {own} wherever a window is kept; leave one out."
             )
-    if device.type != "cuda" or config.kernels == "reference":
-        return
-    if config.kv_cache_dtype != "auto":
-        raise ConfigurationError(
-            f"{with_mode} --kv-cache-dtype {config.kv_cache_dtype} on a GPU, whose products take "
-            "such keys in another order for decodes than for prompts; leave one out."
-        )
-    if shapes.is_quantized:
-        raise ConfigurationError(
-            f"{with_mode} quantised weights on a GPU, whose kernels sum in an order that depends "
-            "on the batch; leave one out, or give --kernels reference."
-        )
 
 
 def check_quantized(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:

@@ -166,6 +166,8 @@ TILES = [
     (31, few_rows.Tile(32, 32, 2)),
     (132, few_rows.Tile(64, 128, 4)),
     (132, few_rows.Tile(128, 16, 4, programs=3)),
+    (5, few_rows.Tile(16, 64, 3, is_chained=True)),
+    (3, few_rows.Tile(32, 32, 2, programs=1, is_chained=True, weights_first=False)),
 ]
 
 
@@ -250,6 +252,21 @@ def test_few_rows_do_not_depend_on_each_other(
     tile = few_rows.choose_tile(*weight.shape)._replace(is_cut=False)
     otherwise = few_rows.multiply(x, weight, tile=tile)
     assert not torch.equal(whole, otherwise)  # the case shows what is added to what
+
+
+@pytest.mark.parametrize(("gated", "processors"), [(False, 5), (True, 3)])
+def test_chained_tiles_have_the_bits_of_whole_ones(
+    gated: bool, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "_PROCESSORS", processors)
+    x, weight = rounding_by_steps(few_rows.LARGEST, 300, 2560, step=256)
+    tile = few_rows.Tile(16, 256, 4)
+    chained, whole, cut = (
+        few_rows.multiply(x, weight, tile=tile, gated=gated)
+        for tile in (tile._replace(is_chained=True), tile._replace(is_cut=False), tile)
+    )
+    assert torch.equal(chained, whole)
+    assert not torch.equal(cut, whole)  # the case shows what is added to what
 
 
 def test_few_rows_are_limited() -> None:

@@ -30,21 +30,13 @@ from megatron_hybrid.kernels.experts.triton import (
     plain_weight,
 )
 from megatron_hybrid.kernels.experts.triton import add_shared as add_shared
-from megatron_hybrid.kernels.linear.formats import NUMBERS, QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 
 # Of float32, whose products are no tensor cores': any number of tokens has these tiles.
 _NARROW = Tile(32, 32, warps=4, stages=2)
 _IN_FLOAT32 = Tiles(16, _NARROW, _NARROW)
-
-
-def unsupported(format: WeightFormat | None) -> str | None:
-    """Why experts with weights in this format cannot be computed in batch-invariant mode, as a
-    sentence; None: they can."""
-    if format is None or format.numbers in NUMBERS:
-        return None
-    return f"Experts' weights in {format} have no kernel for batch-invariant mode."
 
 
 def mix(

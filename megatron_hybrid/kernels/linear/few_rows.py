@@ -61,9 +61,12 @@ class Tile(NamedTuple):
     is_cut: bool = True
     # The first steps' weights are asked for, into the L2 cache, before the inputs are there.
     weights_first: bool = True
+    # Of a tile that is cut, the second program goes on with the first one's sums, so that these are
+    # added up as if it were whole.
+    is_chained: bool = False
 
     def __str__(self) -> str:
-        share = "cut" if self.is_cut else "whole"
+        share = "chained" if self.is_chained else "cut" if self.is_cut else "whole"
         ahead = "weights first" if self.weights_first else "wait first"
         return f"{self.rows}x{self.depth}, {self.stages}, {self.programs}, {share}, {ahead}"
 
@@ -96,6 +99,8 @@ def number_of_programs(tile: Tile, tiles: int, steps: int) -> int:
     fitting = _PROCESSORS * tile.programs
     if not tile.is_cut:
         return tiles
+    if tile.is_chained:  # a program has a tile's steps or more, so that two have what is cut
+        return min(fitting, tiles)
     if tiles >= fitting:
         even = tiles // cdiv(tiles, fitting) if tiles % cdiv(tiles, fitting) == 0 else 0
     else:
@@ -139,7 +144,7 @@ def multiply(
         TensorDescriptor(weight, [*weight.shape], [weight.stride(0), 1], [tile.rows, depth]),
         weight, bias, y, partial, counters(x.device), tokens, rows, columns, weight.stride(0),
         activation, parts, height, tile.rows, depth, _stages(tile, depth, height), is_cut,
-        tile.weights_first, num_warps=_WARPS, **OPTIONS,
+        tile.is_chained and is_cut, tile.weights_first, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -161,7 +166,8 @@ def _stages(tile: Tile, depth: int, tokens: int) -> int:
 def _few_rows_kernel(
     x, weight, asked_for, bias, y, partial, counter, tokens, rows, columns, weight_row,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, IS_CUT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, IS_CUT: tl.constexpr, CHAINED: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """x, weight: tensor descriptors; asked_for: the weight. It has PARTS parts of so many rows; a
     tile has ROWS of each, one after the other. partial [programs, 2, PARTS, ROWS * TOKENS]: of a
@@ -171,17 +177,23 @@ def _few_rows_kernel(
     all_steps = tl.cdiv(rows, ROWS) * steps
     begin = _begin(tl.program_id(0), all_steps)
     end = _begin(tl.program_id(0) + 1, all_steps)
+    head = end % steps if CHAINED else 0
+    tail = (steps - begin % steps) % steps if CHAINED else 0
     if WEIGHTS_FIRST:
-        n = tl.minimum(begin // steps * ROWS + tl.arange(0, ROWS), rows - 1)
-        n += begin % steps // across * rows
-        k = begin % across * DEPTH
+        first = end - head if head > 0 else begin + tail
+        n = tl.minimum(first // steps * ROWS + tl.arange(0, ROWS), rows - 1)
+        n += first % steps // across * rows
+        k = first % across * DEPTH
         row = asked_for + n.to(tl.int64) * weight_row
         _ask_for(row + k, tl.minimum(columns - k, (STAGES - 1) * DEPTH))
     wait_for_inputs()
     let_next_start()
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     before = tl.zeros((ROWS, TOKENS), tl.float32)  # of PARTS == 2: the first part's
-    for now in tl.range(begin, end, num_stages=STAGES):
+    for place in tl.range(begin, end, num_stages=STAGES):
+        now = place
+        if CHAINED:
+            now = _in_chain(place, begin, end, head, tail)
         tile = now // steps
         step = now - tile * steps
         part = step // across if PARTS == 2 else 0
@@ -193,17 +205,84 @@ def _few_rows_kernel(
         is_done = (step == steps - 1) | (now == end - 1)
         if PARTS == 2:
             # At every step, so that the product is waited for here.
-            is_first = (part == 0) & (is_done | (step == across - 1))
+            ends_part = step == across - 1
+            is_first = (part == 0) & (ends_part if CHAINED else is_done | ends_part)
             before = tl.where(is_first, total, before)
             total = tl.where(is_first, 0.0, total)
         # In here, so that the next tile's steps are on their way meanwhile.
         if is_done:
-            _finish_segment(
-                total, before, bias, y, partial, counter, begin, tile, step, steps, all_steps,
-                tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS, IS_CUT,
-            )  # fmt: skip
+            if CHAINED:
+                if step == steps - 1:
+                    _finish(
+                        total, before, bias, y, tile, tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS
+                    )
+                else:
+                    _hand_on(total, before, partial, counter, PARTS, TOKENS, ROWS)
+            else:
+                _finish_segment(
+                    total, before, bias, y, partial, counter, begin, tile, step, steps, all_steps,
+                    tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS, IS_CUT,
+                )  # fmt: skip
             total = tl.zeros((ROWS, TOKENS), tl.float32)
             before = tl.zeros((ROWS, TOKENS), tl.float32)  # which frees its registers
+            if CHAINED:
+                if (tail > 0) & (place == end - tail - 1):
+                    total, before = _taken_over(before, partial, counter, PARTS, TOKENS, ROWS)
+
+
+@triton.jit
+def _in_chain(place, begin, end, head, tail):
+    """The step that is a program's at this place. First come those of the tile that it begins and
+    another ends, at last those of the tile that another began: so nobody waits for long."""
+    first_whole = place - head + tail
+    now = tl.where(place < begin + head, place - begin + end - head, first_whole)
+    return tl.where(place >= end - tail, place - end + tail + begin, now)
+
+
+@triton.jit
+def _hand_on(
+    total, before, partial, counter, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr
+):
+    """What this program has of a tile that the next one ends."""
+    size: tl.constexpr = ROWS * TOKENS
+    program = tl.program_id(0).to(tl.int64)
+    place = partial + program * (PARTS * size)
+    place += tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    tl.store(place, total)
+    if PARTS == 2:
+        tl.store(place + size, before)
+    _together()
+    tl.atomic_xchg(counter + program, 1, sem="release")
+
+
+@triton.jit
+def _taken_over(
+    before, partial, counter, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr
+):
+    """What the program before this one has handed on: a lower one, which is there or done."""
+    size: tl.constexpr = ROWS * TOKENS
+    program = tl.program_id(0).to(tl.int64) - 1
+    while tl.atomic_add(counter + program, 0, sem="acquire") == 0:
+        pass
+    place = partial + program * (PARTS * size)
+    place += tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    total = tl.load(place, cache_modifier=".cg")
+    if PARTS == 2:
+        before = tl.load(place + size, cache_modifier=".cg")
+    tl.store(counter + program, 0)
+    return total, before
+
+
+@triton.jit
+def _together():
+    """All threads of a program are here."""
+    if ENABLED:
+        # tl.debug_barrier, with which loops have one step after the other.
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, 0;", "=r,r", [0], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -260,13 +339,7 @@ def _finish_together(
     tl.store(mine, total)
     if PARTS == 2:
         tl.store(mine + size, before)
-    if ENABLED:
-        # tl.debug_barrier, with which loops have one step after the other.
-        tl.inline_asm_elementwise(
-            "bar.sync 0; mov.u32 $0, 0;", "=r,r", [0], tl.int32, is_pure=False, pack=1
-        )
-    else:
-        tl.debug_barrier()
+    _together()
     beginning = _owner(first, all_steps)
     ending = _owner(first + steps - 1, all_steps)
     if tl.atomic_add(counter + tile, 1, sem="acq_rel") == ending - beginning:

@@ -9,7 +9,8 @@ the sizes alone. float32 has one tile.
 Few rows are few_rows.py's, with tiles that are not cut. For more, programs stay on their processors
 and take one tile after the other; inputs, weights and outputs go by TMA. Of some hundred rows
 cuBLAS has better tiles, and mostly sums in the same order, too, unless it cuts the columns: `learn`
-looks for which sizes it does, of steps that are captured.
+looks for which sizes it does, of steps that are captured. Quantised weights are
+quantized_in_order.py's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, launched
-from megatron_hybrid.kernels.linear import few_rows
-from megatron_hybrid.kernels.linear.formats import Weight
+from megatron_hybrid.kernels.linear import few_rows, quantized_in_order, reference
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.linear.triton import quantize_rows, weights_changed
 from megatron_hybrid.kernels.protocols import Inputs
@@ -95,16 +96,23 @@ def choose_tile(tokens: int, rows: int, programs: int) -> Tile:
 
 
 def few_tile(rows: int, processors: int) -> few_rows.Tile:
-    """Of few rows of inputs, for a weight of so many rows, by what was fast on an H200: tiles of
-    which all processors have one, or many."""
-    if 64 * processors < rows <= 128 * processors or rows > 32768:
+    """Of few rows of inputs, for a weight of so many rows, by what was fast on an H200."""
+    if rows > 32768:
         return few_rows.Tile(128, 128, 4, is_cut=False)
-    return few_rows.Tile(64, 256, 6 if rows <= 64 * processors else 4, is_cut=False)
+    tiles = cdiv(rows, 64)
+    if tiles > processors:
+        return few_rows.Tile(64, 256, 6, is_chained=True)
+    if 3 * tiles > 2 * processors:
+        return few_rows.Tile(64, 128, 5, is_cut=False)
+    return few_rows.Tile(64, 256, 6, is_cut=False)
 
 
 def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """As in Linear, of weights that are not quantised."""
-    assert isinstance(weight, Tensor)
+    """As in Linear."""
+    if isinstance(weight, QuantizedWeight):
+        if quantized_in_order.can_multiply(weight):
+            return quantized_in_order.multiply(x, weight, bias)
+        return reference.multiply(x, weight, bias, linear=_in_one_tile)
     x = plain_rows(x)
     if x.dtype != weight.dtype or x.dtype == torch.float32 or not few_rows.fits(weight, weight):
         return _in_one_tile(x, weight, bias)
@@ -123,7 +131,8 @@ def multiply_activated(
     x: Inputs, weight: Weight, bias: Tensor | None, activation: str, gated: bool
 ) -> Tensor | None:
     """As in Linear."""
-    assert isinstance(weight, Tensor)
+    if isinstance(weight, QuantizedWeight):
+        return None
     x = plain_rows(x)
     if x.shape[0] > few_rows.LARGEST or not few_rows.fits(x, weight) or not x.shape[0]:
         return None

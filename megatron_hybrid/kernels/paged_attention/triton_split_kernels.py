@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.dependent_launch import ENABLED, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 
 # Sequences that are searched at the same time.
@@ -82,6 +82,19 @@ def _block_of(
 
 
 @triton.jit
+def _as_numbers(stored, dtype: tl.constexpr):
+    """Keys or values in the type of the products. Of 8 bits, the compiler would have tensor cores
+    of one kind take columns in an order that suits how they were loaded: assembly, of which it
+    knows nothing, hides that from it, and they are taken as they lie."""
+    numbers = stored.to(dtype)
+    if ENABLED and stored.dtype.primitive_bitwidth == 8 and dtype.primitive_bitwidth == 16:
+        numbers = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [numbers], dtype=numbers.dtype, is_pure=False, pack=2
+        )
+    return numbers
+
+
+@triton.jit
 def _attended(
     state, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads, position,
     begin, end, scale, MASKED: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
@@ -126,7 +139,8 @@ def _attended(
             # the next tile's, so that its keys need not wait for it
             block = _block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
             # full float32 products for float32; other types have no effect from input_precision
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            k, v = _as_numbers(k, q.dtype), _as_numbers(v, q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
             larger = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -135,7 +149,7 @@ def _attended(
             weights = tl.exp2(tl.fma(scores, factor, minus)).to(q.dtype)
             shrink = tl.exp2(m - larger)[:, None]
             sums = tl.dot(weights, ones, sums * shrink, input_precision="ieee")
-            part = tl.dot(weights, v.to(q.dtype), part * shrink, input_precision="ieee")
+            part = tl.dot(weights, v, part * shrink, input_precision="ieee")
             m = larger
         if own_end % SPLIT == 0:
             most, total, result = _folded(most, total, result, m, tl.max(sums, 1), part)
