@@ -22,7 +22,7 @@ _shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 _common_types: dict[tuple[Any, ...], Any] = {}
 _builtins: dict[int, list[tuple[str, Any]]] = {}  # by the module or class
-_NUMBERS = {"int1", "int32", "int64", "fp32"}
+_RANGES = {"int32": 1 << 31, "int64": 1 << 63, "fp32": 0}  # 0: of any number
 _numpy_dtypes: dict[str, np.dtype[Any]] = {}
 
 
@@ -66,11 +66,22 @@ def _convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
     """Blocks of the same shape as they are: the language copies both, since it compares the shape
-    as a tuple with one as a list."""
+    as a tuple with one as a list. A scalar without a type that is made for nothing else."""
     ours, theirs = lhs.type, rhs.type
-    if ours.is_block() and theirs.is_block() and ours.shape.values == theirs.shape.values:
-        return lhs, rhs
+    if ours.is_block():
+        if not theirs.is_block():
+            return lhs, _filled(rhs, ours)
+        if ours.shape.values == theirs.shape.values:
+            return lhs, rhs
+    elif theirs.is_block():
+        return _filled(lhs, theirs), rhs
     return _broadcast_plainly(self, lhs, rhs)
+
+
+def _filled(scalar: Any, like: Any) -> Any:
+    dtype = scalar.dtype
+    data = np.full(like.shape, scalar.handle.data, _numpy_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, like.shape))
 
 
 def _equal_dtypes(self: Any, other: Any) -> bool:
@@ -109,18 +120,31 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of the same type, which is no pointer: as they are. Not those of a division, whose type is
-    another one."""
-    if (
-        type(lhs) is type(rhs) is tl.tensor
-        and lhs.dtype is rhs.dtype
-        and lhs.dtype.name in _NUMBERS
-        and lhs.shape is rhs.shape
-        and not kwargs
-        and len(args) < 4
-    ):
-        return lhs, rhs
+    """Tensors of the same type and shape as they are, and a number beside a tensor as one of those
+    at once; of types in which nothing is computed in another."""
+    if not kwargs and (len(args) < 3 or args[2]):
+        if type(lhs) is tl.tensor:
+            if type(rhs) is tl.tensor:
+                if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and lhs.dtype.name in _RANGES:
+                    return lhs, rhs
+            elif _is_of_type(rhs, lhs.dtype):
+                return lhs, _number_like(rhs, lhs)
+        elif type(rhs) is tl.tensor and _is_of_type(lhs, rhs.dtype):
+            return _number_like(lhs, rhs), rhs
     return _operands_plainly(self, lhs, rhs, *args, **kwargs)
+
+
+def _is_of_type(number: Any, dtype: Any) -> bool:
+    if (known := _RANGES.get(dtype.name)) is None:
+        return False
+    if known == 0:
+        return type(number) in (int, float)
+    return type(number) is int and -known <= number < known
+
+
+def _number_like(number: float, tensor: Any) -> Any:
+    data = np.full(tensor.handle.data.shape, number, _numpy_dtype(tensor.dtype))
+    return tl.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
 
 
 def _common_type(self: Any, one: Any, one_is_scalar: bool, other: Any, *args: bool) -> Any:
