@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron_hybrid.kernels.experts import triton_in_order as in_order  # noqa:
 from megatron_hybrid.kernels.experts.in_order_few import Tile, Tiles  # noqa: E402
 from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts  # noqa: E402
 from megatron_hybrid.kernels.experts.protocol import Router, Shared, SharedResult  # noqa: E402
-from megatron_hybrid.kernels.linear.formats import NUMBERS, WeightFormat  # noqa: E402
+from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
 from tests.kernels.experts_by_hand import (  # noqa: E402
@@ -285,13 +284,6 @@ def test_quantized_weights_that_are_written_out() -> None:
     m = mixture(40, num_experts=4, width=64, inner=40, dtype=BF16)
     packed, plain = quantized_mixture(m, QUANTIZED["int8"])
     check(check_bits(packed._replace(down_proj=plain.down_proj)), by_hand(plain), BF16)
-
-
-def test_formats() -> None:
-    assert in_order.unsupported(None) is None
-    assert {in_order.unsupported(WeightFormat(numbers)) for numbers in NUMBERS} == {None}
-    reason = in_order.unsupported(replace(WeightFormat("int8"), numbers="int3"))
-    assert reason is not None and reason.endswith(".") and "int3" in reason
 
 
 def check_routes(x: Tensor, to: Router) -> None:
