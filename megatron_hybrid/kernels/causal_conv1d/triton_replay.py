@@ -19,6 +19,7 @@ from megatron_hybrid.kernels.causal_conv1d.triton_decode import (
     gated,
 )
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
 from megatron_hybrid.kernels.replay_triton.segments import (
@@ -67,7 +68,7 @@ def run(
             *arguments, plan.sequence_of_token, **sizes, BLOCK_T=16, num_warps=4
         )
     _states_kernel[(across, plan.sequences + 1)](
-        *arguments, **sizes, OUTPUTS=not plan.is_prompt, num_warps=4
+        *arguments, **sizes, OUTPUTS=not plan.is_prompt, num_warps=4, **OPTIONS
     )
     return out
 
@@ -141,6 +142,13 @@ def _states_kernel(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     sequence = tl.program_id(1)
+    if OUTPUTS:
+        taps = columns_of(
+            weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH
+        )
+        offset = bias_of(bias, channel, is_channel)
+    wait_for_inputs()
+    let_next_start()
     if sequence == tl.num_programs(1) - 1:  # the padding
         if OUTPUTS:
             for row in range(tl.load(cu_ptr + sequence), tokens):
@@ -152,10 +160,6 @@ def _states_kernel(
         cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, CHUNK
     )
     if OUTPUTS:
-        taps = columns_of(
-            weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH
-        )
-        offset = bias_of(bias, channel, is_channel)
         for row in range(begin, begin + end - start):
             _output(
                 x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr, read_ptr,
