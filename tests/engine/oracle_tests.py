@@ -667,11 +667,13 @@ def test_scores_equal_transformers_cold_and_cached(oracle: Oracle, mode: str, bu
         inference_dynamic_batching_max_tokens=budget,
         inference_dynamic_batching_max_requests=min(budget, 20),
     )
-    prompts = [oracle.text[:1], oracle.text[:3], *oracle.prompts[3:9], oracle.text[:83]]
-    answers = [[oracle.own[3 * i : 3 * i + n] for n in (1, 2, 7, 40)] for i in range(len(prompts))]
+    some = oracle.prompts[3 : 9 : usually(2, 1)]
+    prompts = [oracle.text[:1], oracle.text[:3], *some, oracle.text[:83]]
+    lengths = (1, 2, 7, usually(20, 40))
+    answers = [[oracle.own[3 * i : 3 * i + n] for n in lengths] for i in range(len(prompts))]
     for turn in range(3):
         if turn == 2:  # beside others, and after what answers leave
-            texts = [[*prompts[-1], *answers[-1][-1]], prompts[5]]
+            texts = [[*prompts[-1], *answers[-1][-1]], prompts[3]]
             ((kept, *_), *_), outputs = llm.score(prompts, answers, progress=False), None
             assert kept.error is None
             outputs = generate(llm, texts)
