@@ -144,17 +144,18 @@ def look_at(load: Load, name: str, steps: int, rows: int, in_order: int) -> None
 
 
 def show_in_order(events: Any, count: int) -> None:
-    """`count` kernels from the middle of what was recorded, with the gaps between them."""
+    """`count` kernels from the middle of what was recorded, with the gaps between them, and by how
+    much each put off the end: of one that starts while another runs, that is less than its time."""
     on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     on_device.sort(key=lambda event: event.time_range.start)
     first = max((len(on_device) - count) // 2, 1)
     reached = max(event.time_range.end for event in on_device[:first])
-    print("| us idle before | us | kernel |\n|---|---|---|")
+    print("| us idle before | us | us later | kernel |\n|---|---|---|---|")
     for event in on_device[first : first + count]:
         span = event.time_range
         print(
             f"| {max(span.start - reached, 0.0):5.1f} | {span.elapsed_us():7.1f} "
-            f"| {event.name[:90]} |"
+            f"| {max(span.end - reached, 0.0):7.1f} | {event.name[:90]} |"
         )
         reached = max(reached, span.end)
 

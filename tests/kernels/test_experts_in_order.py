@@ -26,6 +26,7 @@ from megatron_hybrid.kernels.experts import triton_in_order as in_order  # noqa:
 from megatron_hybrid.kernels.experts.in_order_few import Tile, Tiles  # noqa: E402
 from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts  # noqa: E402
 from megatron_hybrid.kernels.experts.protocol import Router, Shared, SharedResult  # noqa: E402
+from megatron_hybrid.kernels.linear import triton_in_order as linear  # noqa: E402
 from megatron_hybrid.kernels.linear.formats import WeightFormat  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
@@ -165,8 +166,27 @@ def test_what_a_shared_mlp_gave_is_added(tokens: int, width: int, has_gate: bool
     check(check_bits(m, shared=given), by_hand(m) + shared_by_hand(m, shared), BF16)
 
 
-def test_a_shared_mlp_is_never_taken() -> None:
-    m, shared = mixture(3), shared_mlp(40, 24, True, True)
+@ACTIVATIONS
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_shared_mlp_has_the_bits_of_its_products(
+    tokens: int, activation: str, gated: bool
+) -> None:
+    m = mixture(tokens, 4, chosen=3, width=136, inner=72, activation=activation, gated=gated)
+    m = m._replace(x=m.x.half(), up_proj=m.up_proj.half(), down_proj=m.down_proj.half())
+    shared = shared_mlp(136, 200, gated, True, dtype=torch.float16)
+    assert in_order.takes_shared(m.x, m.arguments()[-1], shared)
+    hidden = linear.multiply_activated(m.x, shared.up, None, activation, gated)
+    assert hidden is not None
+    values = linear.multiply(hidden, shared.down)
+    given = in_order.mix_parts(*m.arguments(), shared=SharedResult(values, shared.gate))
+    taken = in_order.mix_parts(*m.arguments(), shared=shared)
+    assert isinstance(taken, OrderedParts) and torch.equal(taken.beside, values)  # type: ignore[arg-type]
+    assert isinstance(given, OrderedParts) and torch.equal(taken.sum(), given.sum())
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(5, BF16), (0, BF16), (3, torch.float32)])
+def test_a_shared_mlp_that_is_not_taken(tokens: int, dtype: torch.dtype) -> None:
+    m, shared = mixture(tokens, dtype=dtype), shared_mlp(40, 24, True, True, dtype=dtype)
     assert not in_order.takes_shared(m.x, m.arguments()[-1], shared)
 
 
@@ -232,11 +252,11 @@ def test_tiles_change_no_bits(tokens: int, activation: str, gated: bool) -> None
     """Neither of these kernels, nor of those for more rows."""
     m = mixture(tokens, 4, chosen=3, width=136, inner=72, activation=activation, gated=gated)
     m = m._replace(x=m.x.half(), up_proj=m.up_proj.half(), down_proj=m.down_proj.half())
-    expected = in_order_few.expert_parts(*m.arguments())
+    expected, _ = in_order_few.expert_parts(*m.arguments())
     for rows in (16, 64):
         up, down = Tile(64, 64, 3), Tile(16, 32, 4, weights_first=False)
         for tiles in (Tiles(rows, True, up, down), Tiles(rows, False, down, up)):
-            assert torch.equal(in_order_few.expert_parts(*m.arguments(), tiles), expected)
+            assert torch.equal(in_order_few.expert_parts(*m.arguments(), tiles)[0], expected)
     assert torch.equal(triton_prompts.expert_parts(*m.arguments()), expected)
     for average in (1, 50, 200):
         grouped = triton.choose_tiles(average, 1, gated, torch.float16)

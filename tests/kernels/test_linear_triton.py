@@ -169,7 +169,6 @@ TILES = [
     (5, few_rows.Tile(16, 64, 3, is_chained=True)),
     (3, few_rows.Tile(32, 32, 2, programs=1, is_chained=True, weights_first=False)),
 ]
-FILLED = [few_rows.Tile(rows, 64, 3, is_cut=False, is_filled=True) for rows in (8, 16, 32)]
 
 
 @pytest.mark.parametrize(
@@ -253,15 +252,6 @@ def test_few_rows_do_not_depend_on_each_other(
     tile = few_rows.choose_tile(*weight.shape)._replace(is_cut=False)
     otherwise = few_rows.multiply(x, weight, tile=tile)
     assert not torch.equal(whole, otherwise)  # the case shows what is added to what
-
-
-@pytest.mark.parametrize("tile", FILLED, ids=str)
-@pytest.mark.parametrize(("rows", "gated"), [(96, False), (192, True)])
-def test_tiles_that_are_filled_up(tile: few_rows.Tile, rows: int, gated: bool) -> None:
-    x, weight, bias = few_rows_case(5, rows, 328, True, torch.float16)
-    filled = few_rows.multiply(x, weight, bias, tile, gated=gated)
-    whole = tile._replace(rows=16, is_filled=False)
-    assert torch.equal(filled, few_rows.multiply(x, weight, bias, whole, gated=gated))
 
 
 @pytest.mark.parametrize(("gated", "processors"), [(False, 5), (True, 3)])

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import (
     ENABLED,
     OPTIONS,
@@ -26,7 +27,7 @@ from megatron_hybrid.kernels.dependent_launch import (
 )
 from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights
+from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.launching import cdiv, launched
 
 MOST_ROWS = 32  # of an expert on average
@@ -91,11 +92,25 @@ def fits(x: Tensor, up: Tensor, down: Tensor) -> bool:
     return knobs.runtime.interpret or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
+def takes_shared(x: Tensor, shared: SharedExpert) -> bool:
+    """Whether `expert_parts` of inputs that it can mix may be given this MLP."""
+    up, down = shared.up, shared.down
+    if not isinstance(up, Tensor) or not isinstance(down, Tensor):
+        return False
+    return 0 < len(x) <= FEW_TOKENS and fits(x, up, down)
+
+
 def expert_parts(
-    x: Tensor, experts: Tensor, weights: Tensor, layer: ExpertWeights, tiles: Tiles | None = None
-) -> Tensor:
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    tiles: Tiles | None = None,
+    shared: SharedExpert | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """What `fits`, contiguous -> [pairs, width]: what each pair's expert makes of its token, times
-    the pair's weight. Those of experts that are elsewhere are not written."""
+    the pair's weight. Those of experts that are elsewhere are not written. And [tokens, width]:
+    what the shared MLP gives, to the bit what its two products by themselves would."""
     up, down = layer.up, layer.down
     assert isinstance(up, Tensor) and isinstance(down, Tensor)
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
@@ -108,23 +123,34 @@ def expert_parts(
         order, blocks = group(experts, num_experts, rows)
         listed = blocks.shape[1]
     limit = num_experts if layer.elsewhere else 0
+    own_hidden = own = own_up = own_down = None
+    own_inner = 0
+    if shared is not None:
+        assert isinstance(shared.up, Tensor) and isinstance(shared.down, Tensor)
+        own_inner = shared.down.shape[1]
+        own_hidden, own = x.new_empty(tokens, own_inner), torch.empty_like(x)
+        own_up = _tiles_of(shared.up, *tiles.up[:2])
+        own_down = _tiles_of(shared.down, *tiles.down[:2])
 
     hidden = x.new_empty(pairs, inner)
     tile = tiles.up
-    _up_kernel[(listed * cdiv(inner, tile.rows),)](
+    _up_kernel[(listed * cdiv(inner, tile.rows) + cdiv(own_inner, tile.rows),)](
         x if tiles.is_sorted else _tiles_of(x, rows, tile.depth), _tiles_of(up, *tile[:2]), hidden,
-        experts, order, blocks, listed, chosen, width, inner, layer.activation, layer.gated, limit,
-        rows, tile.rows, tile.depth, _stages(tile, rows, 2 if layer.gated else 1, x),
-        num_warps=tile.warps, **OPTIONS,
+        own_up, own_hidden, experts, order, blocks, listed, tokens, chosen, width, inner, own_inner,
+        layer.activation, layer.gated, limit, rows, tile.rows, tile.depth,
+        _stages(tile, rows, 2 if layer.gated else 1, x), num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     parts = x.new_empty(pairs, width)
     tile = tiles.down
-    _down_kernel[(listed * cdiv(width, tile.rows),)](
+    across = cdiv(width, tile.rows)
+    _down_kernel[(listed * across + (0 if own is None else across),)](
         _tiles_of(hidden, rows, tile.depth), _tiles_of(down, *tile[:2]), down, weights, parts,
-        experts, order, blocks, listed, width, inner, limit, rows, tile.rows, tile.depth,
-        _stages(tile, rows, 1, x), tile.weights_first, num_warps=tile.warps, **OPTIONS,
+        None if own_hidden is None else _tiles_of(own_hidden, rows, tile.depth),
+        own_down, None if shared is None else shared.down, own,
+        experts, order, blocks, listed, tokens, width, inner, own_inner, limit, rows, tile.rows,
+        tile.depth, _stages(tile, rows, 1, x), tile.weights_first, num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
-    return parts
+    return parts, own
 
 
 def _tiles_of(values: Tensor, rows: int, depth: int) -> TensorDescriptor:
@@ -170,20 +196,60 @@ def _load_pairs(order, row, end):
         return tl.load(order + row, mask=row < end, other=0).to(tl.int64)
 
 
-@launched(do_not_specialize=["num_blocks"])
+@triton.jit
+def _shared_up(
+    x, weight, hidden, tokens, first_row, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """ROWS of hidden [tokens, INNER]: act(up x), rounded where linear/few_rows.py rounds. x,
+    weight: descriptors."""
+    total = tl.zeros((ROWS, PAIRS), tl.float32)
+    gates = tl.zeros((ROWS, PAIRS), tl.float32)
+    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
+        values = x.load([0, start])
+        loaded = weight.load([first_row, start])
+        if GATED:
+            others = weight.load([first_row + INNER, start])
+            gates = tl.dot(loaded, values.T, gates)
+            total = tl.dot(others, values.T, total)
+        else:
+            total = tl.dot(loaded, values.T, total)
+    n = first_row + tl.arange(0, ROWS)
+    m = tl.arange(0, PAIRS)
+    kind: tl.constexpr = hidden.dtype.element_ty
+    if GATED:
+        gates = apply_activation(gates.to(kind).to(tl.float32), ACTIVATION)
+        total = gates.to(kind).to(tl.float32) * total.to(kind).to(tl.float32)
+    else:
+        total = apply_activation(total.to(kind).to(tl.float32), ACTIVATION)
+    mask = (n < INNER)[:, None] & (m < tokens)[None, :]
+    tl.store(hidden + m[None, :] * INNER + n[:, None], total.to(kind), mask=mask)
+
+
+@launched(do_not_specialize=["num_blocks", "tokens"])
 def _up_kernel(
-    x, weight, hidden, experts, order, blocks, num_blocks, CHOSEN: tl.constexpr,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, weight, hidden, own_weight, own_hidden, experts, order, blocks, num_blocks, tokens,
+    CHOSEN: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, OWN_INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """hidden [pairs, INNER], in the order of the blocks: act(up[expert] x[token]). x: a descriptor,
-    where nothing is sorted."""
+    where nothing is sorted. own_...: of an MLP that all tokens go through besides, or None; the
+    last programs are its."""
     wait_for_inputs()
     let_next_start()
     # All rows of an expert's weight, then the next block's: these share inputs.
     tiles: tl.constexpr = (INNER + ROWS - 1) // ROWS
     block = tl.program_id(0) // tiles
+    if own_weight is not None:
+        own_tile = tl.program_id(0) - num_blocks * tiles
+        if own_tile >= 0:
+            _shared_up(
+                x, own_weight, own_hidden, tokens, own_tile * ROWS, WIDTH, OWN_INNER, ACTIVATION,
+                GATED, PAIRS, ROWS, DEPTH, STAGES,
+            )  # fmt: skip
+            return
     first_row = tl.program_id(0) % tiles * ROWS
     expert, begin, end = _load_block(experts, blocks, num_blocks, block, EXPERTS)
     if begin >= end:
@@ -220,17 +286,46 @@ def _up_kernel(
     tl.store(target, first.to(hidden.dtype.element_ty), mask=mask)
 
 
-@launched(do_not_specialize=["num_blocks"])
+@triton.jit
+def _shared_down(
+    hidden, weight, asked_for, y, tokens, first_row, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """ROWS of y [tokens, WIDTH]: down hidden. hidden, weight: descriptors."""
+    if WEIGHTS_FIRST:
+        _ask_for(asked_for, first_row, WIDTH, INNER, ROWS)
+    wait_for_inputs()
+    let_next_start()
+    total = tl.zeros((ROWS, PAIRS), tl.float32)
+    for start in tl.range(0, INNER, DEPTH, num_stages=STAGES):
+        total = tl.dot(weight.load([first_row, start]), hidden.load([0, start]).T, total)
+    n = first_row + tl.arange(0, ROWS)
+    m = tl.arange(0, PAIRS)
+    mask = (n < WIDTH)[:, None] & (m < tokens)[None, :]
+    tl.store(y + m[None, :] * WIDTH + n[:, None], total.to(y.dtype.element_ty), mask=mask)
+
+
+@launched(do_not_specialize=["num_blocks", "tokens"])
 def _down_kernel(
-    hidden, weight, asked_for, shares, parts, experts, order, blocks, num_blocks,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    hidden, weight, asked_for, shares, parts, own_hidden, own_weight, own_asked_for, own, experts,
+    order, blocks, num_blocks, tokens,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, OWN_INNER: tl.constexpr, EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """parts [pairs, WIDTH], in the order of pairs: share * down[expert] hidden. hidden, weight:
-    descriptors; asked_for: the weight."""
+    descriptors; asked_for: the weight. own_...: as of _up_kernel; own [tokens, WIDTH]."""
     tiles: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     block = tl.program_id(0) // tiles
     first_row = tl.program_id(0) % tiles * ROWS
+    if own_weight is not None:  # noqa: SIM102
+        if block == num_blocks:
+            _shared_down(
+                own_hidden, own_weight, own_asked_for, own, tokens, first_row, WIDTH, OWN_INNER,
+                PAIRS, ROWS, DEPTH, STAGES, WEIGHTS_FIRST,
+            )  # fmt: skip
+            return
     # Blocks, their order and shares were known before the kernel that this one waits for.
     expert, begin, end = _load_block(experts, blocks, num_blocks, block, EXPERTS)
     if begin >= end:

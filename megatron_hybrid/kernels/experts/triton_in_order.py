@@ -19,9 +19,13 @@ from torch import Tensor
 from megatron_hybrid.kernels.experts import in_order_few, triton_prompts, triton_quantized
 from megatron_hybrid.kernels.experts.in_order_routing import route as route
 from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts
-from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Shared, SharedExpert
+from megatron_hybrid.kernels.experts.protocol import (
+    ExpertWeights,
+    Shared,
+    SharedExpert,
+    SharedResult,
+)
 from megatron_hybrid.kernels.experts.reference import add_norm_route as add_norm_route
-from megatron_hybrid.kernels.experts.reference import takes_shared as takes_shared
 from megatron_hybrid.kernels.experts.triton import (
     Tile,
     Tiles,
@@ -37,6 +41,13 @@ from megatron_hybrid.kernels.protocols import Inputs
 # Of float32, whose products are no tensor cores': any number of tokens has these tiles.
 _NARROW = Tile(32, 32, warps=4, stages=2)
 _IN_FLOAT32 = Tiles(16, _NARROW, _NARROW)
+
+
+def takes_shared(x: Inputs, layer: ExpertWeights, shared: SharedExpert) -> bool:
+    """As in Experts."""
+    plain = plain_rows(x)
+    # So few tokens have few pairs.
+    return in_order_few.can_mix(plain, layer, 0) and in_order_few.takes_shared(plain, shared)
 
 
 def mix(
@@ -60,12 +71,16 @@ def mix_parts(
     shared: Shared | None = None,
 ) -> Tensor | OrderedParts:
     """As in Experts."""
-    assert not isinstance(shared, SharedExpert)
     plain = plain_rows(x).contiguous()
     if not len(plain):
         return torch.empty_like(plain)
     experts, weights = experts.contiguous(), weights.contiguous()
-    parts = _expert_parts(x, plain, experts, weights, layer)
+    if isinstance(shared, SharedExpert):
+        parts, own = in_order_few.expert_parts(plain, experts, weights, layer, shared=shared)
+        assert own is not None
+        shared = SharedResult(own, shared.gate)
+    else:
+        parts = _expert_parts(x, plain, experts, weights, layer)
     ordered = OrderedParts(parts, experts, layer.down.shape[0] if layer.elsewhere else 0)
     return ordered if shared is None else ordered.and_shared(shared, plain)
 
@@ -83,7 +98,7 @@ def _expert_parts(
         return triton_quantized.mix(x, experts, weights, layer, tile).parts
     layer = layer._replace(up=plain_weight(layer.up, dtype), down=plain_weight(layer.down, dtype))
     if in_order_few.can_mix(plain, layer, pairs):
-        return in_order_few.expert_parts(plain, experts, weights, layer)
+        return in_order_few.expert_parts(plain, experts, weights, layer)[0]
     if triton_prompts.can_mix(plain, layer, pairs):
         return triton_prompts.expert_parts(plain, experts, weights, layer)
     tiles = _IN_FLOAT32

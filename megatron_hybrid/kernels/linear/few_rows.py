@@ -64,20 +64,9 @@ class Tile(NamedTuple):
     # Of a tile that is cut, the second program goes on with the first one's sums, so that these are
     # added up as if it were whole.
     is_chained: bool = False
-    # Tiles of few rows are filled up with zeros, so that tensor cores take them where they arrive.
-    # Whole tiles, of a weight that consists of them.
-    is_filled: bool = False
 
     def __str__(self) -> str:
-        share = (
-            "filled"
-            if self.is_filled
-            else "chained"
-            if self.is_chained
-            else "cut"
-            if self.is_cut
-            else "whole"
-        )
+        share = "chained" if self.is_chained else "cut" if self.is_cut else "whole"
         ahead = "weights first" if self.weights_first else "wait first"
         return f"{self.rows}x{self.depth}, {self.stages}, {self.programs}, {share}, {ahead}"
 
@@ -152,27 +141,12 @@ def multiply(
         partial = torch.empty(programs, 2, parts, tile.rows * height, device=x.device)
     _few_rows_kernel[(programs,)](
         TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [height, depth]),
-        _tiles_of(weight, tile, depth),
+        TensorDescriptor(weight, [*weight.shape], [weight.stride(0), 1], [tile.rows, depth]),
         weight, bias, y, partial, counters(x.device), tokens, rows, columns, weight.stride(0),
         activation, parts, height, tile.rows, depth, _stages(tile, depth, height), is_cut,
-        tile.is_chained and is_cut, _height(tile), tile.weights_first, num_warps=_WARPS, **OPTIONS,
+        tile.is_chained and is_cut, tile.weights_first, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return y
-
-
-def _tiles_of(weight: Tensor, tile: Tile, depth: int) -> TensorDescriptor:
-    rows, columns = weight.shape
-    row = weight.stride(0)
-    if not tile.is_filled:
-        return TensorDescriptor(weight, [rows, columns], [row, 1], [tile.rows, depth])
-    # Each tile is a matrix of which TMA loads more rows than there are: those past the end are 0.
-    shape = [rows // tile.rows, tile.rows, columns]
-    return TensorDescriptor(weight, shape, [tile.rows * row, row, 1], [1, _height(tile), depth])
-
-
-def _height(tile: Tile) -> int:
-    """Rows of the products."""
-    return max(tile.rows, 64) if tile.is_filled else tile.rows
 
 
 def _in_pieces(values: Tensor) -> bool:
@@ -182,8 +156,8 @@ def _in_pieces(values: Tensor) -> bool:
 
 def _stages(tile: Tile, depth: int, tokens: int) -> int:
     """For inputs that are padded to so many tokens."""
-    step = 2 * depth * (_height(tile) + tokens)
-    sums = 4 * _height(tile) * tokens  # which go from thread to thread through shared memory, too
+    step = 2 * depth * (tile.rows + tokens)
+    sums = 4 * tile.rows * tokens  # which go from thread to thread through shared memory, too
     memory = _SHARED_BYTES // tile.programs - _RESERVED_BYTES
     return max(2, min(tile.stages, (memory - sums) // step))
 
@@ -193,7 +167,7 @@ def _few_rows_kernel(
     x, weight, asked_for, bias, y, partial, counter, tokens, rows, columns, weight_row,
     ACTIVATION: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, IS_CUT: tl.constexpr, CHAINED: tl.constexpr,
-    HEIGHT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """x, weight: tensor descriptors; asked_for: the weight. It has PARTS parts of so many rows; a
     tile has ROWS of each, one after the other. partial [programs, 2, PARTS, ROWS * TOKENS]: of a
@@ -214,8 +188,8 @@ def _few_rows_kernel(
         _ask_for(row + k, tl.minimum(columns - k, (STAGES - 1) * DEPTH))
     wait_for_inputs()
     let_next_start()
-    total = tl.zeros((HEIGHT, TOKENS), tl.float32)
-    before = tl.zeros((HEIGHT, TOKENS), tl.float32)  # of PARTS == 2: the first part's
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    before = tl.zeros((ROWS, TOKENS), tl.float32)  # of PARTS == 2: the first part's
     for place in tl.range(begin, end, num_stages=STAGES):
         now = place
         if CHAINED:
@@ -225,10 +199,7 @@ def _few_rows_kernel(
         part = step // across if PARTS == 2 else 0
         k = (step - part * across) * DEPTH
         # Next to each other, so that both are waited for together.
-        if HEIGHT > ROWS:
-            loaded = tl.reshape(weight.load([part * (rows // ROWS) + tile, 0, k]), (HEIGHT, DEPTH))
-        else:
-            loaded = weight.load([part * rows + tile * ROWS, k])
+        loaded = weight.load([part * rows + tile * ROWS, k])
         values = x.load([0, k])
         total = tl.dot(loaded, values.T, total)
         is_done = (step == steps - 1) | (now == end - 1)
@@ -249,8 +220,8 @@ def _few_rows_kernel(
                 _finish(total, before, bias, y, tile, tokens, rows, ACTIVATION, PARTS, TOKENS, ROWS)
             elif CHAINED:
                 _hand_on(total, before, partial, counter, PARTS, TOKENS, ROWS)
-            total = tl.zeros((HEIGHT, TOKENS), tl.float32)
-            before = tl.zeros((HEIGHT, TOKENS), tl.float32)  # which frees its registers
+            total = tl.zeros((ROWS, TOKENS), tl.float32)
+            before = tl.zeros((ROWS, TOKENS), tl.float32)  # which frees its registers
             if CHAINED:  # noqa: SIM102
                 if (tail > 0) & (place == end - tail - 1):
                     total, before = _taken_over(before, partial, counter, PARTS, TOKENS, ROWS)
@@ -394,10 +365,9 @@ def _finish(
     total, before, bias, y, tile, tokens, rows, ACTIVATION: tl.constexpr, PARTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, total.shape[0])
-    n = tile * ROWS + row
+    n = tile * ROWS + tl.arange(0, ROWS)
     m = tl.arange(0, TOKENS)
-    inside = (row < ROWS) & (n < rows)
+    inside = n < rows
     if bias is not None:
         of_last = bias + (PARTS - 1) * rows
         total += tl.load(of_last + n, mask=inside, other=0.0).to(tl.float32)[:, None]
