@@ -18,8 +18,10 @@ from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
     check_batch_invariant,
+    check_drafts,
     check_kv_dtype,
     check_libraries,
+    check_products,
     check_quantized,
     check_transformer_engine,
 )
@@ -99,6 +101,7 @@ def build_engine(
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
+    check_products(config, model, device)
     if config.transformer_impl == "transformer_engine":
         recipe = config.transformer_engine_recipe
         model.kernels = kernel_set.with_transformer_engine(
@@ -116,13 +119,7 @@ def build_engine(
         write_interval=plan.write_interval,
     )
     keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
-    drafts = config.num_speculative_tokens
-    if geometry.has_recurrent and drafts >= geometry.grid:
-        raise ConfigurationError(
-            f"--num-speculative-tokens is {drafts}; with states kept every {geometry.grid} tokens "
-            f"(--inference-dynamic-batching-block-size and the model's kernels), it can be at most "
-            f"{geometry.grid - 1}."
-        )
+    check_drafts(config, geometry)
     caches = allocate_caches(
         model.kv_specs,
         model.state_specs,
@@ -156,7 +153,7 @@ def build_engine(
         parallel,
         max_tokens=config.inference_dynamic_batching_max_tokens,
         all_to_all_from=all_to_all_from(config, parallel, model_config),
-        num_drafts=drafts,
+        num_drafts=config.num_speculative_tokens,
         write_interval=plan.write_interval,
     )
     start.end_part("caches")

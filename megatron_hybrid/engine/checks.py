@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
+from megatron_hybrid.kernels.linear.whole_tiles import places_matter
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
     MAMBA,
@@ -30,6 +32,33 @@ def check_batch_invariant(config: EngineConfig, shapes: HybridModel) -> None:
                 "--batch-invariant does not go together with --mamba-inference-conv-states-dtype "
                 f"{kept}, which rounds the model's {own} wherever a window is kept; leave one out."
             )
+
+
+def check_products(config: EngineConfig, model: HybridModel, device: torch.device) -> None:
+    """Raise ConfigurationError where a CPU's library computes equal rows of a product otherwise by
+    where they are: of each size of the model's weights."""
+    if not config.batch_invariant or device.type != "cpu":
+        return
+    of_each_size = {weight.shape: weight for weight, _ in model.plain_weights()}
+    for (rows, columns), weight in of_each_size.items():
+        if places_matter(weight):
+            kind = str(model.dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"--batch-invariant cannot hold on this CPU: with weights of {rows} x {columns} in "
+                f"{kind}, torch {torch.__version__} gives a row of inputs other bits in other "
+                "places of a product; give another --dtype."
+            )
+
+
+def check_drafts(config: EngineConfig, geometry: CacheGeometry) -> None:
+    """Raise ConfigurationError for more drafts than a state can be followed over."""
+    drafts = config.num_speculative_tokens
+    if geometry.has_recurrent and drafts >= geometry.grid:
+        raise ConfigurationError(
+            f"--num-speculative-tokens is {drafts}; with states kept every {geometry.grid} tokens "
+            f"(--inference-dynamic-batching-block-size and the model's kernels), it can be at most "
+            f"{geometry.grid - 1}."
+        )
 
 
 def check_quantized(config: EngineConfig, shapes: HybridModel, device: torch.device) -> None:

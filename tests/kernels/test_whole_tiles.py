@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.build import build_engine
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear import whole_tiles
 from megatron_hybrid.kernels.linear.whole_tiles import TILE_ROWS, linear, places_matter
 from tests.thorough import usually
+from tests.tiny_models import make_tiny_model
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDTHS = usually(
@@ -49,7 +55,7 @@ def test_of_no_rows() -> None:
     assert whole_tiles.multiply(torch.zeros(0, 5), torch.zeros(3, 5)).shape == (0, 3)
 
 
-def test_places_that_matter_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_matter_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     weight = drawn(torch.float32, 8, 48)
 
     def uneven(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,6 +66,9 @@ def test_places_that_matter_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(whole_tiles.F, "linear", uneven)
     assert places_matter(weight)
+    make_tiny_model("llama", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"cannot hold on this CPU: with weights of \d+ x"):
+        build_engine(EngineConfig(load=str(tmp_path), batch_invariant=True))
 
 
 @pytest.mark.parametrize("gated", [False, True])
