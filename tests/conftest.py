@@ -27,7 +27,8 @@ LONG = """
     kernels/test_mamba2_scan_triton parallel/test_lockstep engine/test_sharing_figures
     processes/test_end_to_end engine/test_drafts engine/test_head_drafts engine/test_state_machine
     engine/test_fuzz parallel/test_pipeline http/test_drafts_over_http
-    engine/test_batch_invariant kernels/test_experts_in_order tools/test_check_exactness
+    engine/test_batch_invariant tools/test_check_exactness kernels/test_experts_triton
+    kernels/test_compile_ahead kernels/test_linear_triton
 """.split()
 
 

@@ -17,7 +17,7 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedResult,
 )
 from megatron_hybrid.training import formulas
-from megatron_hybrid.training.nodes import Call, Over, recomputed
+from megatron_hybrid.training.nodes import Over, recomputed
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,11 @@ class ExpertsUnderAutograd(Over):
         shared: Shared | None = None,
     ) -> Tensor:
         """As in Experts."""
-        return self._mixed(self.inner.mix, x, experts, weights, layer, shared)
-
-    def mix_parts(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        layer: ExpertWeights,
-        shared: Shared | None = None,
-    ) -> Tensor:
-        """As in Experts; added up, which gives the same."""
-        return self._mixed(self.inner.mix_parts, x, experts, weights, layer, shared)
-
-    def _mixed(
-        self,
-        call: Call,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        layer: ExpertWeights,
-        shared: Shared | None,
-    ) -> Tensor:
         beside: tuple[Any, ...] = () if shared is None else tuple(shared)
 
         def kernel(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *own: Any) -> Any:
             other = None if shared is None else type(shared)(*own)
-            mixed = call(x, experts, weights, layer._replace(up=up, down=down), other)
-            return mixed if isinstance(mixed, Tensor) else mixed.sum()
+            return self.inner.mix(x, experts, weights, layer._replace(up=up, down=down), other)
 
         def formula(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *own: Any) -> Any:
             routed = formulas.mixture(x, experts, weights, layer._replace(up=up, down=down))
@@ -88,6 +65,8 @@ class ExpertsUnderAutograd(Over):
         inputs: tuple[Any, ...] = (x, weights, layer.up, layer.down, *beside)
         y: Tensor = recomputed(kernel, formula, *inputs)
         return y
+
+    mix_parts = mix  # added up, which gives the same
 
     def add_shared(self, routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
         """As in Experts."""

@@ -11,6 +11,7 @@ import numpy as np
 from exactness.sessions import Item, Session
 from exactness.sessions import as_prompt as as_prompt_session
 from exactness.texts import Bits, Result, Texts, bits_of
+from megatron_hybrid.request import SamplingParams
 
 KINDS = ("sampled", "prompt", "scored")
 MOST_KEPT = 10  # differences of a way that are described one by one
@@ -30,19 +31,22 @@ class Difference:
     kind: str
     token: int
     token_alone: int
-    bits: int
+    bits: int  # of the token that was chosen
     bits_alone: int
+    chosen: str = ""  # how tokens were
 
     def __str__(self) -> str:
-        values = [float(np.uint32(bits).view(np.float32)) for bits in (self.bits, self.bits_alone)]
+        own, alone = (
+            f"{float(np.uint32(bits).view(np.float32)):.9g} ({bits:08x})"
+            for bits in (self.bits, self.bits_alone)
+        )
         where = f"{self.way}, session {self.session}, request {self.request}, answer {self.index}, "
         where += f"position {self.position} ({self.kind}): "
         if self.token != self.token_alone:
-            return where + f"token {self.token}, alone {self.token_alone}"
-        own, alone = (
-            f"{values[0]:.9g} ({self.bits:08x})",
-            f"{values[1]:.9g} ({self.bits_alone:08x})",
-        )
+            return (
+                f"{where}token {self.token}, of log-probability {own}, alone {self.token_alone}, "
+                f"of {alone}; {self.chosen}"
+            )
         return where + f"log-probability {own}, alone {alone}"
 
 
@@ -142,7 +146,8 @@ class Comparison:
             place = first + int(at)
             self.differences.append(
                 Difference(way, session, item.id, index, place, kind, int(own[at]),
-                           all_tokens[place], int(bits[at]), int(all_bits[place]))
+                           all_tokens[place], int(bits[at]), int(all_bits[place]),
+                           _how_chosen(item.asked.params))
             )  # fmt: skip
 
     def table(self) -> str:
@@ -180,6 +185,13 @@ class Comparison:
             "differences": [asdict(one) for one in self.differences],
             "failures": self.failures,
         }
+
+
+def _how_chosen(params: SamplingParams) -> str:
+    if params.greedy:
+        return "greedy"
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return "drawn with " + ", ".join(f"{name} {getattr(params, name):g}" for name in names)
 
 
 def _unfinished(item: Item, index: int, result: Result) -> str | None:
