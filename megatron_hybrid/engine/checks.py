@@ -10,6 +10,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.linear.whole_tiles import places_matter
+from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
     MAMBA,
@@ -39,8 +40,11 @@ def check_products(config: EngineConfig, model: HybridModel, device: torch.devic
     where they are: of each size of the model's weights."""
     if not config.batch_invariant or device.type != "cpu":
         return
-    of_each_size = {weight.shape: weight for weight, _ in model.plain_weights()}
-    for (rows, columns), weight in of_each_size.items():
+    weights = [weight for weight, _ in model.plain_weights()]
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            weights += layer.plain_weights()
+    for (rows, columns), weight in {weight.shape: weight for weight in weights}.items():
         if places_matter(weight):
             kind = str(model.dtype).removeprefix("torch.")
             raise ConfigurationError(

@@ -6,6 +6,7 @@ tensor parallel); expert_dispatch brings tokens and experts together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -164,6 +165,17 @@ class MoE(Mixer):
                 yield whole(f"{name}.weight", projection.weight)
                 if projection.bias is not None:
                     yield whole(f"{name}.bias", projection.bias)
+
+    def plain_weights(self) -> Iterator[Tensor]:
+        """What tokens are multiplied with, of experts one's, if it is not quantised."""
+        yield self.router.weight
+        for layer in (self.up_proj, self.down_proj):
+            weight = layer.stacked(self.dispatch.num_local)
+            if isinstance(weight, Tensor):
+                yield weight[0]
+        for projection in (self.to_latent, self.from_latent):
+            if projection is not None:
+                yield projection.weight
 
     def after_loading(self) -> None:
         """Raises ConfigurationError for experts in several formats."""

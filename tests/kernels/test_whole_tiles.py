@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine import checks
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.experts import reference as experts
@@ -69,6 +71,25 @@ def test_places_that_matter_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     make_tiny_model("llama", tmp_path)
     with pytest.raises(ConfigurationError, match=r"cannot hold on this CPU: with weights of \d+ x"):
         build_engine(EngineConfig(load=str(tmp_path), batch_invariant=True))
+
+
+def test_every_size_of_a_model_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def note(weight: torch.Tensor) -> bool:
+        seen.append(tuple(weight.shape))
+        return False
+
+    monkeypatch.setattr(checks, "places_matter", note)
+    make_tiny_model("granite_moe_hybrid", tmp_path)
+    engine = build_engine(EngineConfig(load=str(tmp_path), batch_invariant=True))
+    config = json.loads((tmp_path / "config.json").read_text())
+    width, experts = config["hidden_size"], config["num_local_experts"]
+    expert = 2 * config["intermediate_size"], width
+    assert {(engine.vocab_size, width), (experts, width), expert} <= set(seen)
+    assert len(seen) == len(set(seen))
 
 
 @pytest.mark.parametrize("gated", [False, True])
