@@ -10,15 +10,11 @@ call's own tokens are stored; what is not there yet is zeros.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
 from megatron_hybrid.kernels.gated_delta_rule.triton_replay_prepare import (
@@ -34,25 +30,18 @@ from megatron_hybrid.kernels.replay_triton.segments import (
     keep,
     of_sequence,
 )
+from megatron_hybrid.kernels.replay_triton.tiles import (
+    TILE,
+    Tiling,
+    rows_of,
+    store_padding,
+    tiling_of,
+)
+from megatron_hybrid.kernels.replay_triton.tiles import plan as plan
 
-TILE = 16
 _kernel = launched(
     do_not_specialize=["tokens", "is_prompt", "sequences"], do_not_specialize_on_alignment=POINTERS
 )
-
-
-class Tiling(NamedTuple):
-    """How a program covers a head."""
-
-    block_v: int  # rows of the state
-    num_warps: int
-    num_stages: int = 1
-
-
-def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
-    """As in Replay; the chunk is TILE."""
-    assert chunk == TILE, chunk
-    return ReplaySegments.of(part, chunk, ring_length)
 
 
 def run(
@@ -66,7 +55,7 @@ def run(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As in Replay. k_dim and v_dim are powers of two from 16, k_dim at most 128; rings are
-    contiguous. `tiling`: another than _tiling's, for whose bits nothing is promised."""
+    contiguous. `tiling`: another than tiling_of's, for whose bits nothing is promised."""
     y = checked_output(tokens, state, out)
     q, k, v = aligned(tokens.q), aligned(tokens.k), aligned(tokens.v)
     a, b = tokens.a, tokens.b
@@ -97,7 +86,7 @@ def run(
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
         *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1,
     )  # fmt: skip
-    block_v, num_warps, num_stages = tiling or _tiling(v_dim, split, plan.is_single)
+    block_v, num_warps, num_stages = tiling or tiling_of(v_dim, v.dtype, plan.is_single)
     arguments = (
         q, k, v, a, b, ring_k, ring_v, ring_a, ring_b, r, weights, factors, decays, state, y,
         *plan.figures, count, sequences, plan.is_prompt, *row_strides(q, k, v, a, b, y, state),
@@ -105,23 +94,14 @@ def run(
     sizes |= {"V_DIM": v_dim, "BLOCK_V": block_v}
     grid = v_dim // block_v, heads, sequences + 1
     if plan.is_single:
-        rows = state.view(-1, k_dim)  # of states, which come by TMA
-        states = TensorDescriptor(rows, [*rows.shape], [k_dim, 1], [block_v, k_dim])
-        _decode_kernel[grid](states, *arguments, **sizes, num_warps=num_warps, **OPTIONS)
+        _decode_kernel[grid](
+            rows_of(state, block_v), *arguments, **sizes, num_warps=num_warps, **OPTIONS
+        )
     else:
         _walk_kernel[grid](*arguments, **sizes, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
         keep((k, v, a, b), ring, plan)
     return y
-
-
-def _tiling(v_dim: int, split: bool, is_single: bool) -> Tiling:
-    """By the sizes alone."""
-    if not split:  # no tensor cores
-        return Tiling(16, 4)
-    if is_single:
-        return Tiling(min(v_dim, 64), 4)
-    return Tiling(min(v_dim, 64), 4, 3)
 
 
 @_kernel
@@ -139,9 +119,7 @@ def _walk_kernel(
     sequence = tl.program_id(2)
     p = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     if sequence == sequences:  # the padding
-        for token in range(tl.load(cu_ptr + sequence), tokens):
-            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * V_DIM + p
-            tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
+        store_padding(y_ptr, cu_ptr, sequence, tokens, y_row, head * V_DIM + p)
         return
     begin, start, end, first, last = of_sequence(
         cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, TILE
@@ -259,9 +237,7 @@ def _decode_kernel(
     p = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     if sequence == sequences:  # the padding
         wait_for_inputs()
-        for token in range(tl.load(cu_ptr + sequence), tokens):
-            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * V_DIM + p
-            tl.store(y_ptrs, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty))
+        store_padding(y_ptr, cu_ptr, sequence, tokens, y_row, head * V_DIM + p)
         return
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)

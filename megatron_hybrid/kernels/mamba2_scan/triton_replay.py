@@ -20,14 +20,10 @@ the processor can have.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
 from megatron_hybrid.kernels.launching import launched
@@ -40,22 +36,14 @@ from megatron_hybrid.kernels.replay_triton.segments import (
     keep,
     of_sequence,
 )
-
-TILE = 16
-
-
-class Tiling(NamedTuple):
-    """How a program covers a head."""
-
-    block_p: int  # rows of the state
-    num_warps: int
-    num_stages: int = 1
-
-
-def plan(part: DecodeRuns | PrefillSegments, chunk: int, ring_length: int) -> ReplaySegments:
-    """As in Replay; the chunk is TILE."""
-    assert chunk == TILE, chunk
-    return ReplaySegments.of(part, chunk, ring_length)
+from megatron_hybrid.kernels.replay_triton.tiles import (
+    TILE,
+    Tiling,
+    rows_of,
+    store_padding,
+    tiling_of,
+)
+from megatron_hybrid.kernels.replay_triton.tiles import plan as plan
 
 
 def run(
@@ -69,13 +57,13 @@ def run(
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As in Replay. head_dim and state must be powers of two of at least 16; rings are contiguous.
-    `tiling`: another than _tiling's, for whose bits nothing is promised."""
+    `tiling`: another than tiling_of's, for whose bits nothing is promised."""
     y = checked_output(tokens, state, out)
     A, D, dt_bias, dt_limit, _ = constants
     x, B, C, dt = aligned(tokens.x), aligned(tokens.B), aligned(tokens.C), tokens.dt
     count, heads, head_dim = x.shape
     groups, size = B.shape[1:]
-    chosen = tiling or _tiling(head_dim, size, x.element_size(), plan.is_single)
+    chosen = tiling or tiling_of(head_dim, x.dtype, plan.is_single)
     block_p, num_warps, num_stages = chosen
     arguments = (
         x, B, C, dt, A, D, dt_bias, state, *ring, y, *plan.figures, count, plan.is_prompt,
@@ -84,23 +72,12 @@ def run(
     )  # fmt: skip
     grid = head_dim // block_p, heads, plan.sequences + 1
     if plan.is_single:
-        rows = state.view(-1, size)  # of states, which come by TMA
-        states = TensorDescriptor(rows, [*rows.shape], [size, 1], [block_p, size])
-        _decode_kernel[grid](states, *arguments, num_warps=num_warps, **OPTIONS)
+        _decode_kernel[grid](rows_of(state, block_p), *arguments, num_warps=num_warps, **OPTIONS)
     else:
         _replay_kernel[grid](*arguments, STAGES=num_stages, num_warps=num_warps)
     if plan.is_prompt:
         keep((x, B, dt), ring, plan)
     return y
-
-
-def _tiling(head_dim: int, size: int, item_bytes: int, is_single: bool) -> Tiling:
-    """By the sizes alone."""
-    if item_bytes == 4:  # no tensor cores
-        return Tiling(min(head_dim, 16), 4)
-    if is_single:
-        return Tiling(min(head_dim, 64), 4)
-    return Tiling(min(head_dim, 64), 4, 3)
 
 
 @launched(do_not_specialize=["tokens", "is_prompt"], do_not_specialize_on_alignment=POINTERS)
@@ -117,9 +94,7 @@ def _replay_kernel(
     sequence = tl.program_id(2)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     if sequence == tl.num_programs(2) - 1:  # the padding
-        for token in range(tl.load(cu_ptr + sequence), tokens):
-            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
-            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        store_padding(y_ptr, cu_ptr, sequence, tokens, y_row, head * HEAD_DIM + p)
         return
     begin, start, end, first, last = of_sequence(
         cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, TILE
@@ -222,9 +197,7 @@ def _decode_kernel(
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     if sequence == tl.num_programs(2) - 1:  # the padding
         wait_for_inputs()
-        for token in range(tl.load(cu_ptr + sequence), tokens):
-            y_ptrs = y_ptr + tl.cast(token, tl.int64) * y_row + head * HEAD_DIM + p
-            tl.store(y_ptrs, tl.zeros([BLOCK_P], y_ptr.dtype.element_ty))
+        store_padding(y_ptr, cu_ptr, sequence, tokens, y_row, head * HEAD_DIM + p)
         return
     read = tl.load(read_ptr + sequence).to(tl.int64)
     write = tl.load(write_ptr + sequence).to(tl.int64)
