@@ -20,7 +20,7 @@ from megatron_hybrid.kernels import kernel_set, replay
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.linear import reference as linear_reference
 from megatron_hybrid.kernels.linear import whole_tiles
-from megatron_hybrid.kernels.paged_attention import by_key_tiles
+from tests.batch_invariant_breaks import break_attention, break_scans
 from tests.engine.bits import (
     BLOCK_SIZE,
     DRAFTS,
@@ -180,25 +180,6 @@ def break_sums_of_products(patch: pytest.MonkeyPatch) -> None:
     linears.multiply = partial(linear_reference.multiply, linear=linear)
     broken = replace(kernel_set.REFERENCE_INVARIANT, linear=linears)
     patch.setattr(kernel_set, "REFERENCE_INVARIANT", broken)
-
-
-def break_attention(patch: pytest.MonkeyPatch) -> None:
-    """Tiles as long as the longest sequence."""
-    original = by_key_tiles.plan
-
-    def plan(paged: Any, shape: Any) -> Any:
-        patch.setattr(by_key_tiles, "KEYS", 1 + int(paged.host.kv_length.max()) // 2)
-        return original(paged, shape)
-
-    patch.setattr(by_key_tiles, "plan", plan)
-
-
-def break_scans(patch: pytest.MonkeyPatch) -> None:
-    """Tiles as long as the longest."""
-    original = replay.plan_tiles
-    patch.setattr(
-        replay, "plan_tiles", lambda packed, chunk, *, whole: original(packed, chunk, whole=False)
-    )
 
 
 def break_order_of_experts(patch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from exactness import watching
-from megatron_hybrid.kernels import kernel_set, replay
-from megatron_hybrid.kernels.paged_attention import by_key_tiles
+from megatron_hybrid.kernels import kernel_set
+from tests.batch_invariant_breaks import break_attention, break_scans
 from tests.parallel.ranks import run_on_ranks
 from tests.thorough import thorough, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -133,25 +133,6 @@ def break_norms(patch: pytest.MonkeyPatch) -> None:
         return (y * (1 + 2**-20) if len(x) == 3 else y), total
 
     swap(patch, "norm", "add_rms_norm", add_rms_norm)
-
-
-def break_scans(patch: pytest.MonkeyPatch) -> None:
-    """Tiles as long as the longest."""
-    original = replay.plan_tiles
-    patch.setattr(
-        replay, "plan_tiles", lambda packed, chunk, *, whole: original(packed, chunk, whole=False)
-    )
-
-
-def break_attention(patch: pytest.MonkeyPatch) -> None:
-    """Tiles as long as the longest sequence."""
-    original = by_key_tiles.plan
-
-    def plan(paged: Any, shape: Any) -> Any:
-        patch.setattr(by_key_tiles, "KEYS", 1 + int(paged.host.kv_length.max()) // 2)
-        return original(paged, shape)
-
-    patch.setattr(by_key_tiles, "plan", plan)
 
 
 def break_log_softmax(patch: pytest.MonkeyPatch) -> None:
