@@ -88,3 +88,17 @@ def apply_activation(values, ACTIVATION: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION == "none", "this activation has no Triton code yet")
     return values
+
+
+@triton.jit
+def activated_product(
+    gates, values, kind: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr
+):
+    """Activation.activate in the kernel that made the product: of its sums in float32, rounded to
+    `kind` where two kernels would round. gates: the first half's, if GATED."""
+    if GATED:
+        gates = apply_activation(gates.to(kind).to(tl.float32), ACTIVATION)
+        values = gates.to(kind).to(tl.float32) * values.to(kind).to(tl.float32)
+    elif ACTIVATION != "none":
+        values = apply_activation(values.to(kind).to(tl.float32), ACTIVATION)
+    return values.to(kind)

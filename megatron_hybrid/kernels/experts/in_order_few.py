@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.activation.triton import apply_activation
+from megatron_hybrid.kernels.activation.triton import activated_product
 from megatron_hybrid.kernels.dependent_launch import (
     ENABLED,
     OPTIONS,
@@ -202,8 +202,7 @@ def _shared_up(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of hidden [tokens, INNER]: act(up x), rounded where linear/few_rows.py rounds. x,
-    weight: descriptors."""
+    """ROWS of hidden [tokens, INNER]: act(up x). x, weight: descriptors."""
     total = tl.zeros((ROWS, PAIRS), tl.float32)
     gates = tl.zeros((ROWS, PAIRS), tl.float32)
     for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
@@ -218,13 +217,9 @@ def _shared_up(
     n = first_row + tl.arange(0, ROWS)
     m = tl.arange(0, PAIRS)
     kind: tl.constexpr = hidden.dtype.element_ty
-    if GATED:
-        gates = apply_activation(gates.to(kind).to(tl.float32), ACTIVATION)
-        total = gates.to(kind).to(tl.float32) * total.to(kind).to(tl.float32)
-    else:
-        total = apply_activation(total.to(kind).to(tl.float32), ACTIVATION)
+    result = activated_product(gates, total, kind, ACTIVATION, GATED)
     mask = (n < INNER)[:, None] & (m < tokens)[None, :]
-    tl.store(hidden + m[None, :] * INNER + n[:, None], total.to(kind), mask=mask)
+    tl.store(hidden + m[None, :] * INNER + n[:, None], result, mask=mask)
 
 
 @launched(do_not_specialize=["num_blocks", "tokens"])

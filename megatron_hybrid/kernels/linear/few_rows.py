@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.activation.triton import apply_activation
+from megatron_hybrid.kernels.activation.triton import activated_product
 from megatron_hybrid.kernels.dependent_launch import (
     ENABLED,
     OPTIONS,
@@ -374,11 +374,6 @@ def _finish(
         if PARTS == 2:
             before += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     kind: tl.constexpr = y.dtype.element_ty
-    # Rounded where two kernels would round.
-    if PARTS == 2:
-        before = apply_activation(before.to(kind).to(tl.float32), ACTIVATION)
-        total = before.to(kind).to(tl.float32) * total.to(kind).to(tl.float32)
-    elif ACTIVATION != "none":
-        total = apply_activation(total.to(kind).to(tl.float32), ACTIVATION)
+    result = activated_product(before, total, kind, ACTIVATION, PARTS == 2)
     mask = inside[:, None] & (m < tokens)[None, :]
-    tl.store(y + m[None, :].to(tl.int64) * rows + n[:, None], total.to(kind), mask=mask)
+    tl.store(y + m[None, :].to(tl.int64) * rows + n[:, None], result, mask=mask)
