@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from operator import attrgetter
+from threading import Event
 from typing import Any
 
 import pytest
@@ -251,15 +252,20 @@ def test_every_response_repeats_its_request(serve: Serve) -> None:
 
 def test_a_stream_that_breaks_says_so_in_its_last_events(serve: Serve) -> None:
     server = serve(templates.QWEN3, FOX)
-    advance = server.engine._advance
+    advance, begun = server.engine._advance, Event()
 
     def fail(request_id: str, index: int, one: Any) -> Any:
         if len(one.generated) == 5:
+            assert begun.wait(30)  # before anything is sent it is an error, not a stream
             raise RuntimeError("the engine fails")
         return advance(request_id, index, one)
 
     server.engine._advance = fail  # type: ignore[method-assign]
-    events = server.stream()
+    response = server.http.post(PATH, json={"input": "Hello", "stream": True}, buffered=False)
+    pieces = response.iter_encoded()
+    text = next(pieces).decode()
+    begun.set()
+    events = list(events_in(text + b"".join(pieces).decode()))
     for event in events:
         check_types("ResponseStreamEvent", event)
     error, failed = events[-2:]
