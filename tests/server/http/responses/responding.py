@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
 
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.scripted_engine import ScriptedEngine
@@ -37,6 +38,10 @@ class Server(NamedTuple):
         answer = self.http.post(PATH, json=body)
         assert answer.status_code == 200, answer.data
         return list(events_in(answer.get_data(as_text=True)))
+
+    def begin_stream(self) -> TestResponse:
+        """Whose pieces are read as they come."""
+        return self.http.post(PATH, json={"input": "Hello", "stream": True}, buffered=False)
 
     def refused(self, given: Any = "Hello", key: str = "", **more: Any) -> tuple[int, str, str]:
         """With which status, field and code."""
