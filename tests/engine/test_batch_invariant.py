@@ -252,20 +252,20 @@ def test_drafts_that_hold_and_that_do_not(known: Known, number: int, asynchronou
     prompts = [*of_lengths(known, usually((17, 33), LENGTHS)), known.text[:14], known.text[:30]]
     known.learn(prompts, GREEDY)
     texts = [prompt + known.alone(prompt, GREEDY)[0] for prompt in prompts]
-    known.asynchronous, accepted = asynchronous, 0
+    known.asynchronous = asynchronous
     for wrong_every in usually((5 + number,), (2, 5, 9, 1000)):
         llm = with_drafts(known.llm(**{DRAFTS: number}), Knowing(texts, wrong_every))
         before = llm.stats()["accepted_tokens"]
         outputs = known.generate(llm, prompts, GREEDY)
         known.generate(llm, prompts, GREEDY)
-        accepted += llm.stats()["accepted_tokens"] - before
+        # With a step in flight, where every second one is wrong, none can hold.
+        if wrong_every > 2 or not asynchronous:
+            assert llm.stats()["accepted_tokens"] - before > 20
         for output in outputs[1::3]:  # the next turns
             text = output.prompt_token_ids + output.token_ids
             (turn,) = known.generate(llm, [text + known.text[:3]], SHORT)
             computed = len(text) - 1
             assert turn.cached_tokens == computed - computed % granule(llm)
-    # All together: with a step in flight, where every second one is wrong, none can hold.
-    assert accepted > 20
     known.asynchronous = None
 
 
