@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bench.computed import Computed
 from bench.environment import describe_environment
 from bench.measurements import distribution
 from megatron_hybrid.arguments import ArgumentParser
@@ -44,7 +45,7 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import collect_seldom
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.cuda_graphs import graph_sizes, smallest_fit
-from megatron_hybrid.execution.plan import CatchUp, Computed, StepDemand, StepPlan, WeightsSource
+from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.kernels.sampling import reference as sampling

@@ -8,6 +8,8 @@ is fast-forwarded, so a million requests take minutes.
     python tools/simulate_prefix_cache.py --trace mixed --requests 100000 --seeds 11 12 --workers 2
     python tools/simulate_prefix_cache.py --ablation --pool-sizes 10 --json ablation.json
     python tools/simulate_prefix_cache.py --requests 20000 --plot plots
+    python tools/simulate_prefix_cache.py --trace mixed --requests 4000 --policies ours \
+        --pool-sizes 1 --host-memory 0 1 4 16
     python tools/simulate_prefix_cache.py --trace mixed --requests 1000000 --policies ours \
         --pool-gib 200 --splits 85
 
@@ -76,6 +78,14 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PERCENT",
         help="of the pool for cached states",
     )
+    parser.add_argument(
+        "--host-memory",
+        type=float,
+        nargs="+",
+        default=[0],
+        metavar="TIMES",
+        help="behind the pool, for what it forgets: so many times its size (0: none)",
+    )
     parser.add_argument("--shape", default="nemotron-h-8b", choices=[*SHAPES])
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all results to this file")
@@ -87,6 +97,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--pool-sizes and --pool-gib must be more than 0.")
     if not all(0 < split < 100 for split in args.splits):
         parser.error("--splits must be between 0 and 100, both excluded.")
+    if min(args.host_memory) < 0:
+        parser.error("--host-memory must be at least 0.")
     if args.policies is None:
         args.policies = list(ABLATIONS if args.ablation else BASELINES)
     return args
@@ -128,7 +140,9 @@ def main() -> int:
 
     splits = [split / 100 for split in args.splits]
     work: list[Workload | Cell] = [
-        cell for r in references for cell in cells(r, args.policies, _pools(args, r), splits)
+        cell
+        for r in references
+        for cell in cells(r, args.policies, _pools(args, r), splits, args.host_memory)
     ]
     with tqdm(total=len(work), desc="policies", unit="run") as bar:
         for outcome in run_all(work, args.workers):

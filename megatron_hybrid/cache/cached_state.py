@@ -35,6 +35,8 @@ class CachedState:
     born: int = 0  # of a fork: first answers that ended behind it
     continued: int = 0  # of those, how many went on
     group: tuple[str, int, int] = ("", 0, 0)  # of the reuse estimator
+    # Where it is kept elsewhere, too: tokens that could be computed while it comes. 0: it is not.
+    fetch_tokens: int = 0
 
     def ancestor(self) -> CachedState | None:
         """The nearest state before it that is still cached; None at the sequence's beginning."""
@@ -48,9 +50,10 @@ class CachedState:
 
     @property
     def replay_tokens(self) -> int:
-        """Tokens to compute again if it is lost and wanted."""
+        """Tokens to compute again if it is lost and wanted, or the time of so many."""
         ancestor = self.ancestor()
-        return self.position - (0 if ancestor is None else ancestor.position)
+        tokens = self.position - (0 if ancestor is None else ancestor.position)
+        return min(tokens, self.fetch_tokens) if self.fetch_tokens else tokens
 
     def join(self) -> None:
         """It is cached from now on."""

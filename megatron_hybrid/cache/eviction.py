@@ -84,6 +84,11 @@ class EvictionQueue:
         if self.rule.score(state, self.now)[0] != entry[0][0]:
             self.add(state)
 
+    def refresh(self, state: CachedState) -> None:
+        """What a state is worth has changed at once."""
+        if state.slot in self._entry:
+            self.add(state)
+
     def discard(self, slot: int) -> None:
         """Make a slot's state not evictable, if it is."""
         self._entry.pop(slot, None)

@@ -29,13 +29,14 @@ from megatron_hybrid.cache.checkpoint_placement import (
     CheckpointPlacement,
     PlannedCheckpoint,
 )
-from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed
+from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy
+from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy, held_by
 from megatron_hybrid.cache.packing import Packing
 from megatron_hybrid.cache.prefix_store import Occupancy, PrefixMatch, PrefixStore
-from megatron_hybrid.cache.replay_cost import ReplayCost
+from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.cache.state_pool import NULL_SLOT
+from megatron_hybrid.cache.tier import NO_TIER, Tier
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 
 
@@ -60,16 +61,15 @@ class HybridCache:
         self.enabled = enabled and (not geometry.has_recurrent or geometry.num_cached_slots > 0)
         self.placement = CheckpointPlacement(geometry) if checkpoints is None else checkpoints
         self._keeps_idle = policy != "ref_zero"
-        if queue is None:
-            queue = EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())
+        queue = queue_of(policy) if queue is None else queue
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
         self.kv, self.states = self.store.kv, self.store.states
+        self.tier: Tier = NO_TIER  # what is told of all that others may find
         self.packing = Packing(geometry)
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0
-        self._version = 0
-        self.epoch = 0  # changes with the weights; part of every key
+        self._version = self.epoch = 0  # the epoch changes with the weights; part of every key
 
     def take_down_changes(self) -> CacheChanges:
         """What can be found from now on, as it changes. Before anything is."""
@@ -153,6 +153,7 @@ class HybridCache:
         if match.state is not None:
             self._go_on_from(lease, match.state)
             self._count_user(lease, match.state)
+            self.tier.was_used(match.state.key)
         return lease
 
     # --------------------------------------------------------------- stepping
@@ -282,6 +283,7 @@ class HybridCache:
             return
         if not self.geometry.has_recurrent:
             self.store.map_tail(lease.keys, lease.blocks, position)
+            self.tier.was_published(lease.keys, position, None)
         elif self.geometry.packs_states:
             state = CachedState(b"", position, kind, lease.deepest)
             if not self.is_cached(lease, position) and (kept := self._reserve(state, passes=False)):
@@ -340,9 +342,8 @@ class HybridCache:
     def reset(self) -> None:
         """Empty the cache. Running requests keep what they hold and publish nothing any more."""
         self._version += 1
-        self.store.clear()
-        if self.store.changes is not None:
-            self.store.changes.cleared(self.epoch)
+        self.store.clear(self.epoch)
+        self.tier.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""
@@ -366,16 +367,8 @@ class HybridCache:
     ) -> None:
         """Assert every invariant; between steps, with all running requests' leases, all pins and
         the slots of checkpoints that are reserved, the references too."""
-        tables = owned = pinned = None
-        if leases is not None:
-            leases, pins = list(leases), list(pins)
-            tables = [lease.blocks for lease in leases] + [pin.blocks for pin in pins]
-            tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
-            owned = [lease.write_slot for lease in leases if lease.write_slot != NULL_SLOT]
-            owned += reserved
-            pinned = [lease.read_slot for lease in leases if lease.pinned]
-            pinned += [pin.slot for pin in pins if pin.slot != NULL_SLOT]
-        self.store.check_integrity(tables, owned, pinned)
+        held = (None, None, None) if leases is None else held_by(list(leases), list(pins), reserved)
+        self.store.check_integrity(*held)
         assert self._keeps_idle or self.kv.num_cached == 0
 
     # ---------------------------------------------------------------- details
@@ -412,6 +405,7 @@ class HybridCache:
         if cached is state:
             self.checkpoints_published[state.kind] += 1
             self._follow(lease, state)
+            self.tier.was_published(lease.keys, state.position, state)
         else:
             self._follow(lease, cached)
             cached.runners += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.checkpoint_placement import PlannedCheckpoint
+from megatron_hybrid.cache.state_pool import NULL_SLOT
 
 
 class StepCheckpoint(NamedTuple):
@@ -81,3 +83,17 @@ class Lease:
             return [c for c in self.checkpoints if c.position > position]
         merged = {c.position: c for c in self.forks} | {c.position: c for c in self.checkpoints}
         return [merged[p] for p in sorted(merged) if p > position]
+
+
+def held_by(
+    leases: Sequence[Lease], pins: Sequence[Pin], reserved: Iterable[int]
+) -> tuple[list[Sequence[int]], list[int], list[int]]:
+    """Tables of referenced blocks, owned slots and pinned ones, with multiplicity. `reserved`:
+    slots of checkpoints that are to be written."""
+    tables: list[Sequence[int]] = [lease.blocks for lease in leases]
+    tables += [pin.blocks for pin in pins]
+    tables += [[lease.copy.source] for lease in leases if lease.copy is not None]
+    owned = [lease.write_slot for lease in leases if lease.write_slot != NULL_SLOT]
+    pinned = [lease.read_slot for lease in leases if lease.pinned]
+    pinned += [pin.slot for pin in pins if pin.slot != NULL_SLOT]
+    return tables, [*owned, *reserved], pinned

@@ -53,6 +53,10 @@ class Packing:
         else:
             self.unstage(checkpoint.staged)
 
+    def forget(self, slot: int) -> None:
+        """What was to be packed into this slot is wanted no more."""
+        self._pending.pop(slot, None)
+
     def begin_step(self) -> None:
         """A step is planned, before which all that is pending is packed: it may stage others in
         the same slots."""

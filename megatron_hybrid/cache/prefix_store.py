@@ -242,11 +242,14 @@ class PrefixStore:
         causes = (("prompt_logprobs", behind), ("grid", grid), (cause, lost - grid))
         return {c: n for c, n in causes if n}
 
-    def clear(self) -> None:
-        """Nothing can be found any more. What is in use stays with its users."""
+    def clear(self, epoch: int) -> None:
+        """Nothing can be found any more. What is in use stays with its users. epoch: what later
+        keys depend on."""
         self.kv.clear()
         self.states.clear()
         self._evicted.clear()
+        if self.changes is not None:
+            self.changes.cleared(epoch)
 
     def occupancy(self) -> Occupancy:
         """How full the pools are now."""

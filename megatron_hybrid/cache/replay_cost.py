@@ -18,7 +18,7 @@ from collections import defaultdict
 
 from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.cached_state import CachedState
-from megatron_hybrid.cache.eviction import Score, ScoringRule
+from megatron_hybrid.cache.eviction import EvictionQueue, LeastRecentlyUsed, Score, ScoringRule
 
 OLDEST = 24  # the last bucket; the first ones are [0, 1), [1, 2), [2, 4), [4, 8) steps
 LEARNS_EVERY = 256  # reads and losses
@@ -128,3 +128,8 @@ class ReplayCost(ScoringRule):
     @staticmethod
     def _is_first_answer(state: CachedState) -> bool:
         return state.kind == placement.ANSWER_END and state.turn == 0
+
+
+def queue_of(policy: str) -> EvictionQueue:
+    """The order in which states go under one of eviction.POLICIES."""
+    return EvictionQueue(ReplayCost() if policy == "replay_cost" else LeastRecentlyUsed())

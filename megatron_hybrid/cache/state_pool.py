@@ -61,7 +61,9 @@ class StatePool:
         *,
         num_live: int = 0,
         num_staged: int = 0,
+        free: FreeSlots | None = None,
     ) -> None:
+        """`free`: the free ones, if they are more than numbers."""
         self.num_slots = num_slots
         last, first_cached = num_slots + num_staged, num_live + num_staged + 1
         self.mamba_hash_to_slot_id: dict[BlockKey, int] = {}
@@ -72,7 +74,7 @@ class StatePool:
         )  # evictable ones
         # Live slots are taken from the low end, checkpoints' from the high one: the states of a
         # batch then tend to lie side by side, where kernels can update them in place.
-        self._free = FreeSlots(first_cached, last)
+        self._free = FreeSlots(first_cached, last) if free is None else free
         self._free_live = FreeSlots(1, num_live) if num_live else self._free
         self._num_live = num_live
         self._numbers = [*range(1, num_live + 1), *range(first_cached, last + 1)]

@@ -15,6 +15,7 @@ from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
+from megatron_hybrid.engine.transfers import Transfers
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
@@ -47,6 +48,7 @@ class DynamicInferenceContext:
         self.rows = RowTable(geometry.max_requests, max_blocks)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
         self._admissions = 0
+        self.transfers = Transfers()  # to and from host memory
 
     # ---------------------------------------------------- Megatron's names
 
@@ -201,6 +203,8 @@ class DynamicInferenceContext:
         has, and the slots that it has reserved."""
         everybody, rows = list(self.running()), self.rows
         assert len(everybody) == self.geometry.max_requests - rows.num_free
+        self.transfers.check_integrity()
+        pins, reserved = [*pins, *self.transfers.pins()], [*reserved, *self.transfers.slots()]
         self.cache.check_integrity([running.lease for running in everybody], pins, reserved)
         for running in everybody:
             row, lease = running.row, running.lease

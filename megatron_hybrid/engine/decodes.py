@@ -13,6 +13,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import Running
+from megatron_hybrid.engine.transfers import without_slot
 from megatron_hybrid.execution.plan import CatchUp, DraftPlan, StepPlan, StepResult
 
 Ints = npt.NDArray[np.int64]
@@ -254,6 +255,11 @@ class Decodes:
         checkpoint = self._checkpoints.pop(running.row, None)
         if checkpoint is not None:
             self._cache.discard_checkpoint(checkpoint)
+
+    def forget_slot(self, slot: int) -> None:
+        """Something else comes into a slot whose state is gone: nothing is put off for it."""
+        self._cache.packing.forget(slot)
+        self._catch_ups = without_slot(self._catch_ups, slot, self._cache)
 
     def write_states(self) -> list[CatchUp]:
         """Where states of running requests are not written yet, they are to be: by these."""

@@ -78,6 +78,7 @@ class Scheduler:
             twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
         self.twins = twins
         self.decodes = Decodes(context, statistics, speculation)
+        context.transfers.on_slot(self.decodes.forget_slot)
         self._prefills = Prefills(context, statistics, self._waiting, twins)
         self._thoughts = Thoughts(context)
         self._events: list[RequestEvent] = []  # not handed out yet
@@ -180,6 +181,7 @@ class Scheduler:
             return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
         context.cache.begin_step(self._step)
+        context.transfers.begin_step(self._step)
         self._extend_block_tables()
         context.cache.packing.begin_step()
         decode_rows = context.rows.decoding.nonzero()[0]
@@ -193,7 +195,7 @@ class Scheduler:
         budget = self._prefills.plan_started(plan, budget)
         if len(self._waiting) and budget > 0:
             self._admit_waiting(plan, budget)
-            if plan.is_empty and len(self._waiting) and self.twins.release_pins():
+            if plan.is_empty and len(self._waiting) and self._release_pins():
                 self._admit_waiting(plan, budget)
         self._thoughts.plan()
         self.decodes.plan(plan)
@@ -208,8 +210,12 @@ class Scheduler:
             while running.request.running is running:  # it has not made room itself
                 if self._context.extend_block_table(running):
                     break
-                if not self.twins.release_pins():
+                if not self._release_pins():
                     self._preempt(max(self._running.values(), key=lambda r: r.importance))
+
+    def _release_pins(self) -> bool:
+        """Keep nothing for those who wait; whether anything was kept."""
+        return self.twins.release_pins() | self._context.transfers.release_pins()
 
     def _preempt(self, running: Running) -> None:
         """Take everything back from a running request; it goes on later from what is cached."""
@@ -242,7 +248,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit who can be: in the queue's order, past those that wait for a twin or whose prompts
         are being hashed, step by step."""
-        context, twins = self._context, self.twins
+        context, twins, transfers = self._context, self.twins, self._context.transfers
         unmatched, unhashed = MATCHED_AT_ONCE, HASHED_FOR_ROOM * HASHED_AT_ONCE
         # no more than there are rows: one that waits for a twin keeps its row against later ones
         for request in self._first(context.rows.num_free):
@@ -258,8 +264,11 @@ class Scheduler:
             if twins.must_wait(request, match.skip, budget):
                 self._totals["twin_deferrals"] += 1
                 continue
+            if transfers.must_wait(request, match, len(self._running)):
+                continue
             running = self._admit(request, match, budget)
             twins.was_tried(request)
+            transfers.was_tried(request)
             if running is None:
                 break
             budget -= self._prefills.plan_admitted(plan, running, budget)
@@ -295,6 +304,7 @@ class Scheduler:
         """Count a launched step as computed and make what it leaves visible. Every token that it
         feeds is known; requests whose last token it samples leave."""
         context, rows = self._context, self._context.rows
+        context.transfers.write_back()
         self.decodes.publish(plan)
         for running in self._prefills.publish(plan):
             self.decodes.begin(running)
@@ -385,6 +395,7 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
             self.twins.was_tried(request)
+            self._context.transfers.was_tried(request)
         elif request.running is not None:
             # a step that failed may have spoiled the state
             self._leave(request.running, keeps_end=reason is not FinishReason.ERROR)

@@ -65,6 +65,8 @@ class TrackedRequest:
     first: TrackedRequest | None = None  # of its request_id, if that is another one
     awaits: BlockKey | None = None  # the prefix that a running twin is about to leave
     awaited_tokens: int = 0  # in it
+    fetched: BlockKey | None = None  # the prefix that comes from host memory for it
+    fetches: int = 0
     deferrals: int = 0
     skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None

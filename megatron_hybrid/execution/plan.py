@@ -233,16 +233,6 @@ class Launched(Protocol):
         that the device holds can be trusted any more."""
 
 
-class Computed(NamedTuple):
-    """A Launched step that is done already."""
-
-    step: StepResult
-
-    def result(self) -> StepResult:
-        """The step."""
-        return self.step
-
-
 class Runner(Protocol):
     """What the engine asks of whatever computes its steps."""
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.cache.host_tier import Copy, HostTier
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
+from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 
@@ -405,6 +409,74 @@ class SymbolicRunner:
         return any(tail.block == block and position % size < tail.fill for _, tail in tails)
 
 
+class SymbolicCopy:
+    """A copy that is done when it was asked about `polls` times. Until then nobody may read its
+    destination, and its pages must not change."""
+
+    def __init__(self, polls: int, finish: Callable[[], None]) -> None:
+        self._polls, self._finish = polls, finish
+
+    def is_done(self) -> bool:
+        self._polls -= 1
+        if self._polls == 0:
+            self._finish()
+        return self._polls <= 0
+
+
+class SymbolicCopier:
+    """Pages that hold what a SymbolicRunner's caches do."""
+
+    def __init__(
+        self, runner: SymbolicRunner, block_size: int, slowest: int, seed: int = 0
+    ) -> None:
+        """`slowest`: polls that a copy takes, at most."""
+        self._runner, self._size, self.slowest = runner, block_size, slowest
+        self._random = np.random.default_rng(seed)
+        self._pages: dict[int, Any] = {}  # of a block: its KV; of a state: number and what it is
+
+    def _copy(self, finish: Callable[[], None]) -> SymbolicCopy:
+        return SymbolicCopy(int(self._random.integers(1, self.slowest + 1)), finish)
+
+    def write(self, copy: Copy) -> SymbolicCopy:
+        runner, size = self._runner, self._size
+        found: dict[int, Any] = {
+            page: [runner._kv.get(block * size + i) for i in range(size)]
+            for block, page in zip(copy.blocks, copy.pages, strict=True)
+        }
+        slot = copy.slot
+        state = runner._states.get(slot), runner.roundings.get(slot), runner._logits.get(slot)
+        found |= {page: (i, state) for i, page in enumerate(copy.state_pages)}
+        for page in found:
+            self._pages[page] = None
+        return self._copy(lambda: self._pages.update(found))
+
+    def fetch(self, copy: Copy) -> SymbolicCopy:
+        runner, size, slot = self._runner, self._size, copy.slot
+        for block in copy.blocks:
+            for i in range(size):
+                runner._kv.pop(block * size + i, None)
+        for values in (runner._states, runner._logits) if slot else ():
+            values.pop(slot, None)
+
+        def finish() -> None:
+            for block, page in zip(copy.blocks, copy.pages, strict=True):
+                values = self._pages[page]
+                assert isinstance(values, list), "the page has no KV"
+                kept = {block * size + i: v for i, v in enumerate(values) if v is not None}
+                runner._kv.update(kept)
+            if slot:
+                pages = [self._pages[page] for page in copy.state_pages]
+                assert [page[0] for page in pages] == list(range(len(pages)))
+                assert len({page[1] for page in pages}) == 1, "pages of several states"
+                state, rounded, logits = pages[0][1]
+                if state is not None:
+                    runner._states[slot], runner.roundings[slot] = state, rounded
+                if logits is not None:
+                    runner._logits[slot] = logits
+
+        return self._copy(finish)
+
+
 class CheckedEngine(DynamicInferenceEngine):
     """Fails when its runner read something wrong."""
 
@@ -448,11 +520,15 @@ def make_engine(
     write_interval: int | None = None,
     packed: bool = False,
     batch_invariant: bool = False,
+    host_pages: int = 0,
+    slowest_copy: int = 1,
+    bytes_per_token: float = 1.0,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
     1 without. `packed`: cached states are. `batch_invariant`: states lie on the grid of the kernel
-    chunk alone, and are not packed."""
+    chunk alone, and are not packed. `host_pages`: of what the device forgets; `slowest_copy`: steps
+    that one takes to come or go, at most; `bytes_per_token`: see HostTier."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
@@ -467,6 +543,7 @@ def make_engine(
         num_cached_slots=cached_slots,
         bytes_per_block=1 if attention else 0,
         bytes_per_state=2 if recurrent else 0,
+        bytes_per_logits=int(host_pages > 0),
         bytes_per_packed_state=1 if packed and recurrent else None,
         granule=granule,
     )
@@ -478,9 +555,14 @@ def make_engine(
         cache=HybridCache(geometry, enabled=prefix_caching, policy=policy, checkpoints=placement),
         write_interval=write_interval if recurrent else 1,
     )
+    runner = SymbolicRunner(context, asynchronous=asynchronous, drafts=drafts)
+    if host_pages and context.cache.enabled and policy != "ref_zero":
+        tier = HostTier(context.cache.store, host_pages, queue_of(policy), bytes_per_token)
+        copier = SymbolicCopier(runner, block_size, slowest_copy)
+        context.transfers = HostTransfers(context.cache, tier, copier)
     return CheckedEngine(
         context,
-        SymbolicRunner(context, asynchronous=asynchronous, drafts=drafts),
+        runner,
         vocab_size=VOCAB,
         eos_token_ids=eos,
         break_at_checkpoints=mode == "break",

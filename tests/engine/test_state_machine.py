@@ -37,6 +37,8 @@ class EngineMachine(RuleBasedStateMachine):
         right=st.sampled_from([0.3, 0.8, 1.0]),
         packed=st.booleans(),
         batch_invariant=st.sampled_from([False, False, True]),
+        host_pages=st.sampled_from([0, 40, 150]),
+        slowest_copy=st.integers(1, 5),
     )
     def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
         self.exact_ends = options["exact_ends"]
@@ -234,9 +236,13 @@ class EngineMachine(RuleBasedStateMachine):
                 assert len(self.outputs[key]) == self.max_tokens[key]
             elif reason is FinishReason.ABORT:
                 assert key in self.aborted
+        transfers = self.engine.context.transfers
+        for _ in range(8):  # what is under way comes to its end
+            transfers.begin_step(10**6)
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == 0 and use.state_used == 0, "something leaked"
         assert not list(self.engine.scheduler.twins.pins), "something is kept for nobody"
+        assert not list(transfers.pins()), "something is kept for nobody"
         stats = self.engine.stats()
         if not any(r in (FinishReason.ABORT, FinishReason.ERROR) for r in self.reasons.values()):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]

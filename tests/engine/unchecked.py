@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bench.computed import Computed
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.execution.plan import (
     CatchUp,
-    Computed,
     StepDemand,
     StepPlan,
     StepResult,

@@ -23,6 +23,7 @@ from megatron_hybrid.engine.latency import Latencies
 from megatron_hybrid.engine.scheduler import Scheduler
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.engine.transfers import Transfers
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.request import SamplingParams
@@ -97,11 +98,14 @@ class Simulation:
         *,
         twins: bool = True,
         fast_forward: bool = True,
+        transfers: Transfers | None = None,
         on_finish: Callable[[TraceRequest, TrackedRequest], None] | None = None,
     ) -> None:
         self.context = DynamicInferenceContext(
             cache.geometry, max_tokens=MAX_TOKENS, max_seq_length=MAX_CONTEXT, cache=cache
         )
+        if transfers is not None:
+            self.context.transfers = transfers
         self.statistics = Statistics(cache, Latencies(cache.geometry.max_requests))
         self.scheduler = Scheduler(
             self.context, self.statistics, twins=None if twins else _NoTwins(cache)
@@ -162,6 +166,7 @@ class Simulation:
         started = perf_counter()
         plan = scheduler.schedule()
         self._stalled = plan.is_empty or (quiet and not plan.prefills and not plan.resumed)
+        self._stalled &= not self.context.transfers.is_fetching
         if not plan.is_empty:
             scheduler.commit(plan, self._execute(plan))
         self.result.scheduler_seconds += perf_counter() - started

@@ -38,11 +38,11 @@ def plot_skipped(references: Sequence[Reference], best: Sequence[Outcome], path:
     )
     for panel, trace in zip(panels[0], traces, strict=True):
         own = [o for o in best if o.cell.workload.trace == trace and o.result is not None]
-        policies = list(dict.fromkeys(o.cell.policy for o in own))
+        policies = list(dict.fromkeys(o.cell.name for o in own))
         for policy, style in zip(policies, STYLES * len(policies), strict=False):
             shares: dict[float, list[float]] = {}
             for o in own:
-                if o.cell.policy == policy:
+                if o.cell.name == policy:
                     size: float = o.cell.pool.bytes
                     if working_set := working_sets[o.cell.workload]:
                         size = round(100 * size / working_set, 3)
@@ -67,12 +67,12 @@ def plot_decision_time(best: Sequence[Outcome], path: Path) -> None:
     pyplot = load_matplotlib()
     figure, panel = pyplot.subplots(figsize=(6, 4))
     done = [o for o in best if o.result is not None]
-    policies = list(dict.fromkeys(o.cell.policy for o in done))
+    policies = list(dict.fromkeys(o.cell.name for o in done))
     for policy, style in zip(policies, STYLES * len(policies), strict=False):
         points = sorted(
             (o.cache_entries, 1e6 * o.result.scheduler_seconds / o.result.executed_steps)
             for o in done
-            if o.cell.policy == policy and o.result is not None
+            if o.cell.name == policy and o.result is not None
         )
         panel.plot(*zip(*points, strict=True), style[0], label=policy, markersize=4)
     panel.set(xscale="log", xlabel="KV blocks and states in the cache", ylim=(0, None))

@@ -54,8 +54,8 @@ def skipped_table(reference: Reference, best: Sequence[Outcome]) -> str:
     share of the pool that the best split gives to states."""
     own = [o for o in best if o.cell.workload == reference.workload]
     pools = sorted({o.cell.pool for o in own})
-    policies = list(dict.fromkeys(o.cell.policy for o in own))
-    by_place = {(o.cell.policy, o.cell.pool): o for o in own}
+    policies = list(dict.fromkeys(o.cell.name for o in own))
+    by_place = {(o.cell.name, o.cell.pool): o for o in own}
     rows = [
         [policy, *(_share(by_place.get((policy, pool))) for pool in pools)] for policy in policies
     ]
@@ -69,14 +69,14 @@ def timing_table(best: Sequence[Outcome]) -> str:
     and the whole simulation by request."""
     rows = [
         (
-            o.cell.policy,
+            o.cell.name,
             o.cell.workload.trace,
             f"{o.cache_entries:,}",
             f"{1e6 * o.result.scheduler_seconds / o.result.executed_steps:.0f}",
             f"{1e6 * o.result.scheduler_seconds / o.result.sequences:.0f}",
             f"{1e6 * o.result.seconds / o.result.requests:.0f}",
         )
-        for o in sorted(best, key=lambda o: (o.cell.policy, o.cell.workload.trace, o.cache_entries))
+        for o in sorted(best, key=lambda o: (o.cell.name, o.cell.workload.trace, o.cache_entries))
         if o.result is not None
     ]
     return text_table(

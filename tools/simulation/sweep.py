@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from simulation.driver import Simulation, SimulationResult
+from simulation.host import with_host_memory
 from simulation.oracle import Oracle
 from simulation.policies import POLICIES, WORKING_SET_POLICY
 from simulation.pools import SHAPES, divide_pool, unlimited_pool
@@ -63,6 +64,12 @@ class Cell:
     pool: Pool
     split: float  # of the pool, for cached states
     build: int = 0  # which of the policy's candidates
+    host: float = 0.0  # memory behind the pool, by the pool's size
+
+    @property
+    def name(self) -> str:
+        """Of a row in a table."""
+        return f"{self.policy}, host x{self.host:g}" if self.host else self.policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,10 @@ def run_cell(cell: Cell) -> Outcome:
     except ValueError:
         return Outcome(cell, None)
     cache = policy.builds[cell.build](geometry, shape)
-    result = Simulation(_trace(cell.workload), cache, twins=policy.twins).run()
+    host_bytes = int(cell.pool.bytes * cell.host)
+    transfers = with_host_memory(cache, host_bytes, shape) if host_bytes else None
+    trace = _trace(cell.workload)
+    result = Simulation(trace, cache, twins=policy.twins, transfers=transfers).run()
     return Outcome(cell, result, geometry.num_blocks + geometry.num_cached_slots)
 
 
@@ -129,11 +139,13 @@ def cells(
     policies: Iterable[str],
     pools: Sequence[Pool],
     splits: Sequence[float],
+    hosts: Sequence[float] = (0.0,),
 ) -> list[Cell]:
     """The simulations that a workload's table needs."""
     return [
-        Cell(reference.workload, policy, pool, split, build)
+        Cell(reference.workload, policy, pool, split, build, host)
         for policy in policies
+        for host in hosts
         for pool in pools
         for split in splits
         for build in range(len(POLICIES[policy].builds))

@@ -94,3 +94,20 @@ def test_plots_are_drawn_or_matplotlib_is_asked_for(monkeypatch, tmp_path, capsy
         assert run(monkeypatch, *flags, "--plot", tmp_path) == 0
         assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_host_memory_behind_a_small_pool_skips_more():
+    workload = sweep.Workload("agents", 300, 1)
+    reference = sweep.measure_reference(workload)
+    pool = sweep.Pool(reference.working_set // 50, "small")
+    found = map(sweep.run_cell, sweep.cells(reference, ["ours"], [pool], [0.5], [0.0, 4.0, 60.0]))
+    without, some, all_of_it = (outcome.skipped_share for outcome in found)
+    assert without + 0.05 < some < all_of_it <= reference.oracle_share
+    assert all_of_it > 0.98 * reference.unlimited.skipped_share
+
+
+def test_host_memory_has_rows_of_its_own(monkeypatch, capsys):
+    flags = "--trace shared --requests 50 --pool-gib 20 --splits 50 --policies ours".split()
+    assert run(monkeypatch, *flags, "--host-memory", 0, 2) == 0
+    assert "ours, host x2" in capsys.readouterr().out
+    assert run(monkeypatch, "--host-memory", -1) == 2

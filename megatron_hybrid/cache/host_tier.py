@@ -1,0 +1,341 @@
+"""HostTier: what the device would forget, kept in host memory: written while it is still there, and
+fetched before a request that wants it is admitted.
+
+Whole objects move: a state, with just those KV blocks before it that are not there yet. On either
+side every ancestor of a block is there, so what is missing is the end of a path.
+
+    begin_write   the next state that is worth it: its place in host memory, and its pin
+    end_write     it was copied: it can be found there
+    begin_fetch   what host memory has beyond the device's match: its place on the device
+    end_fetch     it was copied: it can be found here, and is pinned for who waits for it
+
+In between nothing of it can be evicted, on either side, and nobody finds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_hybrid.cache import checkpoint_placement as placement
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.eviction import EvictionQueue
+from megatron_hybrid.cache.host_store import HostStore
+from megatron_hybrid.cache.lease import Pin
+from megatron_hybrid.cache.prefix_store import PrefixMatch, PrefixStore
+from megatron_hybrid.cache.state_pool import NULL_SLOT
+from megatron_hybrid.cache.tier import Tier
+from megatron_hybrid.errors import StatePoolExhausted
+
+LOOKED_AT = 32  # states that were published, at most, to find one to write
+MOST_PENDING = 65_536  # published ones that are remembered
+
+
+class Copy(NamedTuple):
+    """Between the device and pages of host memory."""
+
+    blocks: list[int]  # of the device
+    pages: list[int]  # one for each
+    slot: int  # of the device; NULL_SLOT: no state
+    state_pages: list[int]
+
+
+@dataclass(slots=True)
+class Write:
+    """A prefix on its way to host memory."""
+
+    keys: SequenceKeys
+    position: int
+    copy: Copy
+    pages: list[int]  # of all its KV, in order
+    first: int  # of these, which is not there yet
+    slot: int  # of host memory
+    state: CachedState | None  # to be, there
+    pin: Pin  # on the device
+    version: int
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A prefix on its way to the device."""
+
+    keys: SequenceKeys
+    position: int
+    copy: Copy
+    blocks: list[int]  # of all its KV, in order, referenced
+    first: int  # of these, which is not there yet
+    state: CachedState | None  # in host memory
+    pin: Pin  # in host memory
+    version: int
+
+
+class _Published(NamedTuple):
+    keys: SequenceKeys
+    position: int
+    state: CachedState | None
+
+
+class HostTier(Tier):
+    """Beside the store of one engine's device."""
+
+    def __init__(
+        self, device: PrefixStore, num_pages: int, queue: EvictionQueue, bytes_per_token: float
+    ) -> None:
+        """num_pages: see HostStore. queue: which state in host memory goes first. bytes_per_token:
+        that come while one token is computed."""
+        self.device = device
+        self.host = HostStore(device.geometry, num_pages, queue, self._is_gone)
+        self._bytes_per_token = bytes_per_token
+        self.counts: Counter[str] = Counter()
+        self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
+        self._version = 0
+
+    # ------------------------------------------------------------ to the host
+
+    def was_published(self, keys: SequenceKeys, position: int, state: CachedState | None) -> None:
+        self._published.append(_Published(keys, position, state))
+
+    def was_used(self, key: BlockKey) -> None:
+        known = self.host.states.get(key)
+        if known is not None:
+            self.host.states.pin(known.slot)
+            self.host.states.unpin(known.slot, used=True)
+
+    def begin_write(self) -> Write | None:
+        """The next prefix that is to be written, with a place; None if there is none now."""
+        for _ in range(min(LOOKED_AT, len(self._published))):
+            published = self._published.popleft()
+            if self._is_there(published):
+                continue
+            state = published.state
+            if state is not None and not self._is_shared(state):
+                if state.runners and not state.children:
+                    self._published.append(published)  # what it ends with says more
+                    continue
+                if state.children:
+                    continue  # another one behind it covers it
+            write = self._write(*published)
+            if write is not None:
+                return write
+        return None
+
+    def end_write(self, write: Write) -> None:
+        """It was copied: it can be found in host memory."""
+        self._unpin(self.device, write.pin)
+        host, keys = self.host, write.keys
+        if write.version != self._version:
+            if write.slot != NULL_SLOT:
+                host.states.release(write.slot)
+            host.release_blocks(write.pages)
+            return
+        full = self._full_blocks(write.position)
+        host.map_blocks(keys, write.pages, write.first, full)
+        if write.state is not None:
+            host.map_state(keys, write.pages, write.slot, write.state)
+            self._is_kept(self.device.states.get(write.state.key))
+        else:
+            host.map_tail(keys, write.pages, write.position)
+        host.release_blocks(write.pages)
+        self.counts["written"] += 1
+
+    # ---------------------------------------------------------- to the device
+
+    def find(self, keys: SequenceKeys, match: PrefixMatch, length: int) -> PrefixMatch | None:
+        """What host memory has of a prompt of `length` tokens beyond the device's `match`."""
+        found = self.host.match(keys, length, most=match.most)
+        return found if found.skip > match.skip else None
+
+    def begin_fetch(
+        self, keys: SequenceKeys, match: PrefixMatch, found: PrefixMatch, length: int, headroom: int
+    ) -> Fetch | None:
+        """A place on the device for what `find` has found, beside the rest of the prompt, and
+        `headroom` blocks for others. None, without any effect, if there is none now."""
+        device, geometry = self.device, self.device.geometry
+        copied = self.missing(match, found)
+        blocks = match.blocks[: self._blocks_to(found.skip)]
+        idle = device.kv.count_idle(blocks)
+        wanted = geometry.blocks_for(length) - len(blocks)
+        if wanted > device.kv.num_available - idle - headroom:
+            return None
+        device.kv.acquire(blocks)
+        first, slot = len(blocks), NULL_SLOT
+        state = found.state if self._needs_state(found, length) else None
+        if state is not None:
+            try:
+                slot = device.allocate_slot(for_checkpoint=True)
+            except StatePoolExhausted:
+                device.release_blocks(blocks)
+                return None
+        own = device.allocate_blocks(len(copied))
+        pages = self._path(found)
+        self.host.kv.acquire(pages)
+        state_pages: list[int] = []
+        if state is not None:
+            self.host.states.pin(state.slot)
+            state_pages = self.host.pages_of(state.slot)
+        return Fetch(
+            keys,
+            found.skip,
+            Copy(own, copied, slot, state_pages),
+            blocks + own,
+            first,
+            state,
+            Pin(NULL_SLOT if state is None else state.slot, pages),
+            self._version,
+        )
+
+    def end_fetch(self, fetch: Fetch) -> Pin | None:
+        """It was copied: it can be found on the device, and is pinned; None if it is of no use any
+        more."""
+        device, keys, slot = self.device, fetch.keys, fetch.copy.slot
+        theirs = fetch.state
+        used_at = 0 if theirs is None else theirs.used_at
+        self._unpin(self.host, fetch.pin, used=True)
+        if fetch.version != self._version:
+            if slot != NULL_SLOT:
+                device.states.release(slot)
+            device.release_blocks(fetch.blocks)
+            return None
+        device.map_blocks(keys, fetch.blocks, fetch.first, self._full_blocks(fetch.position))
+        self.counts["fetched"] += 1
+        if theirs is None:
+            device.map_tail(keys, fetch.blocks, fetch.position)
+            return Pin(NULL_SLOT, fetch.blocks)
+        state = self._same(theirs, self.device, keys)
+        cached = device.map_state(keys, fetch.blocks, slot, state)
+        if cached is state:
+            state.used_at = used_at  # pauses are counted from then
+            self._is_kept(state if theirs.alive else None)
+        device.states.pin(cached.slot)
+        return Pin(cached.slot, fetch.blocks)
+
+    def missing(self, match: PrefixMatch, found: PrefixMatch) -> list[int]:
+        """The pages of KV that the device lacks of what was found."""
+        return self._path(found)[len(match.blocks) :]
+
+    def is_worth_it(self, match: PrefixMatch, found: PrefixMatch, length: int) -> bool:
+        """Whether fetching what was found is quicker than computing it."""
+        geometry = self.device.geometry
+        state = geometry.bytes_per_cached_slot if self._needs_state(found, length) else 0
+        moved = len(self.missing(match, found)) * geometry.bytes_per_block + state
+        return moved < (found.skip - match.skip) * self._bytes_per_token
+
+    # ------------------------------------------------------------------ whole
+
+    def clear(self) -> None:
+        self._version += 1  # what is under way ends without an effect
+        self._published.clear()
+        self.host.clear(0)
+
+    def begin_step(self, step: int) -> None:
+        """Ages are counted in the engine's steps."""
+        self.host.kv.step = self.host.states.queue.now = step
+
+    # ---------------------------------------------------------------- details
+
+    def _write(self, keys: SequenceKeys, position: int, state: CachedState | None) -> Write | None:
+        device, host = self.device, self.host
+        full, end = self._full_blocks(position), self._blocks_to(position)
+        there, here = host.kv.kv_hash_to_block_id, device.kv.kv_hash_to_block_id
+        first = full
+        while first and keys.blocks[first - 1] not in there:
+            first -= 1
+        table = [here.get(key, 0) for key in keys.blocks[:full]]
+        if end > full:
+            tail = device.kv.tails.get(keys.at(position))
+            table.append(0 if tail is None else tail.block)
+        if 0 in table:
+            return None  # some of its KV is gone already
+        path = [there[key] for key in keys.blocks[:first]]
+        host.kv.acquire(path)
+        place = host.allocate(end - first, state=state is not None)
+        if place is None:
+            host.release_blocks(path)
+            self.counts["no room"] += 1
+            return None
+        own, slot = place
+        state_pages = [] if state is None else host.pages_of(slot)
+        device_slot = NULL_SLOT if state is None else state.slot
+        if state is not None:
+            device.states.pin(state.slot)
+        device.kv.acquire(table)
+        return Write(
+            keys,
+            position,
+            Copy(table[first:], own, device_slot, state_pages),
+            path + own,
+            first,
+            slot,
+            None if state is None else self._same(state, host, keys),
+            Pin(device_slot, table),
+            self._version,
+        )
+
+    def _is_kept(self, state: CachedState | None) -> None:
+        """A state on the device is in host memory, too: losing it costs a fetch."""
+        if state is not None:
+            geometry = self.device.geometry
+            kv = state.replay_tokens * geometry.bytes_per_block / geometry.block_size
+            moved = geometry.bytes_per_cached_slot + kv
+            state.fetch_tokens = max(1, round(moved / self._bytes_per_token))
+            self.device.states.queue.refresh(state)
+
+    def _is_gone(self, key: BlockKey) -> None:
+        """A state is in host memory no more."""
+        state = self.device.states.get(key)
+        if state is not None:
+            state.fetch_tokens = 0
+            self.device.states.queue.refresh(state)
+
+    def _is_there(self, published: _Published) -> bool:
+        """Whether there is nothing to write, or nothing any more."""
+        keys, position, state = published
+        if state is not None:
+            return not state.alive or self.host.states.get(state.key) is not None
+        key = keys.at(position)
+        return key in self.host.kv.tails or key in self.host.kv.kv_hash_to_block_id
+
+    @staticmethod
+    def _is_shared(state: CachedState) -> bool:
+        return state.kind in placement.SHARED_KINDS or state.hits > 1
+
+    def _same(self, state: CachedState, store: PrefixStore, keys: SequenceKeys) -> CachedState:
+        """What is to be cached in the other store."""
+        before = store.match(keys, state.position - 1) if state.position > 1 else None
+        return CachedState(
+            b"",
+            state.position,
+            state.kind,
+            None if before is None else before.state,
+            state.has_logits,
+            hits=state.hits,
+            turn=state.turn,
+            pause=state.pause,
+        )
+
+    def _needs_state(self, found: PrefixMatch, length: int) -> bool:
+        return found.state is not None and (
+            self.device.geometry.has_recurrent or found.skip == length
+        )
+
+    def _full_blocks(self, position: int) -> int:
+        geometry = self.device.geometry
+        return position // geometry.block_size if geometry.has_attention else 0
+
+    def _blocks_to(self, position: int) -> int:
+        """That hold the KV of so many tokens."""
+        return self.device.geometry.blocks_for(position)
+
+    def _path(self, found: PrefixMatch) -> list[int]:
+        """The pages of the KV up to where a prompt can be continued."""
+        end = self._blocks_to(found.skip)
+        pages = found.blocks[:end]
+        return pages if len(pages) == end else [*pages, found.tail_block]
+
+    @staticmethod
+    def _unpin(store: PrefixStore, pin: Pin, *, used: bool = False) -> None:
+        if pin.slot != NULL_SLOT:
+            store.states.unpin(pin.slot, used=used)
+        store.release_blocks(pin.blocks)

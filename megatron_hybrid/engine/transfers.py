@@ -1,0 +1,225 @@
+"""Transfers: prefixes on their way between the device and host memory, and who waits for them.
+
+A request waits for a fetch as it does for a twin: others are admitted past it, and what was fetched
+is kept until it was tried. States are written when a step that was launched after they were
+published has left them where they stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.host_tier import Copy, Fetch, HostTier, Write
+from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.lease import Pin
+from megatron_hybrid.cache.prefix_store import PrefixMatch
+from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.execution.plan import CatchUp
+
+MOST_FETCHES = 4  # for one request: what it fetched may be evicted before there is room for it
+MOST_WRITES = 4  # under way
+MOST_UNDERWAY = 8  # fetches
+
+
+class Ticket(Protocol):
+    """A copy that was begun."""
+
+    def is_done(self) -> bool:
+        """Whether steps that are launched from now on see it, and its source may be given up."""
+
+
+class Copier(Protocol):
+    """Copies between the device and pages of host memory, beside the steps."""
+
+    def write(self, copy: Copy) -> Ticket:
+        """To the pages, as the steps launched so far leave it."""
+
+    def fetch(self, copy: Copy) -> Ticket:
+        """From the pages."""
+
+
+class _Underway:
+    __slots__ = ("fetch", "ticket", "waiting")
+
+    def __init__(self, fetch: Fetch, ticket: Ticket) -> None:
+        self.fetch, self.ticket = fetch, ticket
+        self.waiting: set[TrackedRequest] = set()
+
+
+class Transfers:
+    """Of an engine without a tier in host memory: nothing ever moves."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether anything is on its way to the device."""
+        return False
+
+    def on_slot(self, forget: Callable[[int], None]) -> None:
+        """Call it with each slot into which something comes: what was put off until the coming step
+        must not be written there."""
+
+    def begin_step(self, step: int) -> None:
+        """What has arrived can be found from now on."""
+
+    def write_back(self) -> None:
+        """A step was launched: what was published before may be written now."""
+
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
+        """Whether a request, of which the device has `match`, had better wait for what is fetched
+        for it, leaving `headroom` blocks for others. If not, call `was_tried` once it was."""
+        return False
+
+    def was_tried(self, request: TrackedRequest) -> None:
+        """The request was admitted, could not be, or waits no more: nothing is kept for it."""
+
+    def release_pins(self) -> bool:
+        """Let everything that has come be evicted; whether anything was kept."""
+        return False
+
+    def pins(self) -> Iterable[Pin]:
+        """What is kept on the device: of what has come, of what is written, and of what comes."""
+        return ()
+
+    def slots(self) -> Iterable[int]:
+        """Of the device, to which states are on their way."""
+        return ()
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of what is in host memory."""
+
+
+class HostTransfers(Transfers):
+    """Of an engine whose cache has one."""
+
+    def __init__(self, cache: HybridCache, tier: HostTier, copier: Copier) -> None:
+        """The cache tells the tier from now on."""
+        self._cache, self.tier, self.copier = cache, tier, copier
+        cache.tier = tier
+        self._writes: list[tuple[Write, Ticket]] = []
+        self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
+        self._forget_slot: Callable[[int], None] = lambda slot: None
+        # what has come, until those who waited for it were tried
+        self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
+
+    def on_slot(self, forget: Callable[[int], None]) -> None:
+        self._forget_slot = forget
+
+    @property
+    def is_fetching(self) -> bool:
+        return bool(self._fetches)
+
+    def begin_step(self, step: int) -> None:
+        self.tier.begin_step(step)
+        done = [(write, ticket) for write, ticket in self._writes if ticket.is_done()]
+        for write, ticket in done:
+            self._writes.remove((write, ticket))
+            self.tier.end_write(write)
+        for key, underway in list(self._fetches.items()):
+            if not underway.ticket.is_done():
+                continue
+            del self._fetches[key]
+            pin = self.tier.end_fetch(underway.fetch)
+            if pin is None or not underway.waiting:
+                for request in underway.waiting:
+                    request.fetched = None
+                if pin is not None:
+                    self._cache.unpin(pin)
+                continue
+            if (earlier := self._pins.pop(key, None)) is not None:  # of a cache that was emptied
+                underway.waiting |= earlier[1]
+                self._cache.unpin(earlier[0])
+            self._pins[key] = pin, underway.waiting
+
+    def write_back(self) -> None:
+        while len(self._writes) < MOST_WRITES:
+            write = self.tier.begin_write()
+            if write is None:
+                return
+            self._writes.append((write, self.copier.write(write.copy)))
+
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
+        key = request.fetched
+        if key is not None:
+            return key in self._fetches
+        keys, length, tier = request.keys, request.num_tokens, self.tier
+        if keys is None or request.fetches >= MOST_FETCHES:
+            return False
+        found = tier.find(keys, match, length)
+        if found is None:
+            return False
+        key = keys.at(found.skip)
+        underway = self._fetches.get(key)
+        if underway is None:
+            if len(self._fetches) >= MOST_UNDERWAY:
+                return True
+            if not tier.is_worth_it(match, found, length):
+                tier.counts["slower than computing"] += 1
+                return False
+            fetch = tier.begin_fetch(keys, match, found, length, headroom)
+            if fetch is None:
+                tier.counts["no room on the device"] += 1
+                return False
+            self._forget_slot(fetch.copy.slot)
+            underway = self._fetches[key] = _Underway(fetch, self.copier.fetch(fetch.copy))
+        underway.waiting.add(request)
+        request.fetched = key
+        request.fetches += 1
+        return True
+
+    def was_tried(self, request: TrackedRequest) -> None:
+        key, request.fetched = request.fetched, None
+        if key is None:
+            return
+        if (underway := self._fetches.get(key)) is not None and request in underway.waiting:
+            underway.waiting.discard(request)
+            return
+        pin, waiting = self._pins[key]
+        waiting.discard(request)
+        if not waiting:
+            del self._pins[key]
+            self._cache.unpin(pin)
+
+    def release_pins(self) -> bool:
+        pins = list(self._pins.values())
+        self._pins.clear()
+        for pin, waiting in pins:
+            self._cache.unpin(pin)
+            for request in waiting:
+                request.fetched = None
+        return bool(pins)
+
+    def pins(self) -> Iterator[Pin]:
+        yield from (pin for pin, _ in self._pins.values())
+        yield from (write.pin for write, _ in self._writes)
+        for underway in self._fetches.values():
+            yield Pin(0, underway.fetch.blocks)
+
+    def slots(self) -> list[int]:
+        slots = [underway.fetch.copy.slot for underway in self._fetches.values()]
+        return [slot for slot in slots if slot]
+
+    def check_integrity(self) -> None:
+        writes = [write for write, _ in self._writes]
+        fetches = [underway.fetch for underway in self._fetches.values()]
+        self.tier.host.check_integrity(
+            [write.pages for write in writes] + [fetch.pin.blocks for fetch in fetches],
+            [write.slot for write in writes if write.slot],
+            [fetch.pin.slot for fetch in fetches if fetch.pin.slot],
+        )
+
+
+def without_slot(catch_ups: list[CatchUp], slot: int, cache: HybridCache) -> list[CatchUp]:
+    """Those of states that are to be cached, where something else comes into a slot whose state is
+    gone. A checkpoint that one of the others was to leave on its way is lost with it."""
+    kept = []
+    for one in catch_ups:
+        if one.slot != slot:
+            is_lost = one.checkpoint_slot == slot
+            kept.append(one._replace(checkpoint_position=0, checkpoint_slot=0) if is_lost else one)
+        elif one.checkpoint_slot:
+            state = cache.states.state_in(one.checkpoint_slot)
+            if state is not None:
+                cache.store.forget(state)
+    return kept

@@ -1,0 +1,170 @@
+"""What the device forgets comes back from host memory, and is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hybrid.engine.transfers import MOST_FETCHES, HostTransfers
+from megatron_hybrid.request import SamplingParams
+from tests.engine.symbolic import (
+    CheckedEngine,
+    expected_answer,
+    generate,
+    make_engine,
+    random_tokens,
+    run,
+)
+
+KINDS = {
+    "hybrid": {},
+    "packed": {"packed": True},
+    "batch-invariant": {"batch_invariant": True},
+    "attention": {"recurrent": False},
+    "recurrent": {"attention": False},
+}
+ANSWER = 4
+
+
+def engine_with(pages: int = 600, **options) -> CheckedEngine:
+    small = {"num_blocks": 40, "cached_slots": 3, "max_requests": 2, "exact_ends": True}
+    return make_engine(**(small | options), host_pages=pages)
+
+
+def counts(engine: CheckedEngine) -> dict[str, int]:
+    assert isinstance(engine.context.transfers, HostTransfers)
+    return engine.context.transfers.tier.counts
+
+
+def chats(engine: CheckedEngine, number: int, turns: int) -> list[list[int]]:
+    """Conversations, one after the other in every turn: tokens skipped, by turn."""
+    texts, skipped = [random_tokens(seed, 50) for seed in range(number)], []
+    for _ in range(turns):
+        skipped.append([])
+        for index, text in enumerate(texts):
+            (event,) = generate(engine, [text], ANSWER)
+            skipped[-1].append(event.cached_tokens)
+            texts[index] = text + expected_answer(text, ANSWER) + [5, 6]
+    return skipped
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("slowest", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_chats_that_the_device_has_no_room_for_go_on_from_host_memory(
+    kind: str, slowest: int, drafts: int, asynchronous: bool
+) -> None:
+    options = {"slowest_copy": slowest, "drafts": drafts, "asynchronous": asynchronous}
+    first, *later = chats(engine_with(**KINDS[kind], **options), 8, 3)
+    assert not any(first)
+    least = 48 if kind == "batch-invariant" else 50
+    for turn in later:
+        assert sum(skipped >= least for skipped in turn) >= 6, later
+    without = chats(engine_with(0, **KINDS[kind], drafts=drafts), 8, 3)
+    assert sum(map(sum, without)) < sum(map(sum, [first, *later])) / 2
+
+
+def test_only_what_is_missing_moves() -> None:
+    """Of a conversation that went on, on the device: its new state and KV."""
+    engine = engine_with(num_blocks=60, cached_slots=4)
+    copies: list[tuple[str, int, int]] = []
+    copier = engine.context.transfers.copier
+    for way in ("write", "fetch"):
+        plain = getattr(copier, way)
+
+        def noted(copy, way=way, plain=plain):
+            copies.append((way, len(copy.blocks), len(copy.state_pages)))
+            return plain(copy)
+
+        setattr(copier, way, noted)
+    text = random_tokens(1, 41)
+    generate(engine, [text], ANSWER)  # 44 tokens are fed: 11 blocks
+    generate(engine, [random_tokens(9, 9)], 1)
+    assert copies == [("write", 11, 3)]
+    text += expected_answer(text, ANSWER) + [7] * 11
+    generate(engine, [text], ANSWER)  # 59 tokens: 4 blocks more, the last one in part
+    generate(engine, [random_tokens(8, 9)], 1)
+    assert ("write", 4, 3) in copies and not any(way == "fetch" for way, *_ in copies)
+    del copies[:]
+    engine.context.cache.store.clear(0)  # the device alone
+    (event,) = generate(engine, [text + expected_answer(text, ANSWER) + [1]], 1)
+    assert event.cached_tokens == 59
+    assert copies[0] == ("fetch", 15, 3)
+
+
+def test_others_are_admitted_past_one_that_waits() -> None:
+    engine = engine_with(slowest_copy=1)
+    chats(engine, 6, 1)
+    texts = [random_tokens(seed, 50) for seed in range(6)]
+    engine.context.transfers.copier.slowest = 40
+    back = texts[0] + expected_answer(texts[0], ANSWER) + [5]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    engine.add_request("back", back, params)
+    engine.add_request("new", [3, 4, 5], params)
+    events = run(engine)
+    assert list(events) == ["new", "back"]
+    assert events["back"][-1].cached_tokens == 53
+
+
+def test_a_burst_behind_one_prefix_fetches_it_once() -> None:
+    engine = engine_with(max_requests=4, num_blocks=60, slowest_copy=3)
+    chats(engine, 6, 1)
+    fetched = counts(engine)["fetched"]
+    text = random_tokens(0, 50) + expected_answer(random_tokens(0, 50), ANSWER)
+    events = generate(engine, [text + [n] for n in range(4)], 2)
+    assert [event.cached_tokens for event in events] == [53] * 4
+    assert counts(engine)["fetched"] == fetched + 1
+
+
+@pytest.mark.parametrize("what", ["abort", "reset", "update_weights"])
+def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
+    engine = engine_with(slowest_copy=1)
+    chats(engine, 6, 1)
+    engine.context.transfers.copier.slowest = 4
+    text = random_tokens(0, 50) + expected_answer(random_tokens(0, 50), ANSWER) + [5]
+    engine.add_request("back", text, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert engine.context.transfers.is_fetching
+    if what == "abort":
+        engine.abort("back")
+    elif what == "reset":
+        engine.reset()
+    else:
+        engine.update_weights("a folder")
+    events = run(engine)
+    if what != "abort":
+        assert events["back"][-1].cached_tokens == 0
+    for step in range(5):
+        engine.context.transfers.begin_step(100 + step)
+    engine.check_integrity()
+    use = engine.context.cache.occupancy()
+    assert use.kv_used == use.state_used == 0
+    assert not list(engine.context.transfers.pins())
+
+
+def test_what_is_computed_sooner_is_not_fetched() -> None:
+    engine = engine_with(bytes_per_token=0.01)
+    assert not any(map(sum, chats(engine, 8, 2)))
+    assert counts(engine)["slower than computing"] and not counts(engine)["fetched"]
+
+
+def test_no_request_is_fetched_for_without_end() -> None:
+    """Where there is never room for it in time, it computes."""
+    engine = engine_with(slowest_copy=1)
+    chats(engine, 6, 1)
+    transfers = engine.context.transfers
+    text = random_tokens(0, 50) + expected_answer(random_tokens(0, 50), ANSWER) + [5]
+    plain, tried = engine.context.admit, 0
+
+    def never_at_first(*args):
+        nonlocal tried
+        tried += 1
+        if tried <= 2 * MOST_FETCHES:
+            engine.context.cache.store.clear(0)  # whatever came is lost
+            return None
+        return plain(*args)
+
+    engine.context.admit = never_at_first  # type: ignore[method-assign]
+    (event,) = generate(engine, [text], 2)
+    assert event.cached_tokens == 0 and tried > 2 * MOST_FETCHES
+    assert not list(transfers.pins())
