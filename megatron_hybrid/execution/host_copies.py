@@ -1,0 +1,255 @@
+"""KV blocks and states between the caches and pages of host memory, beside the steps.
+
+A page holds one KV block of all layers, or a part of one state: of all recurrent layers, and the
+logits that go with it. On a GPU each direction has a stream of its own: what lies in many places is
+gathered there, and goes over as whole pages by a copy engine, so that steps lose next to nothing.
+Neither direction waits on the host, or for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.execution.device import upload
+from megatron_hybrid.layers.inputs import LayerCaches
+
+PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
+ENQUEUED_AT_ONCE = 128  # copies of pages, so that the host has time for steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor's place in a page, or in the pages of a state."""
+
+    rows: Tensor  # [blocks or slots, bytes or longer words]
+    start: int  # in such words
+    first: int = 0  # the number of row 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows.shape[1]
+
+
+class HostCopier:
+    """Between one rank's caches and its pages; this one for a CPU, where a copy is done at once."""
+
+    def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
+        """Pages are numbered from 1."""
+        blocks = [(t, 0) for cache in caches.kv.values() for t in (cache.key, cache.value)]
+        states = [*_states_of(caches), (caches.end_logits, 0)]
+        self._word = _word(page_bytes, [tensor for tensor, _ in blocks + states])
+        self._blocks, self._states = _placed(blocks, self._word), _placed(states, self._word)
+        words = page_bytes // self._word.itemsize
+        assert not self._blocks or self._blocks[-1].end <= words, "a block does not fit into a page"
+        self._pages = self._allocate(num_pages + 1, words)
+
+    def write(self, copy: Copy) -> HostCopier:
+        """To the pages."""
+        if copy.blocks:
+            pages = torch.tensor(copy.pages)
+            self._pages[pages] = self._gathered(torch.tensor(copy.blocks))
+        if copy.slot:
+            self._pages[torch.tensor(copy.state_pages)] = self._state(copy)
+        return self
+
+    def fetch(self, copy: Copy) -> HostCopier:
+        """From the pages."""
+        if copy.blocks:
+            self._scatter(torch.tensor(copy.blocks), self._pages[torch.tensor(copy.pages)])
+        if copy.slot:
+            self._put_state(copy.slot, self._pages[torch.tensor(copy.state_pages)])
+        return self
+
+    def is_done(self) -> bool:
+        """It was, when the copy was begun."""
+        return True
+
+    def _allocate(self, pages: int, words: int) -> Tensor:
+        # Of numpy's zeros a system gives memory when they are written to.
+        return torch.from_numpy(np.zeros((pages, words), dtype=f"i{self._word.itemsize}"))
+
+    def _rows(self, count: int) -> Tensor:
+        """[count, words of a page], on the caches' device."""
+        device = (self._blocks or self._states)[0].rows.device
+        return torch.empty((count, self._pages.shape[1]), dtype=self._word, device=device)
+
+    def _gathered(self, blocks: Tensor) -> Tensor:
+        """[len(blocks), words of a page]."""
+        found = self._rows(len(blocks))
+        for part in self._blocks:
+            found[:, part.start : part.end] = part.rows.index_select(0, blocks)
+        return found
+
+    def _scatter(self, blocks: Tensor, pages: Tensor) -> None:
+        for part in self._blocks:
+            part.rows.index_copy_(0, blocks, pages[:, part.start : part.end])
+
+    def _state(self, copy: Copy) -> Tensor:
+        """[pages of a state, words of a page]."""
+        found = self._rows(len(copy.state_pages))
+        flat = found.view(-1)
+        for part in self._states:
+            flat[part.start : part.end] = part.rows[copy.slot - part.first]
+        return found
+
+    def _put_state(self, slot: int, pages: Tensor) -> None:
+        flat = pages.reshape(-1)
+        for part in self._states:
+            part.rows[slot - part.first] = flat[part.start : part.end]
+
+
+class CudaHostCopier(HostCopier):
+    """The same for a GPU: copies go on while steps are computed."""
+
+    def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
+        super().__init__(caches, num_pages, page_bytes)
+        self._up, self._down = _Direction(self), _Direction(self)
+        self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks
+
+    @property
+    def device(self) -> torch.device:
+        """Of the caches."""
+        return (self._blocks or self._states)[0].rows.device
+
+    def write(self, copy: Copy) -> _Job:  # type: ignore[override]
+        return self._down.begin(self._write_in_pieces(copy))
+
+    def fetch(self, copy: Copy) -> _Job:  # type: ignore[override]
+        return self._up.begin(self._fetch_in_pieces(copy))
+
+    def _allocate(self, pages: int, words: int) -> Tensor:
+        memory = super()._allocate(pages, words)
+        size = memory.numel() * memory.itemsize
+        # torch's own pinned memory comes in powers of 2.
+        if code := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise MemoryError(
+                f"{size / 2**30:.1f} GiB of host memory can't be pinned: CUDA's error {code}."
+            )
+        return memory
+
+    def _write_in_pieces(self, copy: Copy) -> Iterator[int]:
+        """Enqueues a piece at a time; yields how many copies that took."""
+        for blocks, pages in self._pieces(copy):
+            yield self._move(self._gathered(blocks), pages, to_host=True)
+        if copy.slot:
+            yield self._move(self._state(copy), copy.state_pages, to_host=True)
+
+    def _fetch_in_pieces(self, copy: Copy) -> Iterator[int]:
+        for blocks, pages in self._pieces(copy):
+            rows = self._rows(len(pages))
+            count = self._move(rows, pages, to_host=False)
+            self._scatter(blocks, rows)
+            yield count
+        if copy.slot:
+            rows = self._rows(len(copy.state_pages))
+            count = self._move(rows, copy.state_pages, to_host=False)
+            self._put_state(copy.slot, rows)
+            yield count
+
+    def _pieces(self, copy: Copy) -> Iterator[tuple[Tensor, list[int]]]:
+        if copy.blocks:
+            blocks = upload(np.asarray(copy.blocks, dtype=np.int64), self.device)
+            for first in range(0, len(blocks), self.piece):
+                end = first + self.piece
+                yield blocks[first:end], copy.pages[first:end]
+
+    def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> int:
+        """Between rows on the GPU and pages; those that lie side by side at once."""
+        count, place = 0, 0
+        for _, run in groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
+            numbers = [page for _, page in run]
+            there = self._pages[numbers[0] : numbers[-1] + 1]
+            here = rows[place : place + len(numbers)]
+            if to_host:
+                there.copy_(here, non_blocking=True)
+            else:
+                here.copy_(there, non_blocking=True)
+            count, place = count + 1, place + len(numbers)
+        return count
+
+
+class _Direction:
+    """One way between GPU and host: copies, one behind the other."""
+
+    def __init__(self, copier: CudaHostCopier) -> None:
+        self._device = copier.device
+        self._stream = torch.cuda.Stream(self._device)
+        self._jobs: deque[_Job] = deque()
+
+    def begin(self, pieces: Iterator[int]) -> _Job:
+        """Enqueue a copy behind the others."""
+        launched = torch.cuda.current_stream(self._device).record_event()
+        job = _Job(self, pieces, launched)
+        self._jobs.append(job)
+        self.go_on()
+        return job
+
+    def go_on(self) -> None:
+        """Enqueue some more of what was begun."""
+        room = ENQUEUED_AT_ONCE
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            while self._jobs and room > 0:
+                job = self._jobs[0]
+                self._stream.wait_event(job.launched)
+                count = next(job.pieces, 0)
+                if not count:
+                    job.end = self._stream.record_event()
+                    self._jobs.popleft()
+                room -= count
+
+
+class _Job:
+    """A copy that was begun. Waits for the steps that were launched before."""
+
+    def __init__(
+        self, direction: _Direction, pieces: Iterator[int], launched: torch.cuda.Event
+    ) -> None:
+        self._direction, self.pieces, self.launched = direction, pieces, launched
+        self.end: torch.cuda.Event | None = None  # None: not all of it is enqueued
+
+    def is_done(self) -> bool:
+        """Whether all of it is there."""
+        if self.end is None:
+            self._direction.go_on()
+        return self.end is not None and self.end.query()
+
+
+def _states_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
+    """Cached states, [slots, ...] each, and the number of its first slot."""
+    if not caches.packed:
+        return [(t, 0) for state in caches.state.values() for t in (state.conv, state.ssm)]
+    found = []
+    for packed in caches.packed:
+        parts = [packed.conv, packed.values, *([] if packed.scales is None else [packed.scales])]
+        found += [(layer, packed.full_ssm.shape[1]) for part in parts for layer in part]
+    return found
+
+
+def _word(page_bytes: int, tensors: Sequence[Tensor]) -> torch.dtype:
+    """The longest integer that divides everything."""
+    sizes = [page_bytes, *(math.prod(t.shape[1:]) * t.itemsize for t in tensors)]
+    common = math.gcd(*sizes, 8)
+    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[common]
+
+
+def _placed(tensors: Sequence[tuple[Tensor, int]], word: torch.dtype) -> list[_Part]:
+    """One behind the other, but for tensors without elements."""
+    parts, start = [], 0
+    for tensor, first in tensors:
+        if not tensor[0].numel():
+            continue
+        if not tensor.is_contiguous():  # channels lie side by side
+            tensor = tensor.transpose(-1, -2)
+        rows = tensor.view(len(tensor), -1).view(word)
+        parts.append(_Part(rows, start, first))
+        start += rows.shape[1]
+    return parts

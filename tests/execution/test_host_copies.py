@@ -1,0 +1,98 @@
+"""What goes to pages of host memory comes back as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.execution.host_copies import HostCopier
+from megatron_hybrid.kernels.contract import FP8
+from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, allocate_caches
+
+BLOCKS, SIZE, SLOTS, PACKED, VOCABULARY = 9, 4, 5, 4, 11
+STATES = {
+    "mamba2": StateSpec((6, 3), torch.bfloat16, (2, 4, 8), torch.float32, 4),
+    "short convolution": StateSpec((5, 2), torch.bfloat16, (0,), torch.float32, 1),
+}
+
+
+def tensors(caches: LayerCaches) -> list[torch.Tensor]:
+    """[blocks or slots, ...] each; of blocks first."""
+    kv = [t for cache in caches.kv.values() for t in (cache.key, cache.value)]
+    if not caches.packed:
+        return kv + [t for one in caches.state.values() for t in (one.conv, one.ssm)]
+    parts = [t for one in caches.packed for t in (one.conv, one.values, one.scales)]
+    return kv + [layer for part in parts if part is not None for layer in part]
+
+
+def make_caches(kinds: list[str], kv: torch.dtype | None, packed: torch.dtype | None):
+    specs = {} if kv is None else {10 + i: KVSpec(2, 3, kv) for i in range(2)}
+    caches = allocate_caches(
+        specs, {i: STATES[kind] for i, kind in enumerate(kinds)}, BLOCKS, SIZE, SLOTS,
+        torch.device("cpu"), VOCABULARY, num_packed=PACKED if packed else 0, packed_dtype=packed,
+    )  # fmt: skip
+    generator = np.random.default_rng(0)
+    for tensor in [*tensors(caches), caches.end_logits]:
+        if tensor.numel():
+            bits = generator.integers(0, 255, tensor.numel() * tensor.itemsize, dtype=np.uint8)
+            tensor.view(torch.uint8).view(-1).copy_(torch.from_numpy(bits))
+    return caches
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.mark.parametrize("packed", [None, torch.int8, torch.bfloat16])
+@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, FP8, None])
+@pytest.mark.parametrize(
+    "kinds", [["mamba2", "mamba2"], ["mamba2", "short convolution"], ["short convolution"], []]
+)
+def test_blocks_and_states_come_back_to_other_places(
+    kinds: list[str], kv: torch.dtype | None, packed: torch.dtype | None
+) -> None:
+    if not kinds and (kv is None or packed is not None):
+        pytest.skip("there is nothing to copy")
+    caches = make_caches(kinds, kv, packed)
+    num_kv = len(caches.kv) * 2
+    block_bytes = sum(t[0].numel() * t.itemsize for t in tensors(caches)[:num_kv])
+    state_bytes = sum(t[0].numel() * t.itemsize for t in tensors(caches)[num_kv:])
+    state_bytes += 4 * VOCABULARY
+    page_bytes = block_bytes or state_bytes
+    per_state = -(-state_bytes // page_bytes)
+    copier = HostCopier(caches, 40, page_bytes)
+    first = SLOTS if packed else 0  # the number of the first slot of cached states
+    state_pages = [(7 * i + 3) % 29 + 12 for i in range(per_state)]
+    source, goal = 2 + first, 3 + first
+    before = [t.clone() for t in tensors(caches)]
+    logits = caches.end_logits.clone()
+    blocks = [3, 1, 8] if kv is not None else []
+    pages = [9, 4, 11][: len(blocks)]
+    assert copier.write(Copy(blocks, pages, source, state_pages)).is_done()
+    for tensor, old in zip(tensors(caches)[:num_kv], before, strict=False):
+        tensor[3] = 0  # what was copied is its own
+        assert not torch.equal(tensor[3], old[3])
+    there = [5, 2, 6][: len(blocks)]
+    assert copier.fetch(Copy(there, pages, goal, state_pages)).is_done()
+    for i, (tensor, old) in enumerate(zip(tensors(caches), before, strict=True)):
+        places = dict(zip(there, blocks, strict=True)) if i < num_kv else {goal - first: 2}
+        for row in range(len(tensor)):
+            if i < num_kv and row == 3:
+                continue
+            assert bits(tensor[row]) == bits(old[places.get(row, row)])
+    for slot in range(len(logits)):
+        assert bits(caches.end_logits[slot]) == bits(logits[source if slot == goal else slot])
+
+
+def test_kv_may_be_copied_alone() -> None:
+    caches = make_caches(["mamba2"], torch.bfloat16, None)
+    before = [t.clone() for t in tensors(caches)]
+    copier = HostCopier(caches, 4, SIZE * 2 * 2 * 2 * 2 * 3)
+    copier.write(Copy([1, 2], [4, 1], 0, []))
+    copier.fetch(Copy([7, 8], [1, 4], 0, []))
+    for tensor, old in zip(tensors(caches)[:4], before, strict=False):
+        assert bits(tensor[7]) == bits(old[2]) and bits(tensor[8]) == bits(old[1])
+    for tensor, old in zip(tensors(caches)[4:], before[4:], strict=True):
+        assert bits(tensor) == bits(old)
