@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_hybrid.cache.block_hash import BlockKey
+from megatron_hybrid.cache.checkpoint_placement import SHARED_KINDS
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -47,6 +48,11 @@ class CachedState:
         while node is not None and node.parent is not found:
             node.parent, node = found, node.parent
         return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other sequences branch off here: it is worth keeping beside those behind it."""
+        return self.kind in SHARED_KINDS or self.hits > 1
 
     @property
     def replay_tokens(self) -> int:

@@ -14,23 +14,22 @@ from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.changes import BLOCKS
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
-from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
 from megatron_hybrid.cache.prefix_store import PrefixStore
-from megatron_hybrid.cache.state_pool import FreeSlots, StatePool
+from megatron_hybrid.cache.state_pool import FreeSlots
 
 
 class PagedSlots(FreeSlots):
     """Slots whose states lie in pages, which are free again when the slot is."""
 
-    def __init__(self, count: int, kv: KVBlockAllocator) -> None:
+    def __init__(self, count: int, release: Callable[[list[int]], None]) -> None:
         super().__init__(1, count)
-        self._kv = kv
+        self._release = release
         self.pages: dict[int, list[int]] = {}  # by slot
 
     def add(self, slot: int) -> None:
         """A slot is free from now on, and so are its pages."""
         super().add(slot)
-        self._kv.release(self.pages.pop(slot))
+        self._release(self.pages.pop(slot))
 
 
 class HostStore(PrefixStore):
@@ -54,10 +53,9 @@ class HostStore(PrefixStore):
             num_cached_slots=num_pages // max(1, self.pages_per_state),
             bytes_per_packed_state=None,
         )
-        super().__init__(sizes, queue, keeps_idle=True)
-        self._paged = PagedSlots(sizes.num_cached_slots, self.kv)
         self._is_gone = is_gone
-        self.states = StatePool(sizes.num_cached_slots, queue, free=self._paged)
+        self._paged = PagedSlots(sizes.num_cached_slots, lambda pages: self.kv.release(pages))
+        super().__init__(sizes, queue, keeps_idle=True, free=self._paged)
 
     @property
     def num_used(self) -> int:

@@ -18,7 +18,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.eviction import EvictionQueue
@@ -110,12 +109,12 @@ class HostTier(Tier):
             if self._is_there(published):
                 continue
             state = published.state
-            if state is not None and not self._is_shared(state):
-                if state.runners and not state.children:
-                    self._published.append(published)  # what it ends with says more
-                    continue
+            if state is not None and not state.is_shared:
                 if state.children:
                     continue  # another one behind it covers it
+                if state.runners:
+                    self._published.append(published)  # what it ends with says more
+                    continue
             write = self._write(*published)
             if write is not None:
                 return write
@@ -126,9 +125,7 @@ class HostTier(Tier):
         self._unpin(self.device, write.pin)
         host, keys = self.host, write.keys
         if write.version != self._version:
-            if write.slot != NULL_SLOT:
-                host.states.release(write.slot)
-            host.release_blocks(write.pages)
+            self._give_back(host, write.slot, write.pages)
             return
         full = self._full_blocks(write.position)
         host.map_blocks(keys, write.pages, write.first, full)
@@ -152,16 +149,15 @@ class HostTier(Tier):
     ) -> Fetch | None:
         """A place on the device for what `find` has found, beside the rest of the prompt, and
         `headroom` blocks for others. None, without any effect, if there is none now."""
-        device, geometry = self.device, self.device.geometry
+        device = self.device
         copied = self.missing(match, found)
         blocks = match.blocks[: self._blocks_to(found.skip)]
-        idle = device.kv.count_idle(blocks)
-        wanted = geometry.blocks_for(length) - len(blocks)
-        if wanted > device.kv.num_available - idle - headroom:
+        wanted = device.geometry.blocks_for(length) - len(blocks)
+        if wanted > device.kv.num_available_beside(blocks) - headroom:
             return None
         device.kv.acquire(blocks)
         first, slot = len(blocks), NULL_SLOT
-        state = found.state if self._needs_state(found, length) else None
+        state = found.state if device.reads_state(found, length) else None
         if state is not None:
             try:
                 slot = device.allocate_slot(for_checkpoint=True)
@@ -194,9 +190,7 @@ class HostTier(Tier):
         used_at = 0 if theirs is None else theirs.used_at
         self._unpin(self.host, fetch.pin, used=True)
         if fetch.version != self._version:
-            if slot != NULL_SLOT:
-                device.states.release(slot)
-            device.release_blocks(fetch.blocks)
+            self._give_back(device, slot, fetch.blocks)
             return None
         device.map_blocks(keys, fetch.blocks, fetch.first, self._full_blocks(fetch.position))
         self.counts["fetched"] += 1
@@ -218,7 +212,7 @@ class HostTier(Tier):
     def is_worth_it(self, match: PrefixMatch, found: PrefixMatch, length: int) -> bool:
         """Whether fetching what was found is quicker than computing it."""
         geometry = self.device.geometry
-        state = geometry.bytes_per_cached_slot if self._needs_state(found, length) else 0
+        state = geometry.bytes_per_cached_slot * self.device.reads_state(found, length)
         moved = len(self.missing(match, found)) * geometry.bytes_per_block + state
         return moved < (found.skip - match.skip) * self._bytes_per_token
 
@@ -297,10 +291,6 @@ class HostTier(Tier):
         key = keys.at(position)
         return key in self.host.kv.tails or key in self.host.kv.kv_hash_to_block_id
 
-    @staticmethod
-    def _is_shared(state: CachedState) -> bool:
-        return state.kind in placement.SHARED_KINDS or state.hits > 1
-
     def _same(self, state: CachedState, store: PrefixStore, keys: SequenceKeys) -> CachedState:
         """What is to be cached in the other store."""
         before = store.match(keys, state.position - 1) if state.position > 1 else None
@@ -313,11 +303,6 @@ class HostTier(Tier):
             hits=state.hits,
             turn=state.turn,
             pause=state.pause,
-        )
-
-    def _needs_state(self, found: PrefixMatch, length: int) -> bool:
-        return found.state is not None and (
-            self.device.geometry.has_recurrent or found.skip == length
         )
 
     def _full_blocks(self, position: int) -> int:
@@ -333,6 +318,13 @@ class HostTier(Tier):
         end = self._blocks_to(found.skip)
         pages = found.blocks[:end]
         return pages if len(pages) == end else [*pages, found.tail_block]
+
+    @staticmethod
+    def _give_back(store: PrefixStore, slot: int, blocks: list[int]) -> None:
+        """A place that nothing came to."""
+        if slot != NULL_SLOT:
+            store.states.release(slot)
+        store.release_blocks(blocks)
 
     @staticmethod
     def _unpin(store: PrefixStore, pin: Pin, *, used: bool = False) -> None:

@@ -109,16 +109,14 @@ class HybridCache:
         new_blocks = geometry.blocks_for(length) - len(match.blocks)
         source = (match.tail_block,) if match.tail_block else ()
         if geometry.has_attention:
-            # blocks that match but are idle can't be evicted for this request
-            idle = self.kv.count_idle((*match.blocks, *source))
-            available = self.kv.num_available - idle - headroom
+            available = self.kv.num_available_beside((*match.blocks, *source)) - headroom
             if new_blocks > available:
                 raise KVBlocksExhausted(
                     f"The request needs {new_blocks} more KV blocks of {geometry.block_size} "
                     f"tokens; {max(0, available)} are available."
                 )
         lost = self.store.lost_tokens(match, keys)  # before evictions for it blur the picture
-        reads_slot = match.state is not None and (geometry.has_recurrent or match.skip == length)
+        reads_slot = self.store.reads_state(match, length)
         read_slot = match.state.slot if match.state is not None and reads_slot else NULL_SLOT
         write_slot = NULL_SLOT
         if reads_slot:

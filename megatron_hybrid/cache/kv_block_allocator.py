@@ -92,10 +92,10 @@ class KVBlockAllocator:
         partial = sum(self._key[block] is None for block in self._tails_of)
         return len(self.kv_hash_to_block_id) + partial
 
-    def count_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these mapped blocks nobody references."""
+    def num_available_beside(self, blocks: Iterable[int]) -> int:
+        """Blocks that are free or can be evicted once somebody references these mapped ones."""
         references = self._references
-        return [references[block] for block in blocks].count(0)
+        return self.num_available - [references[block] for block in blocks].count(0)
 
     def last_uses(self) -> npt.NDArray[np.int64]:
         """[num_cached]: the step in which somebody last held each cached block."""

@@ -18,7 +18,7 @@ from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES, CacheChanges
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
-from megatron_hybrid.cache.state_pool import StatePool
+from megatron_hybrid.cache.state_pool import FreeSlots, StatePool
 from megatron_hybrid.cache.tail_index import Tail, is_usable
 from megatron_hybrid.errors import KVBlocksExhausted
 
@@ -57,9 +57,16 @@ class Occupancy(NamedTuple):
 class PrefixStore:
     """Both pools of one engine and what is mapped in them."""
 
-    def __init__(self, geometry: CacheGeometry, queue: EvictionQueue, *, keeps_idle: bool) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        queue: EvictionQueue,
+        *,
+        keeps_idle: bool,
+        free: FreeSlots | None = None,
+    ) -> None:
         """`queue`: which state goes first. `keeps_idle`: whether a block outlives its last
-        reference (not under `ref_zero`)."""
+        reference (not under `ref_zero`). `free`: of StatePool."""
         self.geometry = geometry
         self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
         self.states = StatePool(
@@ -67,6 +74,7 @@ class PrefixStore:
             queue,
             num_live=geometry.max_requests if geometry.packs_states else 0,
             num_staged=geometry.num_staged_slots,
+            free=free,
         )
         self._keeps_idle = keeps_idle
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
@@ -114,6 +122,11 @@ class PrefixStore:
             tail_block = DUMMY_BLOCK  # a shared block holds it anyway
         matched = max(len(blocks) * size, skip)
         return PrefixMatch(blocks, matched, skip, state, tail_block, most)
+
+    def reads_state(self, match: PrefixMatch, length: int) -> bool:
+        """Whether a prompt of `length` tokens goes on from what is in the match's slot: without
+        recurrent layers that is the logits at its very end alone."""
+        return match.state is not None and (self.geometry.has_recurrent or match.skip == length)
 
     # ----------------------------------------------------------------- mapping
 

@@ -63,8 +63,7 @@ class ReplayCost(ScoringRule):
 
     def score(self, state: CachedState, now: int) -> Score:
         """The reads to expect in a step that it stays, times the tokens that each spares."""
-        is_fork = state.kind in placement.SHARED_KINDS or state.hits > 1
-        covered = state.children + state.runners == 1 and not is_fork
+        covered = state.children + state.runners == 1 and not state.is_shared
         worth = max(1, state.replay_tokens) * self.density(state, now)
         return 0 if covered else 1, worth
 
