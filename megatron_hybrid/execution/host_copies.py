@@ -9,6 +9,8 @@ Neither direction waits on the host, or for the other.
 from __future__ import annotations
 
 import math
+import mmap
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,8 +76,11 @@ class HostCopier:
         return True
 
     def _allocate(self, pages: int, words: int) -> Tensor:
-        # Of numpy's zeros a system gives memory when they are written to.
-        return torch.from_numpy(np.zeros((pages, words), dtype=f"i{self._word.itemsize}"))
+        # Zeros, for which a system gives memory when they are written to; at the beginning of one
+        # of its own pages, which nothing else uses.
+        size = pages * words * self._word.itemsize
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=self._word).view(pages, words)
 
     def _rows(self, count: int) -> Tensor:
         """[count, words of a page], on the caches' device."""
@@ -134,6 +139,7 @@ class CudaHostCopier(HostCopier):
             raise MemoryError(
                 f"{size / 2**30:.1f} GiB of host memory can't be pinned: CUDA's error {code}."
             )
+        weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
     def _write_in_pieces(self, copy: Copy) -> Iterator[int]:
@@ -221,6 +227,11 @@ class _Job:
         if self.end is None:
             self._direction.go_on()
         return self.end is not None and self.end.query()
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.synchronize()  # copies may be under way
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _states_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
