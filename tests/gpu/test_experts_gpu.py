@@ -10,7 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from megatron_hybrid.kernels.experts import reference, routing, triton  # noqa: E402
+from megatron_hybrid.kernels.experts import (  # noqa: E402
+    reference,
+    routing,
+    triton,
+    triton_in_order,
+)
 from megatron_hybrid.kernels.experts.protocol import (  # noqa: E402
     Shared,
     SharedExpert,
@@ -41,6 +46,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+BF16 = torch.bfloat16
 GRANITE = {"num_experts": 64, "chosen": 6, "width": 1536, "inner": 512}
 NEMOTRON = {
     "num_experts": 128, "chosen": 6, "width": 2688, "inner": 1856,
@@ -194,6 +200,38 @@ def test_the_norm_and_the_router_in_one_kernel_have_the_bits_of_two(
         assert found is not None
         assert torch.equal(found.residual, total) and torch.equal(found.x, normed)
         assert torch.equal(found.routes[0], experts) and torch.equal(found.routes[1], weights)
+
+
+NORMED = [(1, 256, 2048), (3, 64, 1536), (4, 128, 2688), (2, 32, 1024), (1, 512, 4096)]
+TYPES = [(torch.float32, torch.float32), (BF16, BF16), (BF16, torch.float32), (torch.float32, BF16)]
+# Every size with every kind, of some types each.
+NORMED_KINDS = [
+    (size, TYPES[(i + j) % len(TYPES)], kind)
+    for i, size in enumerate(NORMED)
+    for j, kind in enumerate(sorted(set(KINDS) - {"softmax of all"}))
+]
+
+
+@pytest.mark.parametrize(("size", "types", "kind"), NORMED_KINDS)
+def test_in_order_they_have_the_bits_of_three_among_any_number_of_tokens(
+    size: tuple[int, int, int], types: tuple[torch.dtype, torch.dtype], kind: str
+) -> None:
+    """The norm and the router."""
+    (tokens, num_experts, width), (norm_dtype, residual_dtype) = size, types
+    to = router(num_experts, 6, width, device="cuda", dtype=torch.bfloat16, **KINDS[kind])
+    norm = torch.rand(width, device="cuda").to(norm_dtype) + 0.5
+    arguments = 0.22, norm, 1e-5, torch.bfloat16
+    x, residual = torch.randn(2, 40, width, device="cuda")
+    x, residual = x.bfloat16(), residual.to(residual_dtype)
+    normed, total = add_rms_norm(x, residual.clone(), *arguments)
+    routes = triton_in_order.route(normed, to)
+    for first in range(0, 40 - tokens):
+        own = slice(first, first + tokens)
+        found = triton_in_order.add_norm_route(x[own], residual[own], *arguments, to)
+        assert found is not None
+        assert torch.equal(found.x, normed[own]) and torch.equal(found.residual, total[own])
+        assert torch.equal(found.routes[0], routes[0][own])
+        assert torch.equal(found.routes[1], routes[1][own])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

@@ -38,6 +38,29 @@ def router(
     return Router(weight.to(dtype), chosen, bias=biases, **more)
 
 
+def normed_inputs(
+    tokens: int,
+    num_experts: int,
+    norm_dtype: torch.dtype = torch.float16,
+    residual_dtype: torch.dtype = torch.float16,
+    kind: str = "sigmoid",
+    width: int = 1100,
+) -> tuple[Tensor, Tensor, Tensor, Router]:
+    """x and residual, whose rows are strided, weight of the norm, router."""
+    to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
+    generator = torch.Generator().manual_seed(tokens)
+    x, residual = torch.randn(2, tokens, width, generator=generator)
+    weight = torch.rand(width, generator=generator) + 0.5
+    x, residual = in_longer_rows(x.half()), in_longer_rows(residual.to(residual_dtype))
+    return x, residual, weight.to(norm_dtype), to
+
+
+def in_longer_rows(values: Tensor) -> Tensor:
+    """A copy."""
+    tokens, width = values.shape
+    return values.new_empty(tokens, width + 4)[:, :width].copy_(values)
+
+
 def chosen_by_hand(logits: Tensor, router: Router) -> tuple[list[list[int]], Tensor]:
     """Experts and weights of logits [tokens, experts]: of equal ones the lower expert first."""
     experts, weights = [], []

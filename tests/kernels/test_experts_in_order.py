@@ -40,7 +40,13 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     shared_mlp,
     shared_out,
 )
-from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
+from tests.kernels.routing_by_hand import (  # noqa: E402
+    KINDS,
+    chosen_by_hand,
+    in_longer_rows,
+    normed_inputs,
+    router,
+)
 from tests.thorough import usually
 
 pytestmark = pytest.mark.usefixtures("poisoned", "dots_in_order")
@@ -358,6 +364,45 @@ def test_route_of_many_tokens() -> None:
     for tokens in (1, 1000, 3000, 8000):
         tile = in_order_routing.choose_tile(tokens, True)
         assert torch.equal(in_order_routing.scores(x, to, tile), expected)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"softmax of all"}))
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "num_experts", "width"), [(1, 64, 1104), (4, 8, 304)])
+def test_the_norm_and_the_router_in_one_kernel(
+    tokens: int, num_experts: int, width: int, residual_dtype: torch.dtype, kind: str
+) -> None:
+    x, residual, weight, to = normed_inputs(
+        tokens, num_experts, torch.float16, residual_dtype, kind, width
+    )
+    arguments = 0.22, weight, 1e-5, torch.float16
+    normed, total = norm.add_rms_norm(x, in_longer_rows(residual), *arguments)
+    assert isinstance(normed, Tensor)
+    routes = in_order.route(normed, to)
+    for _ in range(2):  # the counter is as it was
+        found = in_order.add_norm_route(x, residual, *arguments, to)
+        assert found is not None
+        expected = [normed, total, *routes]
+        for one, other in zip([*found[:2], *found.routes], expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype", "kind"),
+    [
+        (5, 304, torch.float16, "sigmoid"),
+        (0, 304, torch.float16, "sigmoid"),
+        (1, 300, torch.float16, "sigmoid"),
+        (1, 304, torch.float32, "sigmoid"),
+        (1, 304, torch.float16, "softmax of all"),
+    ],
+)
+def test_what_the_norm_and_the_router_have_two_kernels_for(
+    tokens: int, width: int, dtype: torch.dtype, kind: str
+) -> None:
+    x, residual, weight, to = normed_inputs(tokens, 8, kind=kind, width=width)
+    to = to._replace(weight=to.weight.to(dtype))
+    assert in_order.add_norm_route(x.to(dtype), residual, 1.0, weight, 1e-5, dtype, to) is None
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

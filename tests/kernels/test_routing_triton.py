@@ -15,7 +15,13 @@ if importlib.util.find_spec("triton") is None:
 from megatron_hybrid.kernels.experts import routing  # noqa: E402
 from megatron_hybrid.kernels.experts.protocol import Router  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as triton_norm  # noqa: E402
-from tests.kernels.routing_by_hand import KINDS, chosen_by_hand, router  # noqa: E402
+from tests.kernels.routing_by_hand import (  # noqa: E402
+    KINDS,
+    chosen_by_hand,
+    in_longer_rows,
+    normed_inputs,
+    router,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -181,29 +187,6 @@ def test_the_norm_and_the_router_in_one_kernel(
         assert torch.equal(found.x, normed)
         assert torch.equal(found.routes[0], experts)
         assert torch.equal(found.routes[1], weights)
-
-
-def normed_inputs(
-    tokens: int,
-    num_experts: int,
-    norm_dtype: torch.dtype = torch.float16,
-    residual_dtype: torch.dtype = torch.float16,
-    kind: str = "sigmoid",
-    width: int = 1100,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Router]:
-    """x and residual, whose rows are strided, weight of the norm, router."""
-    to = router(num_experts, 4, width, dtype=torch.float16, **KINDS[kind])
-    generator = torch.Generator().manual_seed(tokens)
-    x, residual = torch.randn(2, tokens, width, generator=generator)
-    weight = torch.rand(width, generator=generator) + 0.5
-    x, residual = in_longer_rows(x.half()), in_longer_rows(residual.to(residual_dtype))
-    return x, residual, weight.to(norm_dtype), to
-
-
-def in_longer_rows(values: torch.Tensor) -> torch.Tensor:
-    """A copy."""
-    tokens, width = values.shape
-    return values.new_empty(tokens, width + 4)[:, :width].copy_(values)
 
 
 def test_the_norm_is_not_made_by_many_programs_nor_of_rows_of_other_lengths() -> None:

@@ -63,13 +63,15 @@ def run(
         "BLOCK_C": 512,
     }  # fmt: skip
     across = cdiv(channels, 512)
-    if plan.is_prompt and count:
+    grid = across, plan.sequences + 1
+    if not plan.is_prompt:
+        _decode_kernel[grid](*arguments, **sizes, num_warps=4, **OPTIONS)
+        return out
+    if count:
         _outputs_kernel[(across, cdiv(count, 16))](
             *arguments, plan.sequence_of_token, **sizes, BLOCK_T=16, num_warps=4
         )
-    _states_kernel[(across, plan.sequences + 1)](
-        *arguments, **sizes, OUTPUTS=not plan.is_prompt, num_warps=4, **OPTIONS
-    )
+    _states_kernel[grid](*arguments, **sizes, num_warps=4, **OPTIONS)
     return out
 
 
@@ -136,37 +138,18 @@ def _states_kernel(
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
     in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence the windows and the ring; OUTPUTS: of its tokens, too, before these."""
+    """Of a prompt the windows and the ring."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_channel = channel < channels
     sequence = tl.program_id(1)
-    if OUTPUTS:
-        taps = columns_of(
-            weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH
-        )
-        offset = bias_of(bias, channel, is_channel)
     wait_for_inputs()
     let_next_start()
     if sequence == tl.num_programs(1) - 1:  # the padding
-        if OUTPUTS:
-            for row in range(tl.load(cu_ptr + sequence), tokens):
-                zeros = tl.zeros([BLOCK_C], out.dtype.element_ty)
-                at = out + tl.cast(row, tl.int64) * out_row + channel
-                tl.store(at, zeros, mask=is_channel)
         return
     begin, start, end, first, last = of_sequence(
         cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, CHUNK
     )
-    if OUTPUTS:
-        for row in range(begin, begin + end - start):
-            _output(
-                x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr, read_ptr,
-                ring_ptr, sequence, row, channel, channels, is_prompt, x_row, state_slot,
-                state_channel, state_column, out_row, in_gate, out_gate, in_gate_row, out_gate_row,
-                RING, WIDTH, SILU, CHUNK,
-            )  # fmt: skip
     in_ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
     first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
     checkpoints = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32)
@@ -174,27 +157,119 @@ def _states_kernel(
         position, slot = checkpoint_at(
             position_ptr, slot_ptr, write_ptr, read_ptr, sequence, i, checkpoints, first, last
         )
-        if slot > 0:
-            window = ()
-            for column in tl.static_range(WIDTH - 1):
-                window = window + (
-                    _input(
-                        position - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence,
-                        in_ring, begin, start, first, channel, channels, x_row, state_slot,
-                        state_channel, state_column, in_gate, in_gate_row, RING, WIDTH,
-                    ),
-                )  # fmt: skip
-            target = state + slot * state_slot + channel * state_channel
-            for column in tl.static_range(WIDTH - 1):
-                tl.store(target + column * state_column, window[column], mask=is_channel)
+        _store_window(
+            position, slot, x, state, ring, read_ptr, sequence, in_ring, begin, start, first,
+            channel, channels, x_row, state_slot, state_channel, state_column, in_gate,
+            in_gate_row, RING, WIDTH,
+        )  # fmt: skip
+    _store_ring(
+        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
+        RING,
+    )  # fmt: skip
+
+
+@_kernel
+def _decode_kernel(
+    x, weight, bias, state, ring, out,
+    cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
+    position_ptr, slot_ptr, tokens, channels, is_prompt,
+    x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
+    in_gate, out_gate, in_gate_row, out_gate_row,
+    RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """All of a decode. What is there before its inputs come is loaded before: the sequence's
+    figures, and what its first token needs besides."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    sequence = tl.program_id(1)
+    if sequence == tl.num_programs(1) - 1:  # the padding
+        wait_for_inputs()
+        for row in range(tl.load(cu_ptr + sequence), tokens):
+            zeros = tl.zeros([BLOCK_C], out.dtype.element_ty)
+            at = out + tl.cast(row, tl.int64) * out_row + channel
+            tl.store(at, zeros, mask=is_channel)
+        return
+    taps = columns_of(weight + channel * weight_channel, weight_tap, is_channel, tl.float32, WIDTH)
+    offset = bias_of(bias, channel, is_channel)
+    begin, start, end, first, last = of_sequence(
+        cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, CHUNK
+    )
+    in_ring = tl.load(ring_ptr + sequence).to(tl.int64) * RING
+    # Each has one checkpoint.
+    position, slot = checkpoint_at(
+        position_ptr, slot_ptr, write_ptr, read_ptr, sequence, sequence, sequence + 1, first, last
+    )
+    _, own_slot = checkpoint_at(
+        position_ptr, slot_ptr, write_ptr, read_ptr, sequence, sequence + 1, sequence + 1, first,
+        last,
+    )  # fmt: skip
+    inputs = ()
+    for column in tl.static_range(WIDTH - 1):
+        inputs = inputs + (
+            _earlier(
+                start - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence, in_ring, start,
+                first, channel, channels, state_slot, state_channel, state_column, RING, WIDTH,
+            ),
+        )  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
+    if end == start:
+        return
+    inputs = inputs + (_own(begin, x, channel, channels, x_row, in_gate, in_gate_row),)
+    y = convolved(offset, inputs, taps, WIDTH, SILU)
+    _store_output(y, out, begin, out_row, out_gate, out_gate_row, channel, is_channel)
+    for row in range(begin + 1, begin + end - start):  # drafts
+        _output(
+            x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr, read_ptr, ring_ptr,
+            sequence, row, channel, channels, is_prompt, x_row, state_slot, state_channel,
+            state_column, out_row, in_gate, out_gate, in_gate_row, out_gate_row,
+            RING, WIDTH, SILU, CHUNK,
+        )  # fmt: skip
+    for i in tl.static_range(2):
+        _store_window(
+            position if i == 0 else last, slot if i == 0 else own_slot, x, state, ring, read_ptr,
+            sequence, in_ring, begin, start, first, channel, channels, x_row, state_slot,
+            state_channel, state_column, in_gate, in_gate_row, RING, WIDTH,
+        )  # fmt: skip
+    _store_ring(
+        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
+        RING,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_window(
+    position, slot, x, state, ring, read_ptr, sequence, in_ring, begin, start, first, channel,
+    channels, x_row, state_slot, state_channel, state_column, in_gate, in_gate_row,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The last inputs before this position, if there is a slot for them."""
+    if slot > 0:
+        window = ()
+        for column in tl.static_range(WIDTH - 1):
+            window = window + (
+                _input(
+                    position - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence, in_ring,
+                    begin, start, first, channel, channels, x_row, state_slot, state_channel,
+                    state_column, in_gate, in_gate_row, RING, WIDTH,
+                ),
+            )  # fmt: skip
+        target = state + slot * state_slot + channel * state_channel
+        for column in tl.static_range(WIDTH - 1):
+            tl.store(target + column * state_column, window[column], mask=channel < channels)
+
+
+@triton.jit
+def _store_ring(
+    x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
+    RING: tl.constexpr,
+):  # fmt: skip
+    """What a later call may need again: the call's tokens from `last` on."""
     for position in range(tl.maximum(start, last), end):
-        row = begin + position - start
-        values = tl.load(x + row * x_row + channel, mask=is_channel, other=0)
-        if in_gate is not None:
-            at = in_gate + row * in_gate_row + channel
-            values = gated(values, tl.load(at, mask=is_channel, other=0))
+        values = _own(begin + position - start, x, channel, channels, x_row, in_gate, in_gate_row)
         place = in_ring + position % RING
-        tl.store(ring + place * channels + channel, values, mask=is_channel)
+        tl.store(ring + place * channels + channel, values, mask=channel < channels)
 
 
 @triton.jit
@@ -232,11 +307,30 @@ def _input(
 ):  # fmt: skip
     """What the token at this position brought: from the call, the ring or the window."""
     own = tl.where(position >= start, channels, 0)
-    row = begin + position - start
-    values = tl.load(x + row * x_row + channel, mask=channel < own, other=0)
+    values = _own(begin + position - start, x, channel, own, x_row, in_gate, in_gate_row)
+    earlier = _earlier(
+        position, x, state, ring, read_ptr, sequence, in_ring, start, first, channel, channels,
+        state_slot, state_channel, state_column, RING, WIDTH,
+    )  # fmt: skip
+    return tl.where(position >= start, values, earlier)
+
+
+@triton.jit
+def _own(row, x, channel, channels, x_row, in_gate, in_gate_row):
+    """What a row of the call brings."""
+    values = tl.load(x + row * x_row + channel, mask=channel < channels, other=0)
     if in_gate is not None:
-        gates = tl.load(in_gate + row * in_gate_row + channel, mask=channel < own, other=0)
+        gates = tl.load(in_gate + row * in_gate_row + channel, mask=channel < channels, other=0)
         values = gated(values, gates)
+    return values
+
+
+@triton.jit
+def _earlier(
+    position, x, state, ring, read_ptr, sequence, in_ring, start, first, channel, channels,
+    state_slot, state_channel, state_column, RING: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the token at this position, before the call's, brought: from the ring or the window."""
     kept = tl.where((position < start) & (position >= first), channels, 0)
     place = in_ring + (position + RING) % RING
     earlier = tl.load(ring + place * channels + channel, mask=channel < kept, other=0)
@@ -244,8 +338,8 @@ def _input(
     in_window = tl.where((position < first) & (read > 0), channels, 0)
     column = position - (first - (WIDTH - 1))
     window = state + read * state_slot + column * state_column + channel * state_channel
-    oldest = tl.load(window, mask=channel < in_window, other=0).to(values.dtype)
-    return tl.where(position >= start, values, tl.where(position >= first, earlier, oldest))
+    oldest = tl.load(window, mask=channel < in_window, other=0).to(x.dtype.element_ty)
+    return tl.where(position >= first, earlier, oldest)
 
 
 @triton.jit

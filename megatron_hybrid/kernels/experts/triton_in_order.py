@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts import in_order_few, triton_prompts, triton_quantized
+from megatron_hybrid.kernels.experts.in_order_routing import add_norm_route as add_norm_route
 from megatron_hybrid.kernels.experts.in_order_routing import route as route
 from megatron_hybrid.kernels.experts.in_order_sums import OrderedParts
 from megatron_hybrid.kernels.experts.protocol import (
@@ -25,7 +26,6 @@ from megatron_hybrid.kernels.experts.protocol import (
     SharedExpert,
     SharedResult,
 )
-from megatron_hybrid.kernels.experts.reference import add_norm_route as add_norm_route
 from megatron_hybrid.kernels.experts.triton import (
     Tile,
     Tiles,

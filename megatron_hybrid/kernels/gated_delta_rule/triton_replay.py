@@ -39,6 +39,8 @@ from megatron_hybrid.kernels.replay_triton.tiles import (
 )
 from megatron_hybrid.kernels.replay_triton.tiles import plan as plan
 
+_FEW_PROGRAMS = 256
+
 _kernel = launched(
     do_not_specialize=["tokens", "is_prompt", "sequences"], do_not_specialize_on_alignment=POINTERS
 )
@@ -75,7 +77,9 @@ def run(
     weights = torch.empty(tiles, heads, TILE, TILE, dtype=v.dtype, device=v.device)
     factors = torch.empty(tiles, heads, TILE, 4, dtype=torch.float32, device=v.device)
     decays = torch.empty(tiles, heads, dtype=torch.float32, device=v.device)
-    together = 2 if split and group % 2 == 0 else 1  # heads of a program
+    # Heads of a program; of few each has one, so that it takes less time.
+    few = plan.is_single and tiles * heads <= _FEW_PROGRAMS
+    together = 2 if split and group % 2 == 0 and not few else 1
     ring_k, ring_v, ring_a, ring_b = ring
     sizes = {
         "HEADS": heads, "K_HEADS": k_heads, "RING": ring_k.shape[1], "K_DIM": k_dim, "TILE": TILE,
@@ -84,7 +88,7 @@ def run(
     prepare_replay_kernel[(heads // together, tiles)](
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
-        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1,
+        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1, **OPTIONS,
     )  # fmt: skip
     block_v, num_warps, num_stages = tiling or tiling_of(v_dim, v.dtype, plan.is_single)
     arguments = (

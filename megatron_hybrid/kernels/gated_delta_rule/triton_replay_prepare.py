@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
 from megatron_hybrid.kernels.launching import launched
@@ -55,6 +56,7 @@ def prepare_replay_kernel(
     index = tl.program_id(1)
     sequence, number = _locate(cu_ptr, start_ptr, unfolded_ptr, sequences, is_prompt, index, TILE)
     if sequence >= sequences:
+        wait_for_inputs()
         return
     begin, start, end, first, _ = of_sequence(
         cu_ptr, start_ptr, unfolded_ptr, sequence, is_prompt, TILE
@@ -69,11 +71,13 @@ def prepare_replay_kernel(
     in_ring = ring + at % RING
     n = tl.arange(0, K_DIM)
     at_key = head // (HEADS // K_HEADS) * K_DIM
-    q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], own[:, None], 0.0)
-    own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], own[:, None], 0.0)
     old_k = tl.load(
         ring_k_ptr + in_ring[:, None] * (K_HEADS * K_DIM) + at_key + n[None, :], old[:, None], 0.0
     )
+    wait_for_inputs()  # the ring was there before
+    let_next_start()
+    q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], own[:, None], 0.0)
+    own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], own[:, None], 0.0)
     k = tl.where(own[:, None], own_k, old_k)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")

@@ -185,7 +185,7 @@ def _few_rows_kernel(
         n += first % steps // across * rows
         k = first % across * DEPTH
         row = asked_for + n.to(tl.int64) * weight_row
-        _ask_for(row + k, tl.minimum(columns - k, (STAGES - 1) * DEPTH))
+        ask_for(row + k, tl.minimum(columns - k, (STAGES - 1) * DEPTH))
     wait_for_inputs()
     let_next_start()
     total = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -248,7 +248,7 @@ def _hand_on(
     tl.store(place, total)
     if PARTS == 2:
         tl.store(place + size, before)
-    _together()
+    together()
     tl.atomic_xchg(counter + program, 1, sem="release")
 
 
@@ -271,7 +271,7 @@ def _taken_over(
 
 
 @triton.jit
-def _together():
+def together():
     """All threads of a program are here."""
     if ENABLED:
         # tl.debug_barrier, with which loops have one step after the other.
@@ -311,7 +311,7 @@ def _owner(step, all_steps):
 
 
 @triton.jit
-def _ask_for(rows, columns):
+def ask_for(rows, columns):
     """So many columns of weights that begin at `rows` [ROWS], into the L2 cache."""
     if ENABLED:
         tl.inline_asm_elementwise(
@@ -334,7 +334,7 @@ def _finish_together(
     tl.store(mine, total)
     if PARTS == 2:
         tl.store(mine + size, before)
-    _together()
+    together()
     beginning = _owner(first, all_steps)
     ending = _owner(first + steps - 1, all_steps)
     if tl.atomic_add(counter + tile, 1, sem="acq_rel") == ending - beginning:

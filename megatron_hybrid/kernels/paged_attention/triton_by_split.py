@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
-from megatron_hybrid.kernels.devices import processors
+from megatron_hybrid.kernels.devices import processors, stages_that_fit
 from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.kernels.paged_attention.triton import store_kv
@@ -55,6 +55,7 @@ _NO_LIMIT = 1 << 30
 _PROGRAMS = 4
 _JOINED_ROWS = 4  # of a program
 _BYTES_AHEAD = 64 << 10  # of keys and values, on their way to a program of decodes
+_FEW_DECODES = 4  # whose programs have a multiprocessor each, and so twice as much on its way
 
 
 class Tile(NamedTuple):
@@ -88,14 +89,16 @@ def prompt_tile(shape: AttentionShape) -> Tile:
     return Tile(128, 8, 3 if dims <= 128 else 2, described=True)
 
 
-def decode_tile(shape: AttentionShape, longest: int) -> Tile:
-    """By default, for sequences of up to `longest` queries."""
+def decode_tile(shape: AttentionShape, longest: int, decodes: int, device: torch.device) -> Tile:
+    """By default, for so many sequences of up to `longest` queries."""
     dims = next_power_of_2(shape.head_dim)
     rows = next_power_of_2(longest * (shape.heads // shape.kv_heads))
     rows = min(max(rows, 16), 64 if shape.dtype != torch.float32 else 16)
     tile_bytes = 2 * tile_of_keys(shape) * dims * shape.kv_dtype.itemsize
     # of so many stages one less is loaded ahead
-    return Tile(rows, 4 if dims <= 128 else 8, min(max(_BYTES_AHEAD // tile_bytes + 1, 2), 5))
+    ahead = 2 * _BYTES_AHEAD if decodes <= _FEW_DECODES else _BYTES_AHEAD
+    stages = min(max(ahead // tile_bytes + 1, 2), 5)
+    return Tile(rows, 4 if dims <= 128 else 8, stages_that_fit(stages, tile_bytes, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,8 @@ class SplitAttention:
     ) -> None:
         paged, shape = plan.paged, plan.shape
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        tile = self._decodes or decode_tile(shape, plan.longest)
+        count, device = paged.num_decodes, query.device
+        tile = self._decodes or decode_tile(shape, plan.longest, count, device)
         places = plan.longest * heads // kv_heads
         room = 0
         if plan.joins:
@@ -187,18 +191,18 @@ class SplitAttention:
         parts = query.new_empty((*size, head_dim), dtype=torch.float32)
         sums = query.new_empty((*size, 2), dtype=torch.float32)
         programs = plan.items * kv_heads * cdiv(places, tile.rows)
-        programs = min(programs, _PROGRAMS * processors(query.device))
+        programs = min(programs, _PROGRAMS * processors(device))
         keys, constants = self._keys_of(shape), self._constants(shape)
         decode_kernel[(programs,)](
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            paged.num_decodes, room, places, kv_heads,
+            count, room, places, kv_heads,
             KEYS=keys, WHOLE=_has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
             **tile.options, **constants, **OPTIONS,
         )  # fmt: skip
         if room:
-            join_kernel[(paged.num_decodes, cdiv(heads * plan.longest, _JOINED_ROWS))](
+            join_kernel[(count, cdiv(heads * plan.longest, _JOINED_ROWS))](
                 output, parts, sums, paged.cu_seqlens, paged.kv_length, paged.kv_indptr,
                 cache.v_scale, room, places, kv_heads,
                 ROWS=_JOINED_ROWS, num_warps=4, **constants, **OPTIONS,
