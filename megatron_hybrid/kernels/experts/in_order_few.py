@@ -65,7 +65,10 @@ def choose_tiles(
     up, down = _rows(blocks, inner), _rows(blocks, width)
     # Steps of half the depth where both halves of a gated weight would leave room for few of them.
     depth = 64 if gated and up == 64 else 128
-    return Tiles(16 if pairs <= 8 * every else 32, tokens > FEW_TOKENS, Tile(up, depth), Tile(down))
+    # Of few tokens the first product's weights come no faster than it asks for them.
+    is_sorted = tokens > FEW_TOKENS
+    second = Tile(down, weights_first=is_sorted)
+    return Tiles(16 if pairs <= 8 * every else 32, is_sorted, Tile(up, depth), second)
 
 
 def _rows(blocks: int, rows: int) -> int:
@@ -324,6 +327,7 @@ def _down_kernel(
     # Blocks, their order and shares were known before the kernel that this one waits for.
     expert, begin, end = _load_block(experts, blocks, num_blocks, block, EXPERTS)
     if begin >= end:
+        wait_for_inputs()  # or, if all are, the next kernel would not wait for those before
         return
     row = begin + tl.arange(0, PAIRS)
     pair = _load_pairs(order, row, end)

@@ -376,6 +376,7 @@ def _down_kernel(
     # Blocks, their order and weights were known before the kernel that this one waits for.
     expert, begin, end = _load_block(blocks, num_blocks, tokens, block, SLICES, CHOSEN, BLOCK_M)
     if begin >= end:
+        wait_for_inputs()  # or, if all are, the next kernel would not wait for those before
         return
     row = begin + tl.arange(0, BLOCK_M)
     valid = (row < end)[:, None]
