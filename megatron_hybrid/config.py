@@ -200,6 +200,13 @@ class EngineConfig(Settings):
         "tokens between states that are kept for want of a better place; 0: none",
         least_means="none",
     )
+    prefix_caching_host_gb: float = option(
+        0.0,
+        "memory of the host, of each engine process, for what the device's caches have no room "
+        "for: it is fetched before a request that wants it begins. 0: none",
+        least_means="none",
+        most=MOST_GB,
+    )
     num_speculative_tokens: int = option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "

@@ -45,7 +45,7 @@ class HostStore(PrefixStore):
         """geometry: of the device's caches. num_pages: of `page_bytes(geometry)` each. is_gone:
         called with the key of each state that goes."""
         self.page_bytes = page_bytes(geometry)
-        self.pages_per_state = -(-geometry.bytes_per_cached_slot // self.page_bytes)
+        self.pages_per_state = pages_per_state(geometry)
         sizes = replace(
             geometry,
             num_blocks=num_pages,
@@ -56,6 +56,11 @@ class HostStore(PrefixStore):
         self._is_gone = is_gone
         self._paged = PagedSlots(sizes.num_cached_slots, lambda pages: self.kv.release(pages))
         super().__init__(sizes, queue, keeps_idle=True, free=self._paged)
+
+    @property
+    def num_states(self) -> int:
+        """Cached states."""
+        return len(self._paged.pages)
 
     @property
     def num_used(self) -> int:
@@ -112,3 +117,8 @@ class HostStore(PrefixStore):
 def page_bytes(geometry: CacheGeometry) -> int:
     """A KV block; without attention a state."""
     return geometry.bytes_per_block or geometry.bytes_per_cached_slot
+
+
+def pages_per_state(geometry: CacheGeometry) -> int:
+    """Pages that a cached state takes."""
+    return -(-geometry.bytes_per_cached_slot // page_bytes(geometry))

@@ -25,9 +25,10 @@ from megatron_hybrid.cache.host_store import HostStore
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch, PrefixStore
 from megatron_hybrid.cache.state_pool import NULL_SLOT
-from megatron_hybrid.cache.tier import Tier
+from megatron_hybrid.cache.tier import COUNTERS, REFUSED, Tier
 from megatron_hybrid.errors import StatePoolExhausted
 
+NAME = "host"  # in figures
 LOOKED_AT = 32  # states that were published, at most, to find one to write
 MOST_PENDING = 65_536  # published ones that are remembered
 
@@ -65,6 +66,7 @@ class Fetch:
     copy: Copy
     blocks: list[int]  # of all its KV, in order, referenced
     first: int  # of these, which is not there yet
+    tokens: int  # that can be skipped besides
     state: CachedState | None  # in host memory
     pin: Pin  # in host memory
     version: int
@@ -88,6 +90,7 @@ class HostTier(Tier):
         self.host = HostStore(device.geometry, num_pages, queue, self._is_gone)
         self._bytes_per_token = bytes_per_token
         self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter(dict.fromkeys(REFUSED, 0))  # by reason
         self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
         self._version = 0
 
@@ -135,7 +138,8 @@ class HostTier(Tier):
         else:
             host.map_tail(keys, write.pages, write.position)
         host.release_blocks(write.pages)
-        self.counts["written"] += 1
+        self.counts["tier_writes"] += 1
+        self.counts["tier_bytes_written"] += self._bytes_of(write.copy)
 
     # ---------------------------------------------------------- to the device
 
@@ -177,6 +181,7 @@ class HostTier(Tier):
             Copy(own, copied, slot, state_pages),
             blocks + own,
             first,
+            found.skip - match.skip,
             state,
             Pin(NULL_SLOT if state is None else state.slot, pages),
             self._version,
@@ -193,7 +198,9 @@ class HostTier(Tier):
             self._give_back(device, slot, fetch.blocks)
             return None
         device.map_blocks(keys, fetch.blocks, fetch.first, self._full_blocks(fetch.position))
-        self.counts["fetched"] += 1
+        self.counts["tier_fetches"] += 1
+        self.counts["tier_bytes_fetched"] += self._bytes_of(fetch.copy)
+        self.counts["tier_tokens_fetched"] += fetch.tokens
         if theirs is None:
             device.map_tail(keys, fetch.blocks, fetch.position)
             return Pin(NULL_SLOT, fetch.blocks)
@@ -227,7 +234,21 @@ class HostTier(Tier):
         """Ages are counted in the engine's steps."""
         self.host.kv.step = self.host.states.queue.now = step
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        host = self.host
+        found: dict[str, int] = {name: self.counts[name] for name in COUNTERS} | {
+            "tier_bytes": host.kv.num_blocks * host.page_bytes,
+            "tier_bytes_used": host.num_used * host.page_bytes,
+            "tier_states": host.num_states,
+        }
+        return {name: {NAME: n} for name, n in found.items()} | {"tier_refused": dict(self.refused)}
+
     # ---------------------------------------------------------------- details
+
+    def _bytes_of(self, copy: Copy) -> int:
+        geometry = self.device.geometry
+        state = geometry.bytes_per_cached_slot if copy.slot else 0
+        return len(copy.blocks) * geometry.bytes_per_block + state
 
     def _write(self, keys: SequenceKeys, position: int, state: CachedState | None) -> Write | None:
         device, host = self.device, self.host
@@ -247,7 +268,7 @@ class HostTier(Tier):
         place = host.allocate(end - first, state=state is not None)
         if place is None:
             host.release_blocks(path)
-            self.counts["no room"] += 1
+            self.refused["tier_full"] += 1
             return None
         own, slot = place
         state_pages = [] if state is None else host.pages_of(slot)

@@ -7,6 +7,15 @@ from typing import Protocol
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 
+# What `figures` has: numbers by tier, or by reason (tier_refused). They grow ...
+COUNTERS = """
+    tier_writes tier_fetches tier_bytes_written tier_bytes_fetched tier_tokens_fetched tier_refused
+""".split()
+GAUGES = "tier_bytes tier_bytes_used tier_states".split()  # ... or not
+# Why something was not moved: all of the tier is in use; there was no room on the device beside the
+# prompt; computing it is quicker.
+REFUSED = "tier_full", "device_full", "slower"
+
 
 class Tier(Protocol):
     """All calls are O(1)."""
@@ -21,6 +30,9 @@ class Tier(Protocol):
     def clear(self) -> None:
         """Nothing can be found any more."""
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """COUNTERS and GAUGES."""
+
 
 class _NoTier:
     def was_published(self, keys: SequenceKeys, position: int, state: CachedState | None) -> None:
@@ -31,6 +43,9 @@ class _NoTier:
 
     def clear(self) -> None:
         pass
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        return {name: {} for name in (*COUNTERS, *GAUGES)}
 
 
 NO_TIER = _NoTier()

@@ -15,6 +15,11 @@ from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build_fingerprint import build_fingerprint
+from megatron_hybrid.engine.build_host_memory import (
+    check_host_memory,
+    host_transfers,
+    staging_bytes,
+)
 from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
     check_batch_invariant,
@@ -25,7 +30,12 @@ from megatron_hybrid.engine.checks import (
     check_quantized,
     check_transformer_engine,
 )
-from megatron_hybrid.engine.choices import all_to_all_from, captures_later, prompt_room
+from megatron_hybrid.engine.choices import (
+    all_to_all_from,
+    captures_later,
+    max_seq_length_of,
+    prompt_room,
+)
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
@@ -156,6 +166,7 @@ def build_engine(
         num_drafts=config.num_speculative_tokens,
         write_interval=plan.write_interval,
     )
+    context.transfers = host_transfers(config, context.cache, caches, model, device)
     start.end_part("caches")
     sizes = _graph_sizes(plan, geometry.max_requests)
     if sizes:
@@ -262,7 +273,7 @@ class _Plan:
         """`model`: with the weights, where it is there already."""
         folder = ModelFolder.of(config)
         model_config = folder.config
-        max_seq_length = _max_seq_length(config, model_config)
+        max_seq_length = max_seq_length_of(config, model_config)
         if config.parallel_sizes.expert > 1 and model_config.moe is None:
             raise ConfigurationError(
                 f"--expert-model-parallel-size is {config.expert_model_parallel_size}, but the "
@@ -285,6 +296,7 @@ class _Plan:
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
         check_batch_invariant(config, shapes)
+        check_host_memory(config, parallel)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)
@@ -344,16 +356,6 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _max_seq_length(config: EngineConfig, model: HybridModelConfig) -> int:
-    wanted, limit = config.inference_max_seq_length, model.max_position_embeddings
-    if wanted is not None and wanted > limit:
-        raise ConfigurationError(
-            f"--inference-max-seq-length is {wanted}; the model was made for at most {limit} "
-            "tokens (max_position_embeddings in its config.json)."
-        )
-    return limit if wanted is None else wanted
-
-
 class _Dtypes(NamedTuple):
     """Of weights and activations, of the convolution's states, of the recurrent ones, and of keys
     and values."""
@@ -399,7 +401,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
             plan.device,
             share=config.gpu_memory_utilization,
             weights=weights,
-            activations=activations,
+            activations=activations + staging_bytes(config, model.state_specs.values()),
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
             vocab_size=plan.model_config.vocab_size if model.is_last_stage else 0,
         )

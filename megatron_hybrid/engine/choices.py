@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
 from megatron_hybrid.kernels.protocols import Attention
 from megatron_hybrid.models.config import HybridModelConfig
@@ -51,3 +52,15 @@ def prompt_room(
     block_size = config.inference_dynamic_batching_block_size
     room = PromptRoom.of(model, attention, prompts, block_size)
     return PromptRoom(*(parallel.lockstep.minimum(value) for value in room))
+
+
+def max_seq_length_of(config: EngineConfig, model: HybridModelConfig) -> int:
+    """Tokens of a prompt and its answer. Raises ConfigurationError for more than the model was made
+    for."""
+    wanted, limit = config.inference_max_seq_length, model.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        raise ConfigurationError(
+            f"--inference-max-seq-length is {wanted}; the model was made for at most {limit} "
+            "tokens (max_position_embeddings in its config.json)."
+        )
+    return limit if wanted is None else wanted

@@ -135,7 +135,7 @@ def derive_geometry(
     bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
     own_logits = bytes_per_logits if stage.has_logits else 0
     own_block = _bytes_per_block(stage.kv_specs, block_size)
-    own_slot = _bytes_per_state(stage.state_specs) + own_logits
+    own_slot = bytes_per_state(stage.state_specs) + own_logits
     ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
     own_live = own_slot + ring_length * ring_bytes
     keeps_states = caches and bool(state_specs)
@@ -147,7 +147,7 @@ def derive_geometry(
     max_requests = minimum(max_requests)
     cached = 0
     if keeps_states:
-        own_cached = _bytes_per_state(stage.state_specs, packed_dtype) + own_logits
+        own_cached = bytes_per_state(stage.state_specs, packed_dtype) + own_logits
         cached = slots_for_budget(states / GIB, own_cached) if own_cached else NO_LIMIT
     elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
         cached = max_requests
@@ -170,11 +170,11 @@ def derive_geometry(
         max_requests=max_requests,
         num_cached_slots=minimum(cached),
         bytes_per_block=_bytes_per_block(kv_specs, block_size),
-        bytes_per_state=_bytes_per_state(state_specs),
+        bytes_per_state=bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
         stored_as=",".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in kv_specs})),
         bytes_per_packed_state=(
-            None if packed_dtype is None else _bytes_per_state(state_specs, packed_dtype)
+            None if packed_dtype is None else bytes_per_state(state_specs, packed_dtype)
         ),
         granule=kernel_chunk if batch_invariant else 1,
     )
@@ -192,7 +192,8 @@ def _bytes_per_block(specs: Iterable[KVSpec], block_size: int) -> int:
     return block_size * sum(spec.bytes_per_token() for spec in specs)
 
 
-def _bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = None) -> int:
+def bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = None) -> int:
+    """Of one slot in all these layers, as it is or packed in a type."""
     if packed is None:
         return sum(spec.bytes_per_slot() for spec in specs)
     return sum(spec.bytes_per_packed_slot(packed) for spec in specs)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.cache import tier
+from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.latency import Latencies
@@ -117,9 +119,11 @@ class Statistics:
     def as_dict(self) -> Figures:
         """Everything a user may want to know, as plain numbers."""
         figures = self._figures()
+        tiers = self._cache.tier.figures()
         return {
             **figures,
             **self._cache.occupancy()._asdict(),
+            **{name: tiers[name] for name in tier.GAUGES},
             "weight_bytes": self.weight_bytes,
             "start_seconds": self.start_seconds,
             "last_step": {"step": self.step, **_difference(figures, self._before)},
@@ -151,6 +155,14 @@ class Statistics:
                 f" | drafts: {share:.1f}% of {totals['draft_tokens']} tokens accepted, "
                 f"{length:.2f} tokens a step"
             )
+        tiers = self._cache.tier.figures()
+        for name, size in tiers["tier_bytes"].items():
+            used, states = tiers["tier_bytes_used"][name], tiers["tier_states"][name]
+            line += (
+                f" | {name}: {used / GIB:.2f}/{size / GIB:.2f} GB, {states} states, "
+                f"{tiers['tier_writes'][name]} written, {tiers['tier_fetches'][name]} fetched "
+                f"({tiers['tier_tokens_fetched'][name]} tokens)"
+            )
         others = {
             "checkpoints skipped": self._cache.checkpoints_skipped,
             "evicted blocks": self._cache.kv.evictions,
@@ -169,7 +181,7 @@ class Statistics:
             request.counters[name] += number
 
     def _figures(self) -> Figures:
-        cache = self._cache
+        cache, tiers = self._cache, self._cache.tier.figures()
         return {
             **self.totals,
             "requests_finished": dict(self.requests_finished),
@@ -180,6 +192,7 @@ class Statistics:
             "checkpoints_skipped": cache.checkpoints_skipped,
             "kv_evictions": cache.kv.evictions,
             "state_evictions": cache.states.evictions,
+            **{name: tiers[name] for name in tier.COUNTERS},
         }
 
 

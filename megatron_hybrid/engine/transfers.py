@@ -155,11 +155,11 @@ class HostTransfers(Transfers):
             if len(self._fetches) >= MOST_UNDERWAY:
                 return True
             if not tier.is_worth_it(match, found, length):
-                tier.counts["slower than computing"] += 1
+                tier.refused["slower"] += 1
                 return False
             fetch = tier.begin_fetch(keys, match, found, length, headroom)
             if fetch is None:
-                tier.counts["no room on the device"] += 1
+                tier.refused["device_full"] += 1
                 return False
             self._forget_slot(fetch.copy.slot)
             underway = self._fetches[key] = _Underway(fetch, self.copier.fetch(fetch.copy))

@@ -57,7 +57,7 @@ def test_chats_go_on_with_the_same_bits(known: Known, block_size: int, asynchron
             cached[-1].append(output.cached_tokens)
             texts[chat] = text + output.token_ids + known.text[chat : chat + 3]
     assert not any(cached[0])
-    assert transfers.tier.counts["fetched"] > CHATS
+    assert transfers.tier.counts["tier_fetches"] > CHATS
     granule = llm.engine.context.geometry.granule
     for turn, skipped in enumerate(cached[1:]):
         whole = [25 + 3 * i + 9 * turn + 5 for i in range(CHATS)]  # all but the last, never fed

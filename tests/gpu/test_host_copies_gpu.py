@@ -94,4 +94,4 @@ def test_chats_that_were_in_host_memory_go_on_with_the_same_bits(
             for i, output in enumerate(outputs):
                 texts[chat + i] += output.token_ids + known.text[chat : chat + 3]
     assert sum(found) > number, found
-    assert transfers.tier.counts["fetched"] > number
+    assert transfers.tier.counts["tier_fetches"] > number

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_hybrid.cache.tier import NO_TIER
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
@@ -226,6 +227,7 @@ class FakeEngine(DynamicInferenceEngine):
             "accepted_by_position": {},
             "requests_running": len(self._running),
             "requests_waiting": 0,
+            **NO_TIER.figures(),
             "weight_bytes": {"bfloat16": 1000},
             "start_seconds": {"imports": 1.5},
             "kv_blocks": 4,

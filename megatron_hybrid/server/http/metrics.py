@@ -60,6 +60,12 @@ _LABELLED_COUNTERS = {
         LOST_CAUSES,
         "Tokens that matched but were computed again",
     ),
+    "tier_writes": ("tier_writes", "tier", (), "Prefixes written to memory behind the device's"),
+    "tier_fetches": ("tier_fetches", "tier", (), "Prefixes fetched from there"),
+    "tier_bytes_written": ("tier_bytes_written", "tier", (), "Bytes written there"),
+    "tier_bytes_fetched": ("tier_bytes_fetched", "tier", (), "Bytes fetched from there"),
+    "tier_tokens_fetched": ("tier_tokens_fetched", "tier", (), "Tokens that this let us skip"),
+    "tier_refused": ("tier_refused", "reason", (), "Prefixes that were not moved, by reason"),
     "spec_decode_num_accepted_tokens_per_pos": (
         "accepted_by_position",
         "position",
@@ -75,6 +81,9 @@ _GAUGES = {
     "state_slots": ("state_slots", "Slots for recurrent states in all"),
 }
 _LABELLED_GAUGES = {
+    "tier_bytes": ("tier_bytes", "tier", (), "Memory behind the device's"),
+    "tier_bytes_used": ("tier_bytes_used", "tier", (), "What of it holds something"),
+    "tier_states": ("tier_states", "tier", (), "Cached states there"),
     "weight_bytes": ("weight_bytes", "format", (), "Memory of one rank's weights"),
     "start_seconds": ("start_seconds", "part", (), "What the engine's start took"),
 }

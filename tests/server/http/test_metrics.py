@@ -14,6 +14,7 @@ from flask.testing import FlaskClient
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_hybrid.cache import tier
 from megatron_hybrid.cache.checkpoint_placement import KINDS
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.metrics import PREFIX, ServerMetrics
@@ -45,6 +46,12 @@ HISTOGRAMS = """
     time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
     request_queue_time_seconds request_prefill_time_seconds iteration_tokens_total
 """.split()
+
+
+# As if there were memory of the host behind the device's.
+TIERS = {name: {"host": 10 + i} for i, name in enumerate((*tier.COUNTERS, *tier.GAUGES))} | {
+    "tier_refused": {"slower": 3, "device_full": 0}
+}
 
 
 class Source:
@@ -87,7 +94,7 @@ def engine_stats() -> Mapping[str, Any]:
     engine.step()
     engine.statistics.weight_bytes = {"bfloat16": 2**30}
     engine.statistics.start_seconds = {"imports": 2.5, "largest step": 0.5}
-    return engine.stats()
+    return engine.stats() | TIERS
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +194,13 @@ def test_how_the_cache_is_cut_stands_in_labels(engine_stats: Mapping[str, Any]) 
 
 
 # ------------------------------------------------------------- over HTTP
+
+
+def test_memory_behind_the_devices_is_on_the_page_by_its_name(page: dict[str, Metric]) -> None:
+    for names, suffix in ((tier.COUNTERS, "_total"), (tier.GAUGES, "")):
+        for name in set(names) - {"tier_refused"}:
+            assert value(page[name], suffix, tier="host") == TIERS[name]["host"]
+    assert value(page["tier_refused"], "_total", reason="slower") == 3
 
 
 def test_requests_over_http_are_counted_by_the_engine(http: FlaskClient) -> None:

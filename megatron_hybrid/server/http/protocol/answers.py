@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, defstruct
 
+from megatron_hybrid.cache import tier
 from megatron_hybrid.cache.prefix_store import Occupancy
 from megatron_hybrid.server.http.metrics import LATENCIES
 
@@ -284,9 +285,12 @@ COUNTERS = """
     twin_deferrals twin_tokens_saved drafts draft_tokens accepted_tokens checkpoints_skipped
     kv_evictions state_evictions
 """.split()
-COUNTERS_BY_NAME = """
+COUNTERS_BY_NAME = (
+    """
     requests_finished lost_tokens checkpoints_published checkpoints_read accepted_by_position
 """.split()
+    + tier.COUNTERS
+)
 _COUNTERS: dict[str, Any] = {
     **dict.fromkeys(COUNTERS, Count),
     **dict.fromkeys(COUNTERS_BY_NAME, dict[str, int]),
@@ -311,6 +315,7 @@ Figures = shape(
     state_cached_by_age=list[tuple[str, int]],
     latency=shape("Latency", **dict.fromkeys(LATENCIES, Histogram)),
     iteration_tokens=Histogram,
+    **dict.fromkeys(tier.GAUGES, dict[str, Count]),
     weight_bytes=says(dict[str, Count], "What one rank's weights take, by their format."),
     start_seconds=says(dict[str, float], "Of the start, by part."),
     last_step=says(shape("LastStep", step=Count, **_COUNTERS), "What the last step added."),

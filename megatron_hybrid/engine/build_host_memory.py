@@ -1,0 +1,117 @@
+"""EngineConfig -> memory of the host behind the device's caches."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+import torch
+
+from megatron_hybrid.cache.geometry import GIB, CacheGeometry
+from megatron_hybrid.cache.host_store import page_bytes, pages_per_state
+from megatron_hybrid.cache.host_tier import HostTier
+from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.replay_cost import queue_of
+from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.host_memory import available_memory
+from megatron_hybrid.engine.sizing import bytes_per_state
+from megatron_hybrid.engine.transfers import HostTransfers, Transfers
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.host_copies import PIECE_BYTES, CudaHostCopier, HostCopier
+from megatron_hybrid.layers.inputs import LayerCaches, StateSpec
+from megatron_hybrid.layers.moe import MoE
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--prefix-caching-host-gb"
+# Operations a second of long prompts, by and large: what is fetched takes mostly a hundredth of the
+# time that computing it does, so that little depends on it.
+_OPERATIONS = {"cuda": 400e12, "cpu": 50e9}
+
+
+def check_host_memory(config: EngineConfig, parallel: ParallelContext) -> None:
+    """Raises ConfigurationError for what can't have memory of the host behind its caches."""
+    wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
+    policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
+    if not config.prefix_caching_host_gb:
+        return
+    if not config.inference_dynamic_batching_prefix_caching or policy == "ref_zero":
+        raise ConfigurationError(
+            f"{wanted}, but nothing is kept that could be moved there: prefix caching is off, or "
+            "--inference-dynamic-batching-prefix-caching-eviction-policy is ref_zero."
+        )
+    if parallel.replica.size > 1:
+        raise ConfigurationError(
+            f"{wanted}; a model that is split over {parallel.replica.size} ranks "
+            "(--tensor-model-parallel-size, --pipeline-model-parallel-size) can't have memory of "
+            "the host behind its caches yet."
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    left = available_memory() // processes
+    if config.prefix_caching_host_gb * GIB > left:
+        raise ConfigurationError(
+            f"{wanted}; {left / GIB:.2f} GB of the host's memory are left for each of the "
+            f"{processes} processes that run on it."
+        )
+
+
+def staging_bytes(config: EngineConfig, states: Iterable[StateSpec]) -> int:
+    """On the device, for what is on its way: a piece and a state in each direction."""
+    if not config.prefix_caching_host_gb:
+        return 0
+    return 2 * (PIECE_BYTES + bytes_per_state(states))
+
+
+def host_transfers(
+    config: EngineConfig,
+    cache: HybridCache,
+    caches: LayerCaches,
+    model: HybridModel,
+    device: torch.device,
+) -> Transfers:
+    """As `check_host_memory` allows. Raises ConfigurationError where there is no room for a single
+    sequence."""
+    if not config.prefix_caching_host_gb:
+        return Transfers()
+    geometry = cache.geometry
+    page = page_bytes(geometry)
+    pages = int(config.prefix_caching_host_gb * GIB) // page if page else 0
+    _check_size(config, geometry, pages)
+    copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)
+    seconds = 2 * _weights_of_a_token(model) / _OPERATIONS[device.type]
+    policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
+    logger.info(
+        "memory of the host: %.2f GB, %d pages of %d bytes; a state takes %d",
+        config.prefix_caching_host_gb, pages, page, pages_per_state(geometry),
+    )  # fmt: skip
+    tier = HostTier(cache.store, pages, queue_of(policy), copier.rate() * seconds)
+    return HostTransfers(cache, tier, copier)
+
+
+def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int) -> None:
+    if geometry.has_recurrent and not geometry.num_cached_slots:
+        raise ConfigurationError(
+            f"{FLAG} is {config.prefix_caching_host_gb:g}, but the device has no room for a cached "
+            "state that could be moved there "
+            "(--inference-dynamic-batching-prefix-caching-mamba-gb)."
+        )
+    least = 1 + pages_per_state(geometry)
+    if pages < least:
+        raise ConfigurationError(
+            f"{FLAG} is {config.prefix_caching_host_gb:g}, which is {pages} pages of "
+            f"{page_bytes(geometry):,} bytes; a state and the KV before it need {least}."
+        )
+
+
+def _weights_of_a_token(model: HybridModel) -> float:
+    """That one token is multiplied with, about."""
+    total: float = sum(weight.numel() for weight in model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            experts = [*layer.up_proj.parameters(), *layer.down_proj.parameters()]
+            every = sum(weight.numel() for weight in experts)
+            total -= every * (1 - layer.config.experts_per_token / layer.config.num_experts)
+    return total
