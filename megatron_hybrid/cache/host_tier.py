@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.checkpoint_placement import PROMPT_END
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.host_store import HostStore
 from megatron_hybrid.cache.lease import Pin
@@ -92,6 +93,7 @@ class HostTier(Tier):
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSED, 0))  # by reason
         self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
+        self._covered: deque[_Published] = deque(maxlen=MOST_PENDING)
         self._version = 0
 
     # ------------------------------------------------------------ to the host
@@ -113,14 +115,28 @@ class HostTier(Tier):
                 continue
             state = published.state
             if state is not None and not state.is_shared:
-                if state.children:
-                    continue  # another one behind it covers it
+                if state.children:  # another one behind it says more
+                    if state.kind == PROMPT_END:
+                        self._covered.append(published)
+                    continue
                 if state.runners:
                     self._published.append(published)  # what it ends with says more
                     continue
             write = self._write(*published)
             if write is not None:
                 return write
+        return self._write_covered()
+
+    def _write_covered(self) -> Write | None:
+        """A prompt that comes again as it was needs its own end's state: where nothing has to go
+        for it, that is written, too."""
+        for _ in range(min(LOOKED_AT, len(self._covered))):
+            published = self._covered.popleft()
+            most = self._blocks_to(published.position) + self.host.pages_per_state
+            if not self._is_there(published) and most <= self.host.kv.num_free:
+                write = self._write(*published)
+                if write is not None:
+                    return write
         return None
 
     def end_write(self, write: Write) -> None:
@@ -228,6 +244,7 @@ class HostTier(Tier):
     def clear(self) -> None:
         self._version += 1  # what is under way ends without an effect
         self._published.clear()
+        self._covered.clear()
         self.host.clear(0)
 
     def begin_step(self, step: int) -> None:

@@ -18,6 +18,7 @@ SMALL: dict[str, Any] = {
     PREFIX + "max_requests": 8,
     "inference_max_seq_length": 600,
 }
+FEW_AT_ONCE = {PREFIX + "max_requests": 2, PREFIX + "prefix_caching_mamba_gb": 0.012}
 CHATS = 24
 
 
@@ -26,7 +27,7 @@ def chat(llm: LLM, turns: int = 3) -> list[list[list[int]]]:
     texts = [f"The code of gate {i} is {1000 + 37 * i}. " * 7 for i in range(CHATS)]
     answers = []
     for _ in range(turns):
-        outputs = llm.generate(texts, SamplingParams(max_tokens=6), progress=False)
+        outputs = llm.generate(texts, SamplingParams(max_tokens=6, temperature=0.0), progress=False)
         texts = [text + one.text + " And then?" for text, one in zip(texts, outputs, strict=True)]
         answers.append([one.token_ids for one in outputs])
     return answers
@@ -41,7 +42,7 @@ def test_chats_that_the_device_has_no_room_for_come_back_from_host_memory() -> N
     assert figures["tier_fetches"] >= CHATS and figures["tier_writes"] >= CHATS
     assert figures["tier_tokens_fetched"] > stats["skipped_tokens"] / 2
     assert 0 < figures["tier_bytes_used"] <= figures["tier_bytes"] <= 2**28
-    assert figures["tier_bytes_fetched"] <= figures["tier_bytes_written"]
+    assert figures["tier_bytes_fetched"] > 0 < figures["tier_bytes_written"]
     assert set(stats["tier_refused"]) == set(tier.REFUSED)
     assert "| host: " in llm.engine.statistics.log_line()
     assert " host: " not in small.engine.statistics.log_line()
@@ -49,6 +50,18 @@ def test_chats_that_the_device_has_no_room_for_come_back_from_host_memory() -> N
     llm.engine.check_integrity()
     llm.engine.reset_prefix_cache()
     assert llm.stats()["tier_bytes_used"] == {"host": 0}
+
+
+def test_prompts_come_again_as_they_were() -> None:
+    """Of which the ends of the answers say more; SGLang's issue 39436, in small."""
+    llm = LLM(**SMALL | FEW_AT_ONCE, prefix_caching_host_gb=0.25)
+    prompts = [f"The code of gate {i} is {1000 + 37 * i}. " * 7 for i in range(CHATS)]
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    first = llm.generate(prompts, params, progress=False)
+    again = llm.generate(prompts[:8], params, progress=False)
+    assert [one.token_ids for one in again] == [one.token_ids for one in first[:8]]
+    assert all(one.cached_tokens == len(one.prompt_token_ids) for one in again)
+    assert llm.stats()["tier_fetches"]["host"] >= 8
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

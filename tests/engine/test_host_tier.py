@@ -80,7 +80,7 @@ def test_only_what_is_missing_moves() -> None:
     text = random_tokens(1, 41)
     generate(engine, [text], ANSWER)  # 44 tokens are fed: 11 blocks
     generate(engine, [random_tokens(9, 9)], 1)
-    assert copies == [("write", 11, 3)]
+    assert copies == 2 * [("write", 11, 3)]  # the prompt's end and the answer's, at once
     text += expected_answer(text, ANSWER) + [7] * 11
     generate(engine, [text], ANSWER)  # 59 tokens: 4 blocks more, the last one in part
     generate(engine, [random_tokens(8, 9)], 1)
@@ -109,11 +109,11 @@ def test_others_are_admitted_past_one_that_waits() -> None:
 def test_a_burst_behind_one_prefix_fetches_it_once() -> None:
     engine = engine_with(max_requests=4, num_blocks=60, slowest_copy=3)
     chats(engine, 6, 1)
-    fetched = counts(engine)["fetched"]
+    fetched = counts(engine)["tier_fetches"]
     text = random_tokens(0, 50) + expected_answer(random_tokens(0, 50), ANSWER)
     events = generate(engine, [text + [n] for n in range(4)], 2)
     assert [event.cached_tokens for event in events] == [53] * 4
-    assert counts(engine)["fetched"] == fetched + 1
+    assert counts(engine)["tier_fetches"] == fetched + 1
 
 
 @pytest.mark.parametrize("what", ["abort", "reset", "update_weights"])
@@ -145,7 +145,8 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
 def test_what_is_computed_sooner_is_not_fetched() -> None:
     engine = engine_with(bytes_per_token=0.01)
     assert not any(map(sum, chats(engine, 8, 2)))
-    assert counts(engine)["slower than computing"] and not counts(engine)["fetched"]
+    assert engine.context.transfers.tier.refused["slower"]  # type: ignore[attr-defined]
+    assert not counts(engine)["tier_fetches"]
 
 
 def test_no_request_is_fetched_for_without_end() -> None:

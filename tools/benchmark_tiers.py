@@ -1,0 +1,317 @@
+#!/usr/bin/env python
+"""What memory of the host behind the device's caches is worth, in this process.
+
+    python tools/benchmark_tiers.py --scale 0.02 --prefix-caching-host-gb 0.5 \\
+        --inference-dynamic-batching-buffer-size-gb 0.03 \\
+        --inference-dynamic-batching-prefix-caching-mamba-gb 0.012
+
+On a GPU, with caches of 8 GB there:
+
+    python tools/benchmark_tiers.py --config configs/nemotron-h-8b.yaml --scale 1 \\
+        --prefix-caching-host-gb 64 --inference-dynamic-batching-buffer-size-gb 4 \\
+        --inference-dynamic-batching-prefix-caching-mamba-gb 4 --json out.json
+
+resume   a conversation of 65,552 tokens goes on, computed, from the device, from the host
+replay   200 prompts of 8,448 tokens, then the first 8 of them again, twice: from the host, and
+         from the device (SGLang's issue 39436)
+decodes  the time between tokens of 32 decodes, quiet and while copies run in both directions, to
+         and from pages that nobody else uses, until 50 GB have gone each way
+chats    eight times as many chats as the device holds, 32 at once, with the tier and without
+
+Times to first token are those of one request alone, but for `chats`. --scale multiplies tokens and
+numbers of requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.driver import run_workload
+from bench.environment import describe_environment
+from bench.measurements import RequestRecord
+from bench.workloads import Round, Workload, WorkloadRequest
+from megatron_hybrid import EngineConfig
+from megatron_hybrid.arguments import (
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
+)
+from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.engine.build import build_engine, load_weights
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.transfers import HostTransfers, Ticket
+from megatron_hybrid.errors import ConfigurationError
+
+LONGEST = 65536  # tokens; and an answer of 16
+MOVED = 50e9  # bytes, each way
+Figures = dict[str, Any]
+
+
+class Benchmark:
+    """Loads on one engine. Every prompt is drawn anew."""
+
+    def __init__(self, engine: DynamicInferenceEngine, scale: float) -> None:
+        self.engine, self._scale = engine, scale
+        self._random = np.random.default_rng(0)
+        self._drawn = 0
+        self._records: list[RequestRecord] = []
+
+    def tokens(self, full: int) -> tuple[int, ...]:
+        """So many, scaled."""
+        size = max(2, round(full * self._scale))
+        return tuple(self._random.integers(16, self.engine.vocab_size, size=size).tolist())
+
+    def count(self, full: int, least: int = 2) -> int:
+        """Of requests, scaled."""
+        return max(least, round(full * self._scale))
+
+    def run(self, *rounds: Round) -> list[float]:
+        """Milliseconds to the first token, of all requests in order."""
+        self._records = run_workload(self.engine, Workload("tiers", rounds)).records
+        return [1e3 * record.time_to_first_token for record in self._records]
+
+    def hits(self) -> int:
+        """Of the last run's requests those that computed nothing of their prompts, or one token."""
+        return sum(one.cached_tokens >= one.prompt_tokens - 1 for one in self._records)
+
+    def fetched(self) -> tuple[int, int]:
+        """Tokens and bytes that came from the host so far."""
+        stats = self.engine.stats()
+        kinds = ("tier_tokens_fetched", "tier_bytes_fetched")
+        tokens, size = (sum(stats[kind].values()) for kind in kinds)
+        return tokens, size
+
+    def request(self, chat: str, full: int, answer: int) -> WorkloadRequest:
+        """The chat's next one, of so many new tokens, scaled."""
+        self._drawn += 1
+        return WorkloadRequest(f"{chat}.{self._drawn}", chat, self.tokens(full), answer)
+
+    def resume(self) -> Figures:
+        """See the module."""
+        geometry = self.engine.context.geometry
+        warm = self.request("warm", LONGEST, 16), self.request("warm", 256, 4)
+        first = self.request("long", LONGEST, 16)
+        again, back = (self.request("long", 256, 4) for _ in range(2))
+        # As many as the device holds, or more.
+        kv = geometry.num_blocks * geometry.block_size / len(first.new_tokens)
+        others = (self.request(f"other{i}", LONGEST, 2) for i in range(2 + int(kv)))
+        rounds = [*warm, first, again, *others, back]
+        found = self.run(*((one,) for one in rounds))
+        tokens, size = self.fetched()
+        return {
+            "computed_ms": found[2], "device_ms": found[3], "host_ms": found[-1],
+            "tokens_fetched": tokens, "bytes_fetched": size, "bytes_a_second": self.rate(),
+            "transfer_ms": 1e3 * size / self.rate(),
+        }  # fmt: skip
+
+    def rate(self) -> float:
+        """Bytes a second from the host, as measured."""
+        return copier_of(self.engine).rate()
+
+    def replay(self) -> Figures:
+        """See the module."""
+        count, again = self.count(200, 24), min(8, self.count(8, 4))
+        prompts = [self.tokens(8448) for _ in range(count)]
+
+        def ask(number: int, turn: int) -> Round:
+            return (WorkloadRequest(f"{turn}.{number}", f"{turn}.{number}", prompts[number], 4),)
+
+        cold = self.run(*(ask(i, 0) for i in range(count)))
+        before = self.fetched()
+        host = self.run(*(ask(i, 1) for i in range(again)))
+        hits = self.hits()
+        tokens, size = (now - then for now, then in zip(self.fetched(), before, strict=True))
+        device = self.run(*(ask(i, 2) for i in range(again)))
+        return {
+            "computed_ms": statistics.median(cold),
+            "host_ms": statistics.median(host),
+            "device_ms": statistics.median(device),
+            "replayed": again,
+            "hits": hits,
+            "tokens_fetched": tokens / again,
+            "bytes_fetched": size / again,
+            "transfer_ms": 1e3 * size / again / self.rate(),
+        }
+
+    def decodes(self) -> Figures:
+        """See the module."""
+        engine, steps = self.engine, max(20, round(400 * self._scale))
+        requests = self.count(32)
+
+        def step_ms(between: Callable[[], bool]) -> float:
+            """On average, of at least so many steps, and until `between` has done its work."""
+            first = [self.request(f"d{i}", 1024, 4096) for i in range(requests)]
+            for one in first:
+                engine.add_request(one.request_id, list(one.new_tokens), _long_answer(engine))
+            while len(engine.context.rows.decoding.nonzero()[0]) < requests:
+                engine.step()
+            for _ in range(10):
+                engine.step()
+            start, done = time.perf_counter(), 0
+            while done < steps or not between():
+                engine.step()
+                done += 1
+            found = 1e3 * (time.perf_counter() - start) / done
+            for one in first:
+                engine.abort(one.request_id)
+            while engine.has_work():
+                engine.step()
+            return found
+
+        quiet = step_ms(lambda: True)
+        moving = Moving(engine, MOVED * min(1.0, self._scale) ** 2)
+        busy = step_ms(moving.go_on)
+        moving.end()
+        return {"quiet_ms": quiet, "busy_ms": busy, **moving.figures}
+
+    def chats(self) -> Figures:
+        """See the module; also for an engine without the tier."""
+        geometry = self.engine.context.geometry
+        turns, answer = 3, self.count(128)
+        tokens = round(self._scale * (3072 + 512 * (turns - 1))) + turns * answer
+        each = geometry.blocks_for(tokens) * geometry.bytes_per_block
+        each += geometry.bytes_per_cached_slot * geometry.has_recurrent
+        cached = geometry.num_cached_slots * geometry.bytes_per_cached_slot
+        held = (geometry.num_blocks * geometry.bytes_per_block + cached) / each
+        count, at_once = max(8, round(8 * held)), self.count(32, 4)
+        rounds = []
+        for turn in range(turns):
+            chats = [self.request(f"c{i}", 512 if turn else 3072, answer) for i in range(count)]
+            rounds += [tuple(chats[i : i + at_once]) for i in range(0, count, at_once)]
+        run = run_workload(self.engine, Workload("chats", tuple(rounds)))
+        later = sum(run.round_walls[-(len(rounds) // turns) * (turns - 1) :])
+        stats = self.engine.stats()
+        return {
+            "chats": count, "at_once": at_once, "held_by_the_device": held,
+            "wall_s": run.wall, "later_turns_s": later,
+            "skipped": stats["skipped_tokens"] / stats["prompt_tokens"],
+        }  # fmt: skip
+
+
+class Moving:
+    """Copies both ways, of 64 blocks and a state each, as fast as they go, until so many bytes have
+    gone each way."""
+
+    def __init__(self, engine: DynamicInferenceEngine, wanted: float) -> None:
+        self._store, self._host = engine.context.cache.store, transfers_of(engine).tier.host
+        self._copier, self._wanted = copier_of(engine), wanted
+        geometry = engine.context.geometry
+        self._state = geometry.has_recurrent
+        count = min(64, geometry.num_blocks // 8)
+        self._copies = [self._place(count) for _ in range(2)]
+        self._size = count * geometry.bytes_per_block
+        self._size += geometry.bytes_per_cached_slot * self._state
+        self._moved = [0.0, 0.0]
+        self._jobs: list[Ticket | None] = [None, None]
+        self._begin = 0.0
+        self.figures: Figures = {}
+
+    def _place(self, count: int) -> Copy:
+        blocks = self._store.allocate_blocks(count)
+        slot = self._store.allocate_slot(for_checkpoint=True) if self._state else 0
+        place = self._host.allocate(count, state=self._state)
+        assert place is not None, "the host's memory is too small"
+        pages, host_slot = place
+        return Copy(blocks, pages, slot, self._host.pages_of(host_slot) if self._state else [])
+
+    def go_on(self) -> bool:
+        """Begin what can be; whether all has gone."""
+        self._begin = self._begin or time.perf_counter()
+        begins = self._copier.write, self._copier.fetch
+        for way, begin in enumerate(begins):
+            job = self._jobs[way]
+            if job is not None and job.is_done():
+                self._moved[way] += self._size
+                job = None
+            if job is None:
+                job = begin(self._copies[way])
+            self._jobs[way] = job
+        return min(self._moved) >= self._wanted
+
+    def end(self) -> None:
+        """Nothing is on its way any more."""
+        seconds = time.perf_counter() - self._begin
+        names = "bytes_a_second_to_the_host", "bytes_a_second_from_the_host"
+        self.figures = {n: moved / seconds for n, moved in zip(names, self._moved, strict=True)}
+        while not all(job is None or job.is_done() for job in self._jobs):
+            time.sleep(1e-3)
+
+
+def transfers_of(engine: DynamicInferenceEngine) -> HostTransfers:
+    """Raises ConfigurationError without --prefix-caching-host-gb."""
+    found = engine.context.transfers
+    if not isinstance(found, HostTransfers):
+        raise ConfigurationError("--prefix-caching-host-gb is 0; this measures what it is worth.")
+    return found
+
+
+def copier_of(engine: DynamicInferenceEngine) -> Any:
+    """What moves its pages."""
+    return transfers_of(engine).copier
+
+
+def _long_answer(engine: DynamicInferenceEngine) -> Any:
+    from megatron_hybrid import SamplingParams
+
+    longest = engine.context.max_seq_length // 2
+    return SamplingParams(temperature=0.0, max_tokens=min(4096, longest), ignore_eos=True)
+
+
+def measure(config: EngineConfig, names: list[str], scale: float) -> Iterator[tuple[str, Figures]]:
+    """Figures by load."""
+    model = load_weights(config)
+    engine = build_engine(config, model=model)
+    transfers_of(engine)
+    for name in names:
+        engine.reset_prefix_cache()
+        yield name, getattr(Benchmark(engine, scale), name)()
+    del engine
+    gc.collect()
+    if "chats" in names:
+        without = dataclasses.replace(config, prefix_caching_host_gb=0.0)
+        engine = build_engine(without, model=model)
+        yield "chats without", Benchmark(engine, scale).chats()
+
+
+def main() -> int:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    loads = ["resume", "replay", "decodes", "chats"]
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--load-names", default=",".join(loads), help="which (default: all)")
+    group.add_argument("--scale", type=float, default=0.02, help="of all sizes (default: 0.02)")
+    group.add_argument("--json", type=Path, metavar="OUT", help="write the figures there, too")
+    add_engine_arguments(parser)
+    args = parser.parse_args()
+    names = args.load_names.split(",")
+    if unknown := sorted(set(names) - set(loads)):
+        parser.error(f"--load-names {unknown[0]} is none of {', '.join(loads)}.")
+    found: dict[str, Figures] = {}
+    try:
+        for name, figures in measure(engine_config_from_args(args), names, args.scale):
+            found[name] = figures
+            shown = ", ".join(f"{key} {value:,.4g}" for key, value in figures.items())
+            print(f"{name}: {shown}", flush=True)
+    except ConfigurationError as error:
+        print(f"benchmark_tiers.py: {error}", file=sys.stderr)
+        return 2
+    if args.json is not None:
+        report = {**describe_environment(), "scale": args.scale, "loads": found}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
