@@ -44,39 +44,30 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class Write:
-    """A prefix on its way to host memory."""
+class Move:
+    """A prefix on its way from one store to the other."""
 
     keys: SequenceKeys
     position: int
     copy: Copy
-    pages: list[int]  # of all its KV, in order
+    blocks: list[int]  # where it goes: of all its KV, in order, referenced
     first: int  # of these, which is not there yet
-    slot: int  # of host memory
-    state: CachedState | None  # to be, there
-    pin: Pin  # on the device
+    slot: int  # where it goes
+    state: CachedState | None  # where it comes from
+    pin: Pin  # there
     version: int
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A prefix on its way to the device."""
-
-    keys: SequenceKeys
-    position: int
-    copy: Copy
-    blocks: list[int]  # of all its KV, in order, referenced
-    first: int  # of these, which is not there yet
-    tokens: int  # that can be skipped besides
-    state: CachedState | None  # in host memory
-    pin: Pin  # in host memory
-    version: int
+    tokens: int = 0  # of a fetch: that can be skipped besides
 
 
 class _Published(NamedTuple):
     keys: SequenceKeys
     position: int
     state: CachedState | None
+
+
+class _Arrived(NamedTuple):
+    state: CachedState | None
+    is_new: bool  # it was not there yet
 
 
 class HostTier(Tier):
@@ -107,7 +98,7 @@ class HostTier(Tier):
             self.host.states.pin(known.slot)
             self.host.states.unpin(known.slot, used=True)
 
-    def begin_write(self) -> Write | None:
+    def begin_write(self) -> Move | None:
         """The next prefix that is to be written, with a place; None if there is none now."""
         for _ in range(min(LOOKED_AT, len(self._published))):
             published = self._published.popleft()
@@ -127,7 +118,7 @@ class HostTier(Tier):
                 return write
         return self._write_covered()
 
-    def _write_covered(self) -> Write | None:
+    def _write_covered(self) -> Move | None:
         """A prompt that comes again as it was needs its own end's state: where nothing has to go
         for it, that is written, too."""
         for _ in range(min(LOOKED_AT, len(self._covered))):
@@ -139,23 +130,15 @@ class HostTier(Tier):
                     return write
         return None
 
-    def end_write(self, write: Write) -> None:
+    def end_write(self, move: Move) -> None:
         """It was copied: it can be found in host memory."""
-        self._unpin(self.device, write.pin)
-        host, keys = self.host, write.keys
-        if write.version != self._version:
-            self._give_back(host, write.slot, write.pages)
+        if self._arrived(move, self.device, self.host) is None:
             return
-        full = self._full_blocks(write.position)
-        host.map_blocks(keys, write.pages, write.first, full)
-        if write.state is not None:
-            host.map_state(keys, write.pages, write.slot, write.state)
-            self._is_kept(self.device.states.get(write.state.key))
-        else:
-            host.map_tail(keys, write.pages, write.position)
-        host.release_blocks(write.pages)
+        if move.state is not None and move.state.alive:
+            self._is_kept(move.state)
+        self.host.release_blocks(move.blocks)
         self.counts["tier_writes"] += 1
-        self.counts["tier_bytes_written"] += self._bytes_of(write.copy)
+        self.counts["tier_bytes_written"] += self._bytes_of(move.copy)
 
     # ---------------------------------------------------------- to the device
 
@@ -166,7 +149,7 @@ class HostTier(Tier):
 
     def begin_fetch(
         self, keys: SequenceKeys, match: PrefixMatch, found: PrefixMatch, length: int, headroom: int
-    ) -> Fetch | None:
+    ) -> Move | None:
         """A place on the device for what `find` has found, beside the rest of the prompt, and
         `headroom` blocks for others. None, without any effect, if there is none now."""
         device = self.device
@@ -191,42 +174,38 @@ class HostTier(Tier):
         if state is not None:
             self.host.states.pin(state.slot)
             state_pages = self.host.pages_of(state.slot)
-        return Fetch(
+        return Move(
             keys,
             found.skip,
             Copy(own, copied, slot, state_pages),
             blocks + own,
             first,
-            found.skip - match.skip,
+            slot,
             state,
             Pin(NULL_SLOT if state is None else state.slot, pages),
             self._version,
+            tokens=found.skip - match.skip,
         )
 
-    def end_fetch(self, fetch: Fetch) -> Pin | None:
+    def end_fetch(self, move: Move) -> Pin | None:
         """It was copied: it can be found on the device, and is pinned; None if it is of no use any
         more."""
-        device, keys, slot = self.device, fetch.keys, fetch.copy.slot
-        theirs = fetch.state
+        theirs = move.state
         used_at = 0 if theirs is None else theirs.used_at
-        self._unpin(self.host, fetch.pin, used=True)
-        if fetch.version != self._version:
-            self._give_back(device, slot, fetch.blocks)
+        arrived = self._arrived(move, self.host, self.device)
+        if arrived is None:
             return None
-        device.map_blocks(keys, fetch.blocks, fetch.first, self._full_blocks(fetch.position))
         self.counts["tier_fetches"] += 1
-        self.counts["tier_bytes_fetched"] += self._bytes_of(fetch.copy)
-        self.counts["tier_tokens_fetched"] += fetch.tokens
-        if theirs is None:
-            device.map_tail(keys, fetch.blocks, fetch.position)
-            return Pin(NULL_SLOT, fetch.blocks)
-        state = self._same(theirs, self.device, keys)
-        cached = device.map_state(keys, fetch.blocks, slot, state)
-        if cached is state:
-            state.used_at = used_at  # pauses are counted from then
-            self._is_kept(state if theirs.alive else None)
-        device.states.pin(cached.slot)
-        return Pin(cached.slot, fetch.blocks)
+        self.counts["tier_bytes_fetched"] += self._bytes_of(move.copy)
+        self.counts["tier_tokens_fetched"] += move.tokens
+        if theirs is None or arrived.state is None:
+            return Pin(NULL_SLOT, move.blocks)
+        if arrived.is_new:
+            arrived.state.used_at = used_at  # pauses are counted from then
+            if theirs.alive:
+                self._is_kept(arrived.state)
+        self.device.states.pin(arrived.state.slot)
+        return Pin(arrived.state.slot, move.blocks)
 
     def missing(self, match: PrefixMatch, found: PrefixMatch) -> list[int]:
         """The pages of KV that the device lacks of what was found."""
@@ -262,12 +241,27 @@ class HostTier(Tier):
 
     # ---------------------------------------------------------------- details
 
+    def _arrived(self, move: Move, source: PrefixStore, target: PrefixStore) -> _Arrived | None:
+        """It can be found where it was to go; None if it is of no use any more."""
+        keys = move.keys
+        self._unpin(source, move.pin, used=source is self.host)
+        if move.version != self._version:
+            self._give_back(target, move.slot, move.blocks)
+            return None
+        target.map_blocks(keys, move.blocks, move.first, self._full_blocks(move.position))
+        if move.state is None:
+            target.map_tail(keys, move.blocks, move.position)
+            return _Arrived(None, is_new=True)
+        own = self._same(move.state, target, keys)
+        cached = target.map_state(keys, move.blocks, move.slot, own)
+        return _Arrived(cached, is_new=cached is own)
+
     def _bytes_of(self, copy: Copy) -> int:
         geometry = self.device.geometry
         state = geometry.bytes_per_cached_slot if copy.slot else 0
         return len(copy.blocks) * geometry.bytes_per_block + state
 
-    def _write(self, keys: SequenceKeys, position: int, state: CachedState | None) -> Write | None:
+    def _write(self, keys: SequenceKeys, position: int, state: CachedState | None) -> Move | None:
         device, host = self.device, self.host
         full, end = self._full_blocks(position), self._blocks_to(position)
         there, here = host.kv.kv_hash_to_block_id, device.kv.kv_hash_to_block_id
@@ -293,14 +287,14 @@ class HostTier(Tier):
         if state is not None:
             device.states.pin(state.slot)
         device.kv.acquire(table)
-        return Write(
+        return Move(
             keys,
             position,
             Copy(table[first:], own, device_slot, state_pages),
             path + own,
             first,
             slot,
-            None if state is None else self._same(state, host, keys),
+            state,
             Pin(device_slot, table),
             self._version,
         )

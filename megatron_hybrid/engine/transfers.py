@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey
-from megatron_hybrid.cache.host_tier import Copy, Fetch, HostTier, Write
+from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
@@ -43,7 +43,7 @@ class Copier(Protocol):
 class _Underway:
     __slots__ = ("fetch", "ticket", "waiting")
 
-    def __init__(self, fetch: Fetch, ticket: Ticket) -> None:
+    def __init__(self, fetch: Move, ticket: Ticket) -> None:
         self.fetch, self.ticket = fetch, ticket
         self.waiting: set[TrackedRequest] = set()
 
@@ -97,7 +97,7 @@ class HostTransfers(Transfers):
         """The cache tells the tier from now on."""
         self._cache, self.tier, self.copier = cache, tier, copier
         cache.tier = tier
-        self._writes: list[tuple[Write, Ticket]] = []
+        self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
         self._forget_slot: Callable[[int], None] = lambda slot: None
         # what has come, until those who waited for it were tried
@@ -204,7 +204,7 @@ class HostTransfers(Transfers):
         writes = [write for write, _ in self._writes]
         fetches = [underway.fetch for underway in self._fetches.values()]
         self.tier.host.check_integrity(
-            [write.pages for write in writes] + [fetch.pin.blocks for fetch in fetches],
+            [write.blocks for write in writes] + [fetch.pin.blocks for fetch in fetches],
             [write.slot for write in writes if write.slot],
             [fetch.pin.slot for fetch in fetches if fetch.pin.slot],
         )

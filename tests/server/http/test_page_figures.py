@@ -69,6 +69,21 @@ def test_the_picture_shows_the_figures_of_the_server(at_home: Visit) -> None:
     assert at_home.errors == []
 
 
+def test_memory_of_the_host_is_shown_where_there_is_some(
+    site: Site, visit: Callable[..., Visit]
+) -> None:
+    tiers = {"tier_bytes": {"host": 2**34}, "tier_bytes_used": {"host": 2**32}}
+    answers = {"now": (200, STATS)}
+    home = visit()
+    home.figures(lambda: answers["now"])
+    home.page.goto(site.url)
+    expect(home.page.locator("#kv .legend li").first).to_have_text("in use150")
+    expect(home.page.locator("#host-part")).to_be_hidden()
+    answers["now"] = (200, {**STATS, "engine": {**STATS["engine"], **tiers}})
+    expect(home.page.locator("#host .legend li")).to_have_text(["kept4,096", "free12,288"])
+    assert home.errors == []
+
+
 def test_prefill_is_drawn_as_rates(site: Site, visit: Callable[..., Visit]) -> None:
     asked = {"times": 0}
 

@@ -28,6 +28,12 @@ export const STATE = {
   free: "Memory for such states that nothing has been kept in yet.",
 };
 
+export const HOST = {
+  used: "What the cache has no room for, kept in the computer's own memory. It comes back before an "
+    + "answer that needs it begins.",
+  free: "Memory that nothing has been kept in yet.",
+};
+
 export const PREFILL = {
   computed: "Tokens of prompts that the model had to read in a second: the work that the cache "
     + "could not spare.",

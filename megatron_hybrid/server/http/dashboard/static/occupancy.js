@@ -1,6 +1,6 @@
 // What the engine's figures say about who holds the cache's memory. Keys may be missing.
 
-import { KV, STATE } from "./explanations.js";
+import { HOST, KV, STATE } from "./explanations.js";
 
 const SHADES = 5; // of cached things, from fresh to old; style.css has as many
 
@@ -31,6 +31,18 @@ export function slots(engine) {
     },
   ];
 }
+
+/** Megabytes of memory of the host as the parts of a bar; nothing, where there is none. */
+export function host(engine) {
+  const total = megabytes(engine.tier_bytes?.host);
+  const used = megabytes(engine.tier_bytes_used?.host);
+  return total === 0 ? [] : [
+    { label: "kept", kind: "cached-0", count: used, means: HOST.used },
+    { label: "free", kind: "free", count: free(total, used), means: HOST.free },
+  ];
+}
+
+const megabytes = (bytes) => Math.round((bytes ?? 0) / 2 ** 20);
 
 const free = (total, taken) => Math.max(0, (total ?? 0) - taken);
 
