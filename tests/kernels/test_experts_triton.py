@@ -236,12 +236,21 @@ def close_in_16_bits(result: Tensor, expected: Tensor) -> None:
     assert (error <= 1.2e-2 * expected.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("has_gate", [True, False])
+FP4_SIZES = [(1, 64, 32, 16, 128), (2, 48, 16, 32, 4), (1, 16, 48, None, 4)]
+FP4_CASES = [
+    (*size, *activation, has_gate)
+    for has_gate in (True, False)
+    for size in FP4_SIZES
+    for activation in (("silu", True), ("relu2", False))
+]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "width", "inner", "beside", "words"),
-    [(1, 64, 32, 16, 128), (2, 48, 16, 32, 4), (1, 16, 48, None, 4)],
+    ("tokens", "width", "inner", "beside", "words", "activation", "gated", "has_gate"),
+    usually(
+        FP4_CASES[::5] + FP4_CASES[3::5], FP4_CASES
+    ),  # each size, activation and gate at least once
 )
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
 def test_few_tokens_in_fp4_and_a_shared_mlp(
     activation: str, gated: bool, tokens: int, width: int, inner: int, beside: int | None,
     words: int, has_gate: bool, monkeypatch: pytest.MonkeyPatch,
