@@ -41,7 +41,7 @@ from bench.driver import run_workload
 from bench.environment import describe_environment
 from bench.measurements import RequestRecord
 from bench.workloads import Round, Workload, WorkloadRequest
-from megatron_hybrid import EngineConfig
+from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.arguments import (
     ArgumentParser,
     add_engine_arguments,
@@ -261,9 +261,7 @@ def copier_of(engine: DynamicInferenceEngine) -> Any:
     return transfers_of(engine).copier
 
 
-def _long_answer(engine: DynamicInferenceEngine) -> Any:
-    from megatron_hybrid import SamplingParams
-
+def _long_answer(engine: DynamicInferenceEngine) -> SamplingParams:
     longest = engine.context.max_seq_length // 2
     return SamplingParams(temperature=0.0, max_tokens=min(4096, longest), ignore_eos=True)
 

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.experts.protocol import Router
+from megatron_hybrid.kernels.launching import next_power_of_2
 
 # Of more experts it takes longer to compare each with each than to find the best one by one.
 MOST_RANKED = tl.constexpr(128)
 # The key of what was taken, below all others.
 _TAKEN = tl.constexpr(-(2**31))
+
+
+def can_choose(router: Router) -> bool:
+    """Groups of experts must be as many, and as large, as some power of two."""
+    if router.num_groups == 1:
+        return True
+    num_experts = len(router.weight)
+    return not num_experts & (num_experts - 1) and not router.num_groups & (router.num_groups - 1)
+
+
+def empty_logits(x: Tensor, router: Router) -> Tensor:
+    """[tokens, experts], for the scores of x [tokens, width]."""
+    kind = x.dtype if router.scoring == "softmax" else torch.float32
+    return torch.empty(x.shape[0], len(router.weight), dtype=kind, device=x.device)
+
+
+def empty_choice(like: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Experts and weights, [tokens, chosen] each, for tokens that `like` has a row of each."""
+    shape = like.shape[0], router.chosen
+    experts = torch.empty(shape, dtype=torch.int32, device=like.device)
+    return experts, torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def choice_arguments(router: Router, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
+    """The kernels' arguments that say how to choose."""
+    num_experts = len(router.weight)
+    return (
+        router.bias, experts, weights, router.eps, router.factor, router.scoring,
+        router.normalize, num_experts, router.chosen, router.num_groups, router.chosen_groups,
+        next_power_of_2(num_experts), next_power_of_2(router.chosen),
+    )  # fmt: skip
 
 
 @triton.jit

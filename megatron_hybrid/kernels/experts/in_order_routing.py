@@ -19,7 +19,13 @@ from torch import Tensor
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts import reference
-from megatron_hybrid.kernels.experts.choices import store_choice
+from megatron_hybrid.kernels.experts.choices import (
+    can_choose,
+    choice_arguments,
+    empty_choice,
+    empty_logits,
+    store_choice,
+)
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2, triton_type
 from megatron_hybrid.kernels.linear.few_rows import ask_for, together
@@ -66,7 +72,7 @@ def scores(x: Tensor, router: Router, tile: Tile | None = None) -> Tensor:
     in_16_bits = x.dtype == weight.dtype and x.dtype.itemsize == 2
     if tile is None:
         tile = choose_tile(tokens, in_16_bits)
-    logits = _logits(x, router)
+    logits = empty_logits(x, router)
     size = 2 if in_16_bits else 4
     step = (tile.tokens + tile.rows) * tile.depth * size
     if tokens:
@@ -90,7 +96,7 @@ def add_norm_route(
     """As in Experts, with the bits of the kernels apart. The sum is a tensor of its own: programs
     may still read the residual."""
     (tokens, width), num_experts = x.shape, len(router.weight)
-    if not 0 < tokens <= _MOST_NORMED or not _can_choose(router):
+    if not 0 < tokens <= _MOST_NORMED or not can_choose(router):
         return None
     if not (x.dtype == dtype == router.weight.dtype and dtype.itemsize == 2 and width % 8 == 0):
         return None
@@ -99,13 +105,13 @@ def add_norm_route(
     tile, block = choose_tile(tokens, True), next_power_of_2(width)
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    logits = _logits(x, router)
-    experts, weights = _results(logits, router)
+    logits = empty_logits(x, router)
+    experts, weights = empty_choice(logits, router)
     step = (tile.tokens + tile.rows) * tile.depth * dtype.itemsize
     _norm_route_kernel[(cdiv(num_experts, tile.rows),)](
         x, residual, weight, normed, total, router.weight, logits, counters(x.device),
-        *_choice(router, experts, weights), tokens, x.stride(0), residual.stride(0), multiplier,
-        eps, width, tile.tokens, tile.rows, tile.depth,
+        *choice_arguments(router, experts, weights), tokens, x.stride(0), residual.stride(0),
+        multiplier, eps, width, tile.tokens, tile.rows, tile.depth,
         stages_that_fit(tile.stages, step, x.device), block,
         # With another number the norm's kernel sums up in another order.
         num_warps=warps_for(block), **OPTIONS,
@@ -115,49 +121,17 @@ def add_norm_route(
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """`route` from the logits [tokens, experts] on."""
-    if not _can_choose(router):
+    if not can_choose(router):
         return reference.choose(logits, router)  # row by row, too
-    experts, weights = _results(logits, router)
+    experts, weights = empty_choice(logits, router)
     if len(logits):
         _choose_kernel[(len(logits),)](
-            logits.contiguous(), *_choice(router, experts, weights), num_warps=1, **OPTIONS
+            logits.contiguous(),
+            *choice_arguments(router, experts, weights),
+            num_warps=1,
+            **OPTIONS,
         )
     return experts, weights
-
-
-def _can_choose(router: Router) -> bool:
-    """Groups of experts must be as many, and as large, as some power of two."""
-    groups = router.num_groups
-    return groups == 1 or (_is_power(len(router.weight)) and _is_power(groups))
-
-
-def _logits(x: Tensor, router: Router) -> Tensor:
-    kind = x.dtype if router.scoring == "softmax" else torch.float32
-    return torch.empty(len(x), len(router.weight), dtype=kind, device=x.device)
-
-
-def _results(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    shape = len(logits), router.chosen
-    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    return experts, torch.empty(shape, dtype=torch.float32, device=logits.device)
-
-
-def _choice(router: Router, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    """The kernels' arguments that say how to choose."""
-    num_experts = len(router.weight)
-    return (
-        router.bias, experts, weights, router.eps, router.factor, router.scoring, router.normalize,
-        num_experts, router.chosen, router.num_groups, router.chosen_groups,
-        next_power_of_2(num_experts), next_power_of_2(router.chosen),
-    )  # fmt: skip
-
-
-def _is_power(number: int) -> bool:
-    """Of two."""
-    return not number & (number - 1)
-
-
-# Sizes that vary from step to step are not specialised, or a new one might compile a kernel again.
 
 
 @launched(do_not_specialize=["tokens"])

@@ -15,6 +15,10 @@ from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.choices import (
     MOST_RANKED,
+    can_choose,
+    choice_arguments,
+    empty_choice,
+    empty_logits,
     names_experts,
     store_choice,
     store_choice_of_warps,
@@ -55,10 +59,10 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
             return _route_whole(x.contiguous(), router)
         return choose(scores(x, router), router)
     x = x.contiguous()
-    experts, weights = _results(x, router)
-    logits = _logits(x, router)
+    experts, weights = empty_choice(x, router)
+    logits = empty_logits(x, router)
     _route_kernel[(cdiv(num_experts, _ROWS), tokens)](
-        x, router.weight, logits, counters(x.device), *_choice(router, experts, weights),
+        x, router.weight, logits, counters(x.device), *choice_arguments(router, experts, weights),
         width, ROWS=_ROWS, DEPTH=min(_DEPTH, next_power_of_2(width)), num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return experts, weights
@@ -74,7 +78,7 @@ def _fits_a_program(x: Tensor, router: Router) -> bool:
 
 def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     (num_experts, width), tokens = router.weight.shape, len(x)
-    experts, weights = _results(x, router)
+    experts, weights = empty_choice(x, router)
     rows, depth = max(16, next_power_of_2(num_experts)), 256 if width % 256 == 0 else 128
     stages = stages_that_fit(4, (_TOKENS + rows) * depth * x.itemsize, x.device)
     _route_whole_kernel[(cdiv(tokens, _TOKENS),)](
@@ -105,19 +109,19 @@ def add_norm_route(
     if block != 2 * _DEPTH or warps_for(block) != _WARPS:
         return None
     normed = torch.empty(x.shape, dtype=dtype, device=x.device)
-    experts, weights = _results(normed, router)
-    logits = _logits(normed, router)
+    experts, weights = empty_choice(normed, router)
+    logits = empty_logits(normed, router)
     _norm_route_kernel[(programs, tokens)](
         x, residual, weight, normed, router.weight, logits, counters(x.device),
-        *_choice(router, experts, weights), width, x.stride(0), residual.stride(0), multiplier, eps,
-        ROWS=_ROWS, DEPTH=_DEPTH, num_warps=_WARPS, **OPTIONS,
+        *choice_arguments(router, experts, weights), width, x.stride(0), residual.stride(0),
+        multiplier, eps, ROWS=_ROWS, DEPTH=_DEPTH, num_warps=_WARPS, **OPTIONS,
     )  # fmt: skip
     return NormedRoutes(normed, residual, (experts, weights))
 
 
 def _are_few(tokens: int, dtype: torch.dtype, router: Router) -> bool:
     """Whether such tokens' scores and choice are one kernel."""
-    return 0 < tokens <= _FEW_TOKENS and dtype.itemsize == 2 and _can_choose(router)
+    return 0 < tokens <= _FEW_TOKENS and dtype.itemsize == 2 and can_choose(router)
 
 
 def scores(x: Tensor, router: Router) -> Tensor:
@@ -134,7 +138,7 @@ def scores(x: Tensor, router: Router) -> Tensor:
 def tiled_scores(x: Tensor, router: Router) -> Tensor:
     """`scores`, of numbers in 16 bits."""
     (tokens, width), num_experts = x.shape, len(router.weight)
-    logits = _logits(x, router)
+    logits = empty_logits(x, router)
     step = (_TILE["TOKENS"] + _TILE["ROWS"]) * _TILE["DEPTH"] * x.itemsize
     _scores_kernel[(cdiv(num_experts, _TILE["ROWS"]), cdiv(tokens, _TILE["TOKENS"]))](
         x.contiguous(), router.weight, logits, tokens, WIDTH=width, EXPERTS=num_experts, **_TILE,
@@ -143,50 +147,21 @@ def tiled_scores(x: Tensor, router: Router) -> Tensor:
     return logits
 
 
-def _logits(x: Tensor, router: Router) -> Tensor:
-    kind = x.dtype if router.scoring == "softmax" else torch.float32
-    return torch.empty(x.shape[0], len(router.weight), dtype=kind, device=x.device)
-
-
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """`route` from the logits [tokens, experts] on."""
-    if not _can_choose(router):
+    if not can_choose(router):
         return reference.choose(logits, router)
     tokens, num_experts = logits.shape
-    experts, weights = _results(logits, router)
+    experts, weights = empty_choice(logits, router)
     if tokens:
         # Several warps compare all of few tokens' experts at once; otherwise one warp has a row,
         # and waits for no other.
         is_ranked = tokens <= _MOST_TILED and next_power_of_2(num_experts) <= MOST_RANKED.value
         _choose_kernel[(tokens,)](
-            logits.contiguous(), *_choice(router, experts, weights),
+            logits.contiguous(), *choice_arguments(router, experts, weights),
             num_warps=_WARPS if is_ranked else 1, IS_RANKED=is_ranked, **OPTIONS,
         )  # fmt: skip
     return experts, weights
-
-
-def _can_choose(router: Router) -> bool:
-    """Groups of experts must be as many, and as large, as some power of two."""
-    if router.num_groups == 1:
-        return True
-    num_experts = len(router.weight)
-    return not num_experts & (num_experts - 1) and not router.num_groups & (router.num_groups - 1)
-
-
-def _results(like: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    shape = like.shape[0], router.chosen
-    experts = torch.empty(shape, dtype=torch.int32, device=like.device)
-    return experts, torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
-def _choice(router: Router, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    """The kernels' arguments that say how to choose."""
-    num_experts = len(router.weight)
-    return (
-        router.bias, experts, weights, router.eps, router.factor, router.scoring,
-        router.normalize, num_experts, router.chosen, router.num_groups, router.chosen_groups,
-        next_power_of_2(num_experts), next_power_of_2(router.chosen),
-    )  # fmt: skip
 
 
 @launched
