@@ -219,8 +219,10 @@ class ModelRunner(Runner):
             attention = self._model.kernels.attention
             for cache in caches.kv.values():
                 attention.copy_tokens(cache, moves.copy_source, moves.copy_destination)
-        # before the step stores its own
-        resumed = caches.end_logits.index_select(0, moves.resumed_slots)
+        # Before the step stores its own; in the type that they were stored from, as the others are:
+        # beside float32 all logits of the step would become that, and draws add up as their type
+        # is loaded.
+        resumed = caches.end_logits.index_select(0, moves.resumed_slots).to(self._model.dtype)
         if not computes:
             return inputs, resumed
         logits = self._compute(inputs, size)

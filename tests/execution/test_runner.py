@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.sampler import Sampler
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -108,6 +110,33 @@ def test_resumed_rows_draw_from_their_own_streams(steps: Steps) -> None:
         computed += steps.step(prefills=[chunk(0, 0, 37, prompt=PROMPT)]).tokens.tolist()
     assert resumed.tokens.tolist() == computed
     assert len(set(computed)) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["bamba", "llama"])
+def test_all_rows_of_all_steps_are_drawn_from_one_type(
+    model: Model,
+    parallel: ParallelContext,
+    family: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draw on a GPU adds up in an order that follows the type: others must not change it."""
+    steps, found = Steps(model(family, dtype), parallel), []
+    sample = Sampler.sample
+
+    def watched(self: Sampler, logits: Tensor, *arguments: Any) -> Any:
+        found.append(logits.dtype)
+        return sample(self, logits, *arguments)
+
+    monkeypatch.setattr(Sampler, "sample", watched)
+    kept_end(steps)
+    for row in range(1, 5):
+        steps.row(row, [8 + 4 * row, 9 + 4 * row])
+    steps.step(decodes=[0])
+    steps.step(decodes=[0], prefills=[chunk(1, 0, 23, prompt=OTHER)], resumed=[(2, 20)])
+    steps.step(resumed=[(3, 20)])
+    assert found == [dtype] * 4
 
 
 def test_kept_logits_are_read_before_the_step_stores_its_own(steps: Steps) -> None:

@@ -52,6 +52,35 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert sampling.draw(*alone.used()) == tokens[row]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocabulary", "padded"), [(50280, 50288), (65536, 65544), (50257, 50258)])
+def test_where_a_row_begins_in_memory_does_not_matter(
+    vocabulary: int, padded: int, dtype: torch.dtype
+) -> None:
+    """Flat rows, in which top-p ends among tokens that hardly weigh more than sums are rounded."""
+    logits = torch.randn(2000, padded, device="cuda", generator=torch.Generator("cuda")).to(dtype)
+    draws = Draws.random(2000, 64, "cuda")
+    draws.logits, draws.top_k = logits[:, :vocabulary], draws.top_k * 0
+    draws.min_p, draws.temperature = draws.min_p * 0, draws.temperature.clamp(min=1.0)
+    tokens = sampling.draw(*draws.all())
+    draws.logits = logits[:, :vocabulary].contiguous()
+    assert torch.equal(sampling.draw(*draws.all()), tokens)
+    for row in range(0, 2000, 9):
+        alone = draws.rows(slice(row, row + 1))
+        alone.logits = logits[row : row + 1, :vocabulary]
+        assert sampling.draw(*alone.all()) == tokens[row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [50257, 65536])
+def test_log_probabilities_are_those_of_a_row_alone(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(300, vocabulary, device="cuda", dtype=dtype)
+    together = sampling.log_softmax(logits)
+    for row in range(300):
+        assert torch.equal(sampling.log_softmax(logits[row:])[0], together[row])
+        assert torch.equal(sampling.log_softmax(logits[row : row + 1].clone())[0], together[row])
+
+
 def test_of_equal_logits_the_first_are_kept() -> None:
     draws = Draws.random(100, 4096, "cuda")
     draws.logits[:] = 0

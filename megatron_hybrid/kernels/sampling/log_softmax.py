@@ -15,8 +15,11 @@ _BLOCK = 4096
 
 def log_softmax(logits: Tensor) -> Tensor:
     """As in Sampling."""
-    # In one type: how a program's threads share a row, and so the order of its sums, follows it.
+    # In one type, from a multiple of 16 bytes on: how a program's threads share a row, and so the
+    # order of its sums, follows both.
     logits = logits.float().contiguous()
+    if logits.data_ptr() % 16:
+        logits = logits.clone()
     rows, columns = logits.shape
     out = torch.empty(rows, columns, dtype=torch.float32, device=logits.device)
     if rows:

@@ -12,8 +12,10 @@ by their ids: all above some logit, and the first few that equal it. So a row is
    for a list, it searches the row itself.
 
 A search goes by integers that are ordered as the logits are and have no more bits than these. A
-row's sums are in an order of their own: its token depends neither on other rows nor on the flags of
-Filters. Nothing depends on values on the host, so that every call may be captured in a CUDA graph.
+row's sums are in an order of their own: its token depends neither on other rows, nor on where they
+begin in memory, nor on the flags of Filters; on the logits' type it does, which decides how threads
+share a row. Nothing depends on values on the host, so that every call may be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -83,12 +85,14 @@ def _counters(device: torch.device, rows: int) -> Tensor:
 
 def draw(logits: Tensor, filters: Filters, point: Tensor, sizes: Sizes = SIZES) -> Tensor:
     """As in Sampling."""
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
     if logits.dtype not in _LOW_BITS:
         logits = logits.float()
     rows, vocabulary = logits.shape
-    device, stride = logits.device, logits.stride(0)
+    device, stride = logits.device, logits.stride(0) if rows > 1 else vocabulary
+    # Rows that begin at multiples of 16 are loaded in wider pieces, and are added up accordingly:
+    # always or never.
+    if logits.stride(1) != 1 or (stride % 16 == 0) != (vocabulary % 16 == 0):
+        logits, stride = logits.contiguous(), vocabulary
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, *shape), dtype=dtype, device=device)
