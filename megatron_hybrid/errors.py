@@ -57,3 +57,7 @@ class DeviceLostError(RuntimeError):
 
 class WeightsLostError(DeviceLostError):
     """New weights were copied only in part: the process has to be started again."""
+
+
+class StoreError(RuntimeError):
+    """What lies outside of the process could not be read or written; for the log."""
