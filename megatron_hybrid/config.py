@@ -207,6 +207,15 @@ class EngineConfig(Settings):
         least_means="none",
         most=MOST_GB,
     )
+    prefix_caching_disk: str | None = option(
+        None,
+        "folder for what that memory has no room for, and for the next start: files that processes "
+        "on this host with the same model share. They are written from memory of the host and read "
+        "into it (--prefix-caching-host-gb). Left out: none",
+    )
+    prefix_caching_disk_gb: float = option(
+        0.0, "of all files there; the oldest go first", least_means="none", most=MOST_GB
+    )
     num_speculative_tokens: int = option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "

@@ -15,6 +15,7 @@ In between nothing of it can be evicted, on either side, and nobody finds it.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,7 +86,9 @@ class HostTier(Tier):
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSED, 0))  # by reason
         self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
         self._covered: deque[_Published] = deque(maxlen=MOST_PENDING)
-        self._version = 0
+        self.version = 0
+        # of tiers below: by name, by tier
+        self.lower_figures: Callable[[], dict[str, dict[str, int]]] = dict
 
     # ------------------------------------------------------------ to the host
 
@@ -97,6 +100,11 @@ class HostTier(Tier):
         if known is not None:
             self.host.states.pin(known.slot)
             self.host.states.unpin(known.slot, used=True)
+
+    @property
+    def has_published(self) -> bool:
+        """Whether there may be something to write."""
+        return bool(self._published or self._covered)
 
     def begin_write(self) -> Move | None:
         """The next prefix that is to be written, with a place; None if there is none now."""
@@ -130,15 +138,23 @@ class HostTier(Tier):
                     return write
         return None
 
-    def end_write(self, move: Move) -> None:
-        """It was copied: it can be found in host memory."""
+    def end_write(self, move: Move) -> bool:
+        """It was copied; whether it can be found in host memory."""
         if self._arrived(move, self.device, self.host) is None:
-            return
+            return False
         if move.state is not None and move.state.alive:
             self._is_kept(move.state)
         self.host.release_blocks(move.blocks)
         self.counts["tier_writes"] += 1
         self.counts["tier_bytes_written"] += self._bytes_of(move.copy)
+        return True
+
+    def arrived_from_below(self, move: Move) -> bool:
+        """It was read from a lower tier; whether it can be found in host memory."""
+        if self._arrived(move, self.device, self.host) is None:
+            return False
+        self.host.release_blocks(move.blocks)
+        return True
 
     # ---------------------------------------------------------- to the device
 
@@ -183,7 +199,7 @@ class HostTier(Tier):
             slot,
             state,
             Pin(NULL_SLOT if state is None else state.slot, pages),
-            self._version,
+            self.version,
             tokens=found.skip - match.skip,
         )
 
@@ -221,7 +237,7 @@ class HostTier(Tier):
     # ------------------------------------------------------------------ whole
 
     def clear(self) -> None:
-        self._version += 1  # what is under way ends without an effect
+        self.version += 1  # what is under way ends without an effect
         self._published.clear()
         self._covered.clear()
         self.host.clear(0)
@@ -237,7 +253,9 @@ class HostTier(Tier):
             "tier_bytes_used": host.num_used * host.page_bytes,
             "tier_states": host.num_states,
         }
-        return {name: {NAME: n} for name, n in found.items()} | {"tier_refused": dict(self.refused)}
+        lower = self.lower_figures()
+        by_tier = {name: {NAME: n, **lower.get(name, {})} for name, n in found.items()}
+        return by_tier | {"tier_refused": dict(self.refused)}
 
     # ---------------------------------------------------------------- details
 
@@ -245,7 +263,7 @@ class HostTier(Tier):
         """It can be found where it was to go; None if it is of no use any more."""
         keys = move.keys
         self._unpin(source, move.pin, used=source is self.host)
-        if move.version != self._version:
+        if move.version != self.version:
             self._give_back(target, move.slot, move.blocks)
             return None
         target.map_blocks(keys, move.blocks, move.first, self._full_blocks(move.position))
@@ -296,7 +314,7 @@ class HostTier(Tier):
             slot,
             state,
             Pin(device_slot, table),
-            self._version,
+            self.version,
         )
 
     def _is_kept(self, state: CachedState | None) -> None:

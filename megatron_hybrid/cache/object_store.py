@@ -14,6 +14,7 @@ class ObjectStore(Protocol):
     says what to do. Keys are digests of up to 32 bytes, which tell nothing of what is stored."""
 
     name: str  # in figures and logs
+    max_bytes: int  # that it takes; 0: it does not say
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each is there, as far as can be told without reading it."""

@@ -33,6 +33,11 @@ class Packing:
         """Staged slots that nobody has reserved, and that hold nothing."""
         return len(self._free)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything is to be packed before the next step."""
+        return bool(self._pending)
+
     def stage(self) -> int:
         """A slot for a checkpoint until it is packed. Raises StatePoolExhausted when all are in
         use."""

@@ -13,8 +13,9 @@ COUNTERS = """
 """.split()
 GAUGES = "tier_bytes tier_bytes_used tier_states".split()  # ... or not
 # Why something was not moved: all of the tier is in use; there was no room on the device beside the
-# prompt; computing it is quicker.
-REFUSED = "tier_full", "device_full", "slower"
+# prompt; computing it is quicker; a store below did not answer in time, or has too much to write;
+# it failed.
+REFUSED = "tier_full", "device_full", "slower", "late", "failed"
 
 
 class Tier(Protocol):

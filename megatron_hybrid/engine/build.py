@@ -16,6 +16,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.build_host_memory import (
+    begin_lower_tier,
     check_host_memory,
     host_transfers,
     staging_bytes,
@@ -205,6 +206,7 @@ def build_engine(
         "write_interval": plan.write_interval,
     }
     engine.fingerprint = build_fingerprint(config, model, device, chosen)
+    begin_lower_tier(config, context.transfers, model, device, engine.fingerprint)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts
     if parallel.is_first:

@@ -1,10 +1,11 @@
-"""EngineConfig -> memory of the host behind the device's caches."""
+"""EngineConfig -> memory of the host behind the device's caches, and files behind that."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -12,9 +13,14 @@ from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.host_store import page_bytes, pages_per_state
 from megatron_hybrid.cache.host_tier import HostTier
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.lower_tier import LowerTier
 from megatron_hybrid.cache.replay_cost import queue_of
+from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
+from megatron_hybrid.cache.stores.disk import DiskStore
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.host_memory import available_memory
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.sizing import bytes_per_state
 from megatron_hybrid.engine.transfers import HostTransfers, Transfers
 from megatron_hybrid.errors import ConfigurationError
@@ -27,6 +33,7 @@ from megatron_hybrid.parallel import ParallelContext
 logger = logging.getLogger(__name__)
 
 FLAG = "--prefix-caching-host-gb"
+DISK, DISK_SIZE = "--prefix-caching-disk", "--prefix-caching-disk-gb"
 # Operations a second of long prompts, by and large: what is fetched takes mostly a hundredth of the
 # time that computing it does, so that little depends on it.
 _OPERATIONS = {"cuda": 400e12, "cpu": 50e9}
@@ -36,6 +43,7 @@ def check_host_memory(config: EngineConfig, parallel: ParallelContext) -> None:
     """Raises ConfigurationError for what can't have memory of the host behind its caches."""
     wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
+    _check_disk(config)
     if not config.prefix_caching_host_gb:
         return
     if not config.inference_dynamic_batching_prefix_caching or policy == "ref_zero":
@@ -81,7 +89,7 @@ def host_transfers(
     pages = int(config.prefix_caching_host_gb * GIB) // page if page else 0
     _check_size(config, geometry, pages)
     copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)
-    seconds = 2 * _weights_of_a_token(model) / _OPERATIONS[device.type]
+    seconds = _seconds_of_a_token(model, device)
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     logger.info(
         "memory of the host: %.2f GB, %d pages of %d bytes; a state takes %d",
@@ -89,6 +97,46 @@ def host_transfers(
     )  # fmt: skip
     tier = HostTier(cache.store, pages, queue_of(policy), copier.rate() * seconds)
     return HostTransfers(cache, tier, copier)
+
+
+def begin_lower_tier(
+    config: EngineConfig,
+    transfers: Transfers,
+    model: HybridModel,
+    device: torch.device,
+    fingerprint: Fingerprint,
+) -> None:
+    """Have what is in host memory written to files, and read again, if that is wanted. fingerprint:
+    of the engine, which is renewed with its weights. Raises ConfigurationError for a folder that
+    can't be used."""
+    if config.prefix_caching_disk is None:
+        return
+    assert isinstance(transfers, HostTransfers) and isinstance(transfers.copier, HostCopier)
+    tier = transfers.tier
+    store = DiskStore(Path(config.prefix_caching_disk), int(config.prefix_caching_disk_gb * GIB))
+    transfers.add_lower(
+        LowerTransfers(
+            LowerTier(tier),
+            StoredPrefixes(store, tier.host.geometry),
+            transfers.copier.views,
+            lambda: fingerprint.short,
+            _seconds_of_a_token(model, device),
+        )
+    )
+
+
+def _check_disk(config: EngineConfig) -> None:
+    folder, size = config.prefix_caching_disk, config.prefix_caching_disk_gb
+    if (folder is None) != (not size):
+        raise ConfigurationError(
+            f"{DISK} is {folder or 'not given'}, and {DISK_SIZE} is {size:g}: files need both, a "
+            "folder and a size."
+        )
+    if folder is not None and not config.prefix_caching_host_gb:
+        raise ConfigurationError(
+            f"{DISK} is {folder}, but files are written from memory of the host, and read into it: "
+            f"{FLAG} is 0."
+        )
 
 
 def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int) -> None:
@@ -104,6 +152,11 @@ def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int) -> No
             f"{FLAG} is {config.prefix_caching_host_gb:g}, which is {pages} pages of "
             f"{page_bytes(geometry):,} bytes; a state and the KV before it need {least}."
         )
+
+
+def _seconds_of_a_token(model: HybridModel, device: torch.device) -> float:
+    """That computing one takes, about."""
+    return 2 * _weights_of_a_token(model) / _OPERATIONS[device.type]
 
 
 def _weights_of_a_token(model: HybridModel) -> float:

@@ -87,7 +87,7 @@ class Decodes:
                     rows.write_slot[row] = self._checkpoints[row].slot
             plan.writes = self._choose_writes(decodes, kept)
         if not plan.is_empty:
-            plan.catch_ups, self._catch_ups = self._catch_ups, []
+            plan.catch_ups = self.take_catch_ups()
             plan.packs = self._cache.packing.take()
             if self.speculation is not None:
                 self.speculation.was_planned(plan)
@@ -260,6 +260,11 @@ class Decodes:
         """Something else comes into a slot whose state is gone: nothing is put off for it."""
         self._cache.packing.forget(slot)
         self._catch_ups = without_slot(self._catch_ups, slot, self._cache)
+
+    def take_catch_ups(self) -> list[CatchUp]:
+        """What was put off, which is done now."""
+        taken, self._catch_ups = self._catch_ups, []
+        return taken
 
     def write_states(self) -> list[CatchUp]:
         """Where states of running requests are not written yet, they are to be: by these."""

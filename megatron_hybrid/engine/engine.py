@@ -50,6 +50,8 @@ from megatron_hybrid.text.thought_limit import limit_of
 
 logger = logging.getLogger(__name__)
 
+WAIT_SECONDS = 5e-4  # between two looks for what is fetched, where there is nothing else to do
+
 
 class _ResultLostError(Exception):
     """`Launched.result` raised what is its cause."""
@@ -150,6 +152,8 @@ class DynamicInferenceEngine:
         scheduler.settle(received)
         if not self.runner.asynchronous:
             scheduler.settle(self._receive())
+        if launched is None and not received and self.context.transfers.is_fetching:
+            time.sleep(WAIT_SECONDS)
 
     def _launch(self, plan: StepPlan) -> Launched | None:
         """Begin a planned step. None: it computes nothing, or it failed; then its requests give
@@ -225,7 +229,20 @@ class DynamicInferenceEngine:
     def use_idle_time(self) -> bool:
         """There is no work, on any rank and replica, which all call this: do one of the things that
         were left for later. Whether there was one."""
-        return self.runner.capture_next()
+        wrote = self._write_back()
+        return self.runner.capture_next() or wrote
+
+    def _write_back(self) -> bool:
+        """What the last step left goes to host memory without another step behind it; whether there
+        is anything."""
+        transfers, scheduler = self.context.transfers, self.scheduler
+        if not transfers.is_writing or self._in_flight or self.context.cache.packing.is_pending:
+            return False
+        if catch_ups := scheduler.decodes.take_catch_ups():
+            self.runner.catch_up(catch_ups)
+        transfers.end_copies()
+        transfers.write_back()
+        return True
 
     def _join_others(self) -> None:
         """Nothing is launched here in this turn; in a lockstep group others may need us."""

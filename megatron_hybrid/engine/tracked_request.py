@@ -67,6 +67,7 @@ class TrackedRequest:
     awaited_tokens: int = 0  # in it
     fetched: BlockKey | None = None  # the prefix that comes from host memory for it
     fetches: int = 0
+    asked: bool = False  # whether a store below host memory has anything for it
     deferrals: int = 0
     skip_at_first_deferral: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -15,6 +15,7 @@ from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import CatchUp
 
@@ -56,15 +57,24 @@ class Transfers:
         """Whether anything is on its way to the device."""
         return False
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything is on its way to the host, or may soon be."""
+        return False
+
     def on_slot(self, forget: Callable[[int], None]) -> None:
         """Call it with each slot into which something comes: what was put off until the coming step
         must not be written there."""
 
     def begin_step(self, step: int) -> None:
+        """`end_copies`, and ages are counted in steps."""
+
+    def end_copies(self) -> None:
         """What has arrived can be found from now on."""
 
     def write_back(self) -> None:
-        """A step was launched: what was published before may be written now."""
+        """A step was launched, or all that was put off until one is done: what was published before
+        may be written now."""
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
         """Whether a request, of which the device has `match`, had better wait for what is fetched
@@ -93,9 +103,15 @@ class Transfers:
 class HostTransfers(Transfers):
     """Of an engine whose cache has one."""
 
-    def __init__(self, cache: HybridCache, tier: HostTier, copier: Copier) -> None:
+    def __init__(
+        self,
+        cache: HybridCache,
+        tier: HostTier,
+        copier: Copier,
+    ) -> None:
         """The cache tells the tier from now on."""
         self._cache, self.tier, self.copier = cache, tier, copier
+        self.lower: LowerTransfers | None = None
         cache.tier = tier
         self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
@@ -103,19 +119,33 @@ class HostTransfers(Transfers):
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
 
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writes) or self.tier.has_published
+
+    def add_lower(self, lower: LowerTransfers) -> None:
+        """To and from a store below host memory."""
+        self.lower, self.tier.lower_figures = lower, lower.figures
+
     def on_slot(self, forget: Callable[[int], None]) -> None:
         self._forget_slot = forget
 
     @property
     def is_fetching(self) -> bool:
-        return bool(self._fetches)
+        return bool(self._fetches) or (self.lower is not None and self.lower.is_reading)
 
     def begin_step(self, step: int) -> None:
         self.tier.begin_step(step)
+        self.end_copies()
+
+    def end_copies(self) -> None:
+        if self.lower is not None:
+            self.lower.end_copies()
         done = [(write, ticket) for write, ticket in self._writes if ticket.is_done()]
         for write, ticket in done:
             self._writes.remove((write, ticket))
-            self.tier.end_write(write)
+            if self.tier.end_write(write) and self.lower is not None:
+                self.lower.was_written(write)
         for key, underway in list(self._fetches.items()):
             if not underway.ticket.is_done():
                 continue
@@ -146,6 +176,8 @@ class HostTransfers(Transfers):
         keys, length, tier = request.keys, request.num_tokens, self.tier
         if keys is None or request.fetches >= MOST_FETCHES:
             return False
+        if self.lower is not None and self.lower.must_wait(request, match):
+            return True
         found = tier.find(keys, match, length)
         if found is None:
             return False
@@ -169,6 +201,8 @@ class HostTransfers(Transfers):
         return True
 
     def was_tried(self, request: TrackedRequest) -> None:
+        if self.lower is not None:
+            self.lower.was_tried(request)
         key, request.fetched = request.fetched, None
         if key is None:
             return
@@ -202,11 +236,14 @@ class HostTransfers(Transfers):
 
     def check_integrity(self) -> None:
         writes = [write for write, _ in self._writes]
-        fetches = [underway.fetch for underway in self._fetches.values()]
+        pins = [underway.fetch.pin for underway in self._fetches.values()]
+        if self.lower is not None:
+            writes += self.lower.loads()
+            pins += [save.pin for save in self.lower.saves()]
         self.tier.host.check_integrity(
-            [write.blocks for write in writes] + [fetch.pin.blocks for fetch in fetches],
+            [write.blocks for write in writes] + [pin.blocks for pin in pins],
             [write.slot for write in writes if write.slot],
-            [fetch.pin.slot for fetch in fetches if fetch.pin.slot],
+            [pin.slot for pin in pins if pin.slot],
         )
 
 

@@ -53,6 +53,7 @@ class HostCopier:
         words = page_bytes // self._word.itemsize
         assert not self._blocks or self._blocks[-1].end <= words, "a block does not fit into a page"
         self._pages = self._allocate(num_pages + 1, words)
+        self._bytes = self._pages.view(torch.uint8).numpy()
 
     def write(self, copy: Copy) -> HostCopier:
         """To the pages."""
@@ -74,6 +75,10 @@ class HostCopier:
     def is_done(self) -> bool:
         """It was, when the copy was begun."""
         return True
+
+    def views(self, pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of pages, to read and to write."""
+        return [memoryview(self._bytes[page]) for page in pages]
 
     def rate(self) -> float:
         """Bytes a second that a fetch moves, about."""

@@ -16,15 +16,19 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.host_tier import HostTier
 from megatron_hybrid.cache.hybrid_cache import HybridCache
+from megatron_hybrid.cache.lower_tier import LowerTier
 from megatron_hybrid.cache.replay_cost import queue_of
+from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 from tests.engine.symbolic_copies import SymbolicCopier
+from tests.engine.symbolic_store import PageView, SlowExecutor, SymbolicStore
 
 VOCAB = 97
 default_asynchronous = False
@@ -455,12 +459,14 @@ def make_engine(
     host_pages: int = 0,
     slowest_copy: int = 1,
     bytes_per_token: float = 1.0,
+    store: SymbolicStore | None = None,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
     1 without. `packed`: cached states are. `batch_invariant`: states lie on the grid of the kernel
     chunk alone, and are not packed. `host_pages`: of what the device forgets; `slowest_copy`: steps
-    that one takes to come or go, at most; `bytes_per_token`: see HostTier."""
+    that one takes to come or go, at most; `bytes_per_token`: see HostTier. `store`: below that, as
+    slow; its engines have the same weights."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
@@ -492,6 +498,17 @@ def make_engine(
         tier = HostTier(context.cache.store, host_pages, queue_of(policy), bytes_per_token)
         copier = SymbolicCopier(runner, block_size, slowest_copy)
         context.transfers = HostTransfers(context.cache, tier, copier)
+        if store is not None:
+            lower = LowerTransfers(
+                LowerTier(tier),
+                StoredPrefixes(store, tier.host.geometry),
+                lambda pages: [PageView(copier, page) for page in pages],  # type: ignore[misc]
+                lambda: f"weights {context.cache.epoch}",
+                1e3,
+                executor=lambda name: SlowExecutor(slowest_copy),
+                clock=lambda: 0.0,
+            )
+            context.transfers.add_lower(lower)
     return CheckedEngine(
         context,
         runner,

@@ -36,7 +36,7 @@ class SymbolicCopier:
         """`slowest`: polls that a copy takes, at most."""
         self._runner, self._size, self.slowest = runner, block_size, slowest
         self._random = np.random.default_rng(seed)
-        self._pages: dict[int, Any] = {}  # of a block: its KV; of a state: number and what it is
+        self.pages: dict[int, Any] = {}  # of a block: its KV; of a state: number and what it is
 
     def _copy(self, finish: Callable[[], None]) -> SymbolicCopy:
         return SymbolicCopy(int(self._random.integers(1, self.slowest + 1)), finish)
@@ -51,8 +51,8 @@ class SymbolicCopier:
         state = runner._states.get(slot), runner.roundings.get(slot), runner._logits.get(slot)
         found |= {page: (i, state) for i, page in enumerate(copy.state_pages)}
         for page in found:
-            self._pages[page] = None
-        return self._copy(lambda: self._pages.update(found))
+            self.pages[page] = None
+        return self._copy(lambda: self.pages.update(found))
 
     def fetch(self, copy: Copy) -> SymbolicCopy:
         runner, size, slot = self._runner, self._size, copy.slot
@@ -64,12 +64,12 @@ class SymbolicCopier:
 
         def finish() -> None:
             for block, page in zip(copy.blocks, copy.pages, strict=True):
-                values = self._pages[page]
+                values = self.pages[page]
                 assert isinstance(values, list), "the page has no KV"
                 kept = {block * size + i: v for i, v in enumerate(values) if v is not None}
                 runner._kv.update(kept)
             if slot:
-                pages = [self._pages[page] for page in copy.state_pages]
+                pages = [self.pages[page] for page in copy.state_pages]
                 assert [page[0] for page in pages] == list(range(len(pages)))
                 assert len({page[1] for page in pages}) == 1, "pages of several states"
                 state, rounded, logits = pages[0][1]

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from megatron_hybrid.request import PAUSE_MODES, FinishReason, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
+from tests.engine.symbolic_store import SymbolicStore
 from tests.thorough import usually
 
 BASES = [random_tokens(seed, 120) for seed in range(3)]
@@ -39,13 +40,16 @@ class EngineMachine(RuleBasedStateMachine):
         batch_invariant=st.sampled_from([False, False, True]),
         host_pages=st.sampled_from([0, 40, 150]),
         slowest_copy=st.integers(1, 5),
+        store=st.sampled_from([None, (0.0, 0.0), (0.2, 0.05)]),
     )
-    def start(self, kind: str, **options) -> None:  # type: ignore[no-untyped-def]
+    def start(self, kind: str, store: tuple[float, float] | None, **options) -> None:  # type: ignore[no-untyped-def]
         self.exact_ends = options["exact_ends"]
-        self.engine = make_engine(
-            attention=kind != "recurrent", recurrent=kind != "attention", **options
-        )
-        self.submitted = 0
+        if store is not None:
+            loses, fails = store
+            options["store"] = SymbolicStore(loses=loses, fails=fails)
+        self.options = options | {"attention": kind != "recurrent", "recurrent": kind != "attention"}
+        self.engine = make_engine(**self.options)
+        self.submitted, self.restarted = 0, False
         self.prompts: dict[Answer, list[int]] = {}
         self.max_tokens: dict[Answer, int] = {}
         self.most_skipped: dict[Answer, int] = {}
@@ -170,6 +174,15 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.engine.stats()
         self.engine.dummy_forward()
         assert self.engine.stats() == before
+        if not self.engine.has_work():
+            self.engine.use_idle_time()
+            self.engine.check_integrity()
+
+    @rule()
+    def restart(self) -> None:
+        """Where nobody waits: what the store has stays."""
+        if not self.prompts.keys() - self.reasons.keys() and self.engine.epoch == 0:
+            self.engine, self.restarted = make_engine(**self.options), True
 
     @rule(preserve=st.booleans())
     def reset(self, preserve: bool) -> None:
@@ -244,7 +257,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not list(self.engine.scheduler.twins.pins), "something is kept for nobody"
         assert not list(transfers.pins()), "something is kept for nobody"
         stats = self.engine.stats()
-        if not any(r in (FinishReason.ABORT, FinishReason.ERROR) for r in self.reasons.values()):
+        ended_early = (FinishReason.ABORT, FinishReason.ERROR)
+        if not self.restarted and not any(r in ended_early for r in self.reasons.values()):
             assert stats["computed_tokens"] + stats["skipped_tokens"] == stats["prompt_tokens"]
 
 

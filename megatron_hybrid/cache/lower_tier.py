@@ -1,0 +1,151 @@
+"""LowerTier: places in host memory for what an ObjectStore keeps, in both directions.
+
+What is in host memory is written to the store, and what a waiting request's prompt has there beyond
+host memory is read into it. From there on it is fetched as anything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
+from megatron_hybrid.cache.lease import Pin
+from megatron_hybrid.cache.state_pool import NULL_SLOT
+from megatron_hybrid.cache.stored_prefixes import Ending, Found, Stored
+
+
+class Save(NamedTuple):
+    """A prefix in host memory that is being written to the store, and cannot be evicted there."""
+
+    keys: list[bytes]  # of its KV
+    parent: bytes
+    pages: list[int]  # of its KV
+    state_pages: list[int]
+    ending: Ending
+    pin: Pin
+
+    def stored(self, root: bytes) -> Stored:
+        """What it is there."""
+        return Stored(root, self.keys, self.parent, bytes.fromhex(self.ending.key))
+
+
+class LowerTier:
+    """Below the host memory of one engine."""
+
+    def __init__(self, upper: HostTier) -> None:
+        self.upper = upper
+        self.counts: Counter[str] = Counter()
+
+    def begin_save(self, keys: SequenceKeys, position: int) -> Save | None:
+        """All of a prefix that is in host memory; None if it is there no more."""
+        host = self.upper.host
+        full = self._full_blocks(position)
+        key = keys.at(position)
+        there = host.kv.kv_hash_to_block_id
+        names = keys.blocks[:full]
+        pages = [there.get(name, 0) for name in names]
+        if host.geometry.blocks_for(position) > full:
+            tail = host.kv.tails.get(key)
+            pages.append(0 if tail is None else tail.block)
+            names = [*names, key]
+        state = host.states.get(key)
+        if 0 in pages or (state is None and host.geometry.has_recurrent):
+            return None
+        slot, state_pages = NULL_SLOT, []
+        if state is not None:
+            slot, state_pages = state.slot, host.pages_of(state.slot)
+            host.states.pin(slot)
+        host.kv.acquire(pages)
+        count, fill = divmod(position, host.geometry.block_size)
+        ending = Ending(
+            fill,
+            key.hex(),
+            state is not None,
+            state is not None and state.has_logits,
+            "" if state is None else state.kind,
+            0 if state is None else state.turn,
+            0 if state is None else state.pause,
+        )
+        parent = keys.of_block(count)
+        return Save(names, parent, pages, state_pages, ending, Pin(slot, pages))
+
+    def end_save(self, save: Save, written: int | None) -> None:
+        """It was written, so many bytes; None: it could not be."""
+        host = self.upper.host
+        if save.pin.slot != NULL_SLOT:
+            host.states.unpin(save.pin.slot, used=False)
+        host.release_blocks(save.pin.blocks)
+        if written is not None:
+            self.counts["tier_writes"] += 1
+            self.counts["tier_bytes_written"] += written
+
+    def begin_load(self, keys: SequenceKeys, found: Found, beyond: int) -> Move | None:
+        """A place in host memory for what the store has of a prompt, of which `beyond` tokens need
+        not be computed anyway. None, without any effect, if there is none now."""
+        host, ending, position = self.upper.host, found.ending, found.position
+        state = None
+        if ending is not None and ending.has_state:
+            state = CachedState(
+                b"", position, ending.kind, has_logits=ending.has_logits,
+                turn=ending.turn, pause=ending.pause,
+            )  # fmt: skip
+        there = host.kv.kv_hash_to_block_id
+        path: list[int] = []
+        for key in keys.blocks[: self._full_blocks(position)]:
+            if key not in there:
+                break
+            path.append(there[key])
+        host.kv.acquire(path)
+        count = host.geometry.blocks_for(position) - len(path)
+        place = host.allocate(count, state=state is not None)
+        if place is None:
+            host.release_blocks(path)
+            self.upper.refused["tier_full"] += 1
+            return None
+        own, slot = place
+        return Move(
+            keys,
+            position,
+            Copy([], own, NULL_SLOT, [] if state is None else host.pages_of(slot)),
+            path + own,
+            len(path),
+            slot,
+            state,
+            Pin(NULL_SLOT, []),
+            self.upper.version,
+            tokens=position - beyond,
+        )
+
+    def end_load(self, move: Move, *, is_there: bool) -> bool:
+        """It was read, or not; whether it can be found in host memory now."""
+        host = self.upper.host
+        if not is_there:
+            if move.slot != NULL_SLOT:
+                host.states.release(move.slot)
+            host.release_blocks(move.blocks)
+            return False
+        if not self.upper.arrived_from_below(move):
+            return False
+        self.counts["tier_fetches"] += 1
+        self.counts["tier_tokens_fetched"] += move.tokens
+        geometry = host.geometry
+        state = geometry.bytes_per_cached_slot if move.state is not None else 0
+        self.counts["tier_bytes_fetched"] += len(move.copy.pages) * host.page_bytes + state
+        return True
+
+    def stored(self, root: bytes, move: Move) -> Stored:
+        """What a load reads."""
+        keys, position = move.keys, move.position
+        end, full = keys.at(position), self._full_blocks(position)
+        names = keys.blocks[:full]
+        if self.upper.host.geometry.blocks_for(position) > full:
+            names = [*names, end]
+        parent = keys.of_block(position // self.upper.host.geometry.block_size)
+        return Stored(root, names, parent, end)
+
+    def _full_blocks(self, position: int) -> int:
+        geometry = self.upper.host.geometry
+        return position // geometry.block_size if geometry.has_attention else 0

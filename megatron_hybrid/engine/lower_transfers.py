@@ -1,0 +1,256 @@
+"""LowerTransfers: prefixes on their way between host memory and an ObjectStore, in threads.
+
+A request first asks what the store has of its prompt beyond host memory, and then waits for that to
+be read: each for a time, after which it goes on without. What is read all the same is in host
+memory for the next one. A store that fails is left alone for a while. Nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.host_tier import Move
+from megatron_hybrid.cache.lower_tier import LowerTier, Save
+from megatron_hybrid.cache.prefix_store import PrefixMatch
+from megatron_hybrid.cache.stored_prefixes import Found, Stored, StoredPrefixes
+from megatron_hybrid.cache.tier import COUNTERS
+from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # seconds that a request waits for an answer, and for a read besides its time
+PAUSE = 10.0  # seconds without the store after it failed
+MOST_LOOKS = 64  # under way
+MOST_LOADS = 4
+THREADS = "tier-ask", "tier-read", "tier-write"
+FIRST_RATE = 1e9  # bytes a second of reading, until some was measured
+
+Clock = Callable[[], float]
+Views = list[memoryview]
+T = TypeVar("T")
+
+
+def _one_thread(name: str) -> Executor:
+    return ThreadPoolExecutor(1, name)
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    move: Move
+    future: Future[float | None]  # seconds that it took; None: not all of it was there
+    late: float  # when nobody waits for it any more
+
+
+@dataclass(eq=False, slots=True)
+class _Look:
+    """What becomes of one request's question."""
+
+    keys: SequenceKeys
+    beyond: int  # tokens that need not be computed anyway
+    late: float  # when it is not waited for any more
+    version: int
+    future: Future[Found | None] | None  # None: it was answered
+    load: BlockKey | None = None  # that the request waits for
+
+
+class LowerTransfers:
+    """Of one engine; all calls are its thread's."""
+
+    def __init__(
+        self,
+        lower: LowerTier,
+        stored: StoredPrefixes,
+        view: Callable[[Sequence[int]], Views],
+        identity: Callable[[], str],
+        seconds_per_token: float,
+        *,
+        executor: Callable[[str], Executor] = _one_thread,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """view: memory of pages of the host. identity: names all that cached bytes depend on
+        besides tokens. seconds_per_token: that computing one takes, about. executor: by the name of
+        its thread."""
+        self.lower, self._stored, self._view = lower, stored, view
+        self._identity, self._seconds_per_token = identity, seconds_per_token
+        # So that no question waits for what is read for others.
+        self._asker, self._reader, self._writer = map(executor, THREADS)
+        self._clock = clock
+        self._rate = FIRST_RATE
+        self._paused_until = 0.0
+        self._looks: list[_Look] = []  # not answered yet
+        self._open: dict[TrackedRequest, _Look] = {}  # by who waits
+        self._loads: dict[BlockKey, _Load] = {}
+        self._saves: deque[tuple[Save, Future[int | None]]] = deque()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether anybody may be waiting."""
+        return bool(self._looks or self._loads)
+
+    # ------------------------------------------------------------------- read
+
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch) -> bool:
+        """Whether a request, of which the device has `match`, had better wait for what comes from
+        the store. Once it need not, it never does again."""
+        if not request.asked:
+            request.asked = True
+            self._ask(request, match)
+        look = self._open.get(request)
+        if look is None:
+            return False
+        load = None if look.load is None else self._loads.get(look.load)
+        if look.future is None and load is None:
+            return False
+        if self._clock() > (look.late if load is None else load.late):
+            self.lower.upper.refused["late"] += 1
+            del self._open[request]
+            return False
+        return True
+
+    def was_tried(self, request: TrackedRequest) -> None:
+        """The request waits no more."""
+        self._open.pop(request, None)
+
+    def _ask(self, request: TrackedRequest, match: PrefixMatch) -> None:
+        keys, length, host = request.keys, request.num_tokens, self.lower.upper.host
+        assert keys is not None
+        now = self._clock()
+        if now < self._paused_until or len(self._looks) >= MOST_LOOKS:
+            return
+        found = host.match(keys, length, most=match.most)
+        beyond = max(found.skip, match.skip)
+        last = length if match.most is None else min(length, match.most)
+        if last - beyond < host.geometry.block_size:
+            return  # too little to wait for
+        tokens = keys.tokens(0, length).copy()
+        own = keys.copy_for(lambda start, end: tokens[start:end])  # for the other thread
+        future = self._asker.submit(
+            self._stored.find, self._root(), own, len(found.blocks), beyond, length, match.most
+        )
+        look = _Look(keys, beyond, now + PATIENCE, self.lower.upper.version, future)
+        self._open[request] = look
+        self._looks.append(look)
+
+    def end_copies(self) -> None:
+        """What was read can be found in host memory from now on."""
+        for key, load in [(k, one) for k, one in self._loads.items() if one.future.done()]:
+            del self._loads[key]
+            seconds = self._result(load.future)
+            self.lower.end_load(load.move, is_there=seconds is not None)
+            if seconds:
+                self._rate += (self._bytes_of(load.move) / seconds - self._rate) / 4
+        for look in [one for one in self._looks if one.future and one.future.done()]:
+            if len(self._loads) >= MOST_LOADS:
+                break
+            self._looks.remove(look)
+            self._answered(look)
+        while self._saves and self._saves[0][1].done():
+            save, future = self._saves.popleft()
+            self.lower.end_save(save, self._result(future))
+
+    def _answered(self, look: _Look) -> None:
+        future, look.future = look.future, None
+        assert future is not None
+        found = self._result(future)
+        if found is None or look.version != self.lower.upper.version:
+            return
+        key = look.keys.at(found.position)
+        if key not in self._loads:
+            move = self.lower.begin_load(look.keys, found, look.beyond)
+            if move is None:
+                return
+            size = self._bytes_of(move)
+            if size / self._rate > move.tokens * self._seconds_per_token:
+                self.lower.upper.refused["slower"] += 1
+                self.lower.end_load(move, is_there=False)
+                return
+            reading = self._reader.submit(
+                self._read,
+                self.lower.stored(self._root(), move),
+                [self._view([page]) for page in move.copy.pages],
+                self._view(move.copy.state_pages),
+            )
+            late = self._clock() + PATIENCE + 2 * size / self._rate
+            self._loads[key] = _Load(move, reading, late)
+        look.load = key
+
+    def _read(self, stored: Stored, blocks: list[Views], state: Views) -> float | None:
+        begin = time.perf_counter()
+        is_there = self._stored.read(stored, blocks, state)
+        return time.perf_counter() - begin if is_there else None
+
+    # ------------------------------------------------------------------ write
+
+    def was_written(self, move: Move) -> None:
+        """A prefix is in host memory from now on."""
+        if self._clock() < self._paused_until:
+            return
+        held = sum(len(save.pages) + len(save.state_pages) for save, _ in self._saves)
+        if 2 * held > self.lower.upper.host.kv.num_blocks:
+            self.lower.upper.refused["late"] += 1
+            return
+        save = self.lower.begin_save(move.keys, move.position)
+        if save is not None:
+            future = self._writer.submit(
+                self._stored.write,
+                save.stored(self._root()),
+                [self._view([page]) for page in save.pages],
+                self._view(save.state_pages),
+                save.ending,
+            )
+            self._saves.append((save, future))
+
+    # ------------------------------------------------------------------ whole
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        """COUNTERS and GAUGES of the store, by its name."""
+        store, counts = self._stored.store, self.lower.counts
+        used, objects = store.usage()
+        found = {name: counts[name] for name in COUNTERS if name != "tier_refused"}
+        found |= {"tier_bytes": store.max_bytes, "tier_bytes_used": used, "tier_states": objects}
+        return {name: {store.name: number} for name, number in found.items()}
+
+    def saves(self) -> list[Save]:
+        """What is being written."""
+        return [save for save, _ in self._saves]
+
+    def loads(self) -> list[Move]:
+        """What is being read."""
+        return [load.move for load in self._loads.values()]
+
+    def close(self) -> None:
+        """What is being written is finished; nothing else is begun."""
+        for executor in (self._asker, self._reader):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=True)
+        self._stored.store.close()
+
+    def _root(self) -> bytes:
+        host = self.lower.upper.host
+        shape = f"1 {self._identity()} {host.page_bytes} {host.pages_per_state}"
+        return blake2b(shape.encode(), digest_size=32).digest()
+
+    def _bytes_of(self, move: Move) -> int:
+        pages = len(move.copy.pages) + len(move.copy.state_pages)
+        return pages * self.lower.upper.host.page_bytes
+
+    def _result(self, future: Future[T]) -> T | None:
+        try:
+            return future.result()
+        except StoreError as error:
+            if self._clock() >= self._paused_until:
+                logger.warning("%s It is left alone for %d s.", error, PAUSE)
+        except Exception:  # of somebody's plug-in
+            logger.exception("A store failed. It is left alone for %d s.", PAUSE)
+        self._paused_until = self._clock() + PAUSE
+        self.lower.upper.refused["failed"] += 1
+        return None
