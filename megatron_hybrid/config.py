@@ -216,6 +216,11 @@ class EngineConfig(Settings):
     prefix_caching_disk_gb: float = option(
         0.0, "of all files there; the oldest go first", least_means="none", most=MOST_GB
     )
+    prefix_caching_store: str | None = option(
+        None,
+        "the same in a store of other machines' memory, in place of files: mooncake://HOST:PORT of "
+        "Mooncake's master, whose package has to be there. Left out: none",
+    )
     num_speculative_tokens: int = option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "

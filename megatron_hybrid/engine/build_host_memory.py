@@ -14,9 +14,11 @@ from megatron_hybrid.cache.host_store import page_bytes, pages_per_state
 from megatron_hybrid.cache.host_tier import HostTier
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lower_tier import LowerTier
+from megatron_hybrid.cache.object_store import ObjectStore
 from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
 from megatron_hybrid.cache.stores.disk import DiskStore
+from megatron_hybrid.cache.stores.mooncake import LEAST_BUFFER, MooncakeStore
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.host_memory import available_memory
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--prefix-caching-host-gb"
 DISK, DISK_SIZE = "--prefix-caching-disk", "--prefix-caching-disk-gb"
+STORE = "--prefix-caching-store"
 # Operations a second of long prompts, by and large: what is fetched takes mostly a hundredth of the
 # time that computing it does, so that little depends on it.
 _OPERATIONS = {"cuda": 400e12, "cpu": 50e9}
@@ -43,7 +46,7 @@ def check_host_memory(config: EngineConfig, parallel: ParallelContext) -> None:
     """Raises ConfigurationError for what can't have memory of the host behind its caches."""
     wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
-    _check_disk(config)
+    _check_lower(config)
     if not config.prefix_caching_host_gb:
         return
     if not config.inference_dynamic_batching_prefix_caching or policy == "ref_zero":
@@ -106,14 +109,14 @@ def begin_lower_tier(
     device: torch.device,
     fingerprint: Fingerprint,
 ) -> None:
-    """Have what is in host memory written to files, and read again, if that is wanted. fingerprint:
-    of the engine, which is renewed with its weights. Raises ConfigurationError for a folder that
-    can't be used."""
-    if config.prefix_caching_disk is None:
+    """Have what is in host memory written to files or a store, and read again, if that is wanted.
+    fingerprint: of the engine, which is renewed with its weights. Raises ConfigurationError for
+    one that can't be used."""
+    if config.prefix_caching_disk is None and config.prefix_caching_store is None:
         return
     assert isinstance(transfers, HostTransfers) and isinstance(transfers.copier, HostCopier)
     tier = transfers.tier
-    store = DiskStore(Path(config.prefix_caching_disk), int(config.prefix_caching_disk_gb * GIB))
+    store = _store(config, tier.host.geometry)
     transfers.add_lower(
         LowerTransfers(
             LowerTier(tier),
@@ -125,18 +128,33 @@ def begin_lower_tier(
     )
 
 
-def _check_disk(config: EngineConfig) -> None:
+def _store(config: EngineConfig, geometry: CacheGeometry) -> ObjectStore:
+    if config.prefix_caching_store is None:
+        assert config.prefix_caching_disk is not None
+        return DiskStore(Path(config.prefix_caching_disk), int(config.prefix_caching_disk_gb * GIB))
+    largest = max(geometry.bytes_per_block, geometry.bytes_per_cached_slot + page_bytes(geometry))
+    return MooncakeStore(config.prefix_caching_store, buffer_bytes=max(LEAST_BUFFER, 4 * largest))
+
+
+def _check_lower(config: EngineConfig) -> None:
     folder, size = config.prefix_caching_disk, config.prefix_caching_disk_gb
+    store = config.prefix_caching_store
     if (folder is None) != (not size):
         raise ConfigurationError(
             f"{DISK} is {folder or 'not given'}, and {DISK_SIZE} is {size:g}: files need both, a "
             "folder and a size."
         )
-    if folder is not None and not config.prefix_caching_host_gb:
+    if folder is not None and store is not None:
         raise ConfigurationError(
-            f"{DISK} is {folder}, but files are written from memory of the host, and read into it: "
-            f"{FLAG} is 0."
+            f"{DISK} is {folder}, and {STORE} is {store}: one of them can be below memory of the "
+            "host."
         )
+    for flag, value in ((DISK, folder), (STORE, store)):
+        if value is not None and not config.prefix_caching_host_gb:
+            raise ConfigurationError(
+                f"{flag} is {value}, but what is there is written from memory of the host, and "
+                f"read into it: {FLAG} is 0."
+            )
 
 
 def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int) -> None:

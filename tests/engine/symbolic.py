@@ -21,9 +21,9 @@ from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
-from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob

@@ -47,7 +47,10 @@ class EngineMachine(RuleBasedStateMachine):
         if store is not None:
             loses, fails = store
             options["store"] = SymbolicStore(loses=loses, fails=fails)
-        self.options = options | {"attention": kind != "recurrent", "recurrent": kind != "attention"}
+        self.options = options | {
+            "attention": kind != "recurrent",
+            "recurrent": kind != "attention",
+        }
         self.engine = make_engine(**self.options)
         self.submitted, self.restarted = 0, False
         self.prompts: dict[Answer, list[int]] = {}

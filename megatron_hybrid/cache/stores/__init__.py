@@ -1,1 +1,1 @@
-"""ObjectStores."""
+"""ObjectStores: where prefixes may lie outside of the process."""

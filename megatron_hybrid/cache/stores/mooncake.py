@@ -26,6 +26,7 @@ from megatron_hybrid.errors import ConfigurationError, StoreError
 logger = logging.getLogger(__name__)
 
 FLAG = "--prefix-caching-store"
+LEAST_BUFFER = 128 << 20
 RETRY_SECONDS = 1.0  # of what others may have been replacing meanwhile
 REACH_SECONDS = 3.0  # for a connection to the master, before the client is asked to make one
 
@@ -88,7 +89,7 @@ class MooncakeStore:
         *,
         name: str = "mooncake",
         segment_bytes: int = 0,
-        buffer_bytes: int = 128 << 20,
+        buffer_bytes: int = LEAST_BUFFER,
         protocol: str = "tcp",
         local_host: str = "127.0.0.1",
         client: Any = None,
