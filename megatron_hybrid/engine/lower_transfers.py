@@ -33,6 +33,8 @@ MOST_LOOKS = 64  # under way
 MOST_LOADS = 4
 THREADS = "tier-ask", "tier-read", "tier-write"
 FIRST_RATE = 1e9  # bytes a second of reading, until some was measured
+MEASURED_SECONDS = 10.0  # of reading, after which earlier ones count for half
+FORGOTTEN = 0.99  # with each read that would take too long: without any, nothing new is measured
 
 Clock = Callable[[], float]
 Views = list[memoryview]
@@ -84,7 +86,7 @@ class LowerTransfers:
         # So that no question waits for what is read for others.
         self._asker, self._reader, self._writer = map(executor, THREADS)
         self._clock = clock
-        self._rate = FIRST_RATE
+        self._read_bytes, self._read_seconds = FIRST_RATE, 1.0  # as if it had been measured
         self._paused_until = 0.0
         self._looks: list[_Look] = []  # not answered yet
         self._open: dict[TrackedRequest, _Look] = {}  # by who waits
@@ -146,8 +148,8 @@ class LowerTransfers:
             del self._loads[key]
             seconds = self._result(load.future)
             self.lower.end_load(load.move, is_there=seconds is not None)
-            if seconds:
-                self._rate += (self._bytes_of(load.move) / seconds - self._rate) / 4
+            if seconds is not None:
+                self._was_read(self._bytes_of(load.move), seconds)
         for look in [one for one in self._looks if one.future and one.future.done()]:
             if len(self._loads) >= MOST_LOADS:
                 break
@@ -169,8 +171,10 @@ class LowerTransfers:
             if move is None:
                 return
             size = self._bytes_of(move)
-            if size / self._rate > move.tokens * self._seconds_per_token:
+            seconds = size * self._read_seconds / self._read_bytes
+            if seconds > move.tokens * self._seconds_per_token:
                 self.lower.upper.refused["slower"] += 1
+                self._read_seconds *= FORGOTTEN
                 self.lower.end_load(move, is_there=False)
                 return
             reading = self._reader.submit(
@@ -179,7 +183,7 @@ class LowerTransfers:
                 [self._view([page]) for page in move.copy.pages],
                 self._view(move.copy.state_pages),
             )
-            late = self._clock() + PATIENCE + 2 * size / self._rate
+            late = self._clock() + PATIENCE + 2 * seconds
             self._loads[key] = _Load(move, reading, late)
         look.load = key
 
@@ -187,6 +191,14 @@ class LowerTransfers:
         begin = time.perf_counter()
         is_there = self._stored.read(stored, blocks, state)
         return time.perf_counter() - begin if is_there else None
+
+    def _was_read(self, size: int, seconds: float) -> None:
+        """Sums, in which small reads, that take long for their size, count for little."""
+        self._read_bytes += size
+        self._read_seconds += seconds
+        if self._read_seconds > MEASURED_SECONDS:
+            self._read_bytes /= 2
+            self._read_seconds /= 2
 
     # ------------------------------------------------------------------ write
 

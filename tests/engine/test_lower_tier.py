@@ -159,6 +159,26 @@ def test_a_read_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
     assert not list(engine.context.transfers.pins())
 
 
+def test_a_store_that_was_slow_is_tried_again() -> None:
+    store = SymbolicStore()
+    first = engine_with(store=store)
+    chats(first, 4, 1)
+    settle(first)
+    engine = engine_with(store=store)
+    lower = engine.context.transfers.lower  # type: ignore[attr-defined]
+    lower._was_read(1, 1e13)  # as if
+    skipped = []
+    for _ in range(2000):
+        text = random_tokens(0, 50)
+        engine.reset()
+        (event,) = generate(engine, [text + expected_answer(text, ANSWER) + [5]], 1)
+        skipped.append(event.cached_tokens)
+        if event.cached_tokens:
+            break
+    assert not any(skipped[:3]) and skipped[-1] == 53
+    assert refused(engine)["slower"] == len(skipped) - 1
+
+
 class Never:
     """A future that is never done."""
 
