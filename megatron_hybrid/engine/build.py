@@ -201,10 +201,8 @@ def build_engine(
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
     start.end_part("the rest")
-    chosen = {
-        **_dtypes(config, model_config, device)._asdict(),
-        "write_interval": plan.write_interval,
-    }
+    types = _dtypes(config, model_config, device)._asdict()
+    chosen = {**types, "write_interval": plan.write_interval}
     engine.fingerprint = build_fingerprint(config, model, device, chosen)
     begin_lower_tier(config, context.transfers, model, device, engine.fingerprint)
     start.end_part("fingerprint")
@@ -440,7 +438,7 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
 
 
 def _bytes_to_load(plan: _Plan) -> int:
-    weights = sum(weight.numel() * weight.element_size() for weight in plan.shapes.parameters())
+    weights = sum(weight.nbytes for weight in plan.shapes.parameters())
     return weights + _bytes_of_copies(plan.config, plan.shapes)
 
 

@@ -50,8 +50,6 @@ from megatron_hybrid.text.thought_limit import limit_of
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 5e-4  # between two looks for what is fetched, where there is nothing else to do
-
 
 class _ResultLostError(Exception):
     """`Launched.result` raised what is its cause."""
@@ -152,8 +150,6 @@ class DynamicInferenceEngine:
         scheduler.settle(received)
         if not self.runner.asynchronous:
             scheduler.settle(self._receive())
-        if launched is None and not received and self.context.transfers.is_fetching:
-            time.sleep(WAIT_SECONDS)
 
     def _launch(self, plan: StepPlan) -> Launched | None:
         """Begin a planned step. None: it computes nothing, or it failed; then its requests give
@@ -161,6 +157,7 @@ class DynamicInferenceEngine:
         self._step_times.note(plan.step, self._clock())
         if plan.is_empty:
             self._join_others()
+            self.context.transfers.wait()
             return None
         try:
             agreed = None
@@ -229,20 +226,8 @@ class DynamicInferenceEngine:
     def use_idle_time(self) -> bool:
         """There is no work, on any rank and replica, which all call this: do one of the things that
         were left for later. Whether there was one."""
-        wrote = self._write_back()
+        wrote = not self._in_flight and self.context.transfers.use_idle_time(self.runner)
         return self.runner.capture_next() or wrote
-
-    def _write_back(self) -> bool:
-        """What the last step left goes to host memory without another step behind it; whether there
-        is anything."""
-        transfers, scheduler = self.context.transfers, self.scheduler
-        if not transfers.is_writing or self._in_flight or self.context.cache.packing.is_pending:
-            return False
-        if catch_ups := scheduler.decodes.take_catch_ups():
-            self.runner.catch_up(catch_ups)
-        transfers.end_copies()
-        transfers.write_back()
-        return True
 
     def _join_others(self) -> None:
         """Nothing is launched here in this turn; in a lockstep group others may need us."""
@@ -270,9 +255,8 @@ class DynamicInferenceEngine:
 
         cache_salt, adapter: only prompts with the same ones share anything. priority: a smaller
         number runs first; who waits long gets ahead all the same. cache_checkpoints: positions in
-        the prompt at which its state is wanted later. message_ends: where the messages of a chat
-        end, ascending, the system message's first; a hint for where to keep states. arrived: when
-        it came, by `time.monotonic`, for the latencies that are measured (None: now).
+        the prompt at which its state is wanted later. message_ends: of a chat, ascending, the
+        system message's first; hints for states. arrived: when, by `time.monotonic` (None: now).
         """
         names = {"request_id": request_id, "cache_salt": cache_salt, "adapter": adapter}
         for name, text in names.items():
@@ -419,12 +403,11 @@ class DynamicInferenceEngine:
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights between two steps, and empty the cache.
 
-        `source`: a Hugging Face folder of the same model; or tensors by Hugging Face's names,
-        whole ones on every rank, of which some may be left out. What is in flight is received
-        first; answers that have begun (pause before, to let them end) go on with the new weights
-        from the KV and states that they have, and publish nothing. Raises WeightsError, and
-        changes nothing, for weights that do not fit; WeightsLostError if they could be copied
-        only in part, and then again in every step.
+        `source`: a Hugging Face folder of the same model; or tensors by Hugging Face's names, whole
+        ones on every rank, of which some may be left out. What is in flight is received first;
+        answers that have begun (pause before, to let them end) go on with the new weights from the
+        KV and states that they have, and publish nothing. Raises WeightsError, and changes nothing,
+        for weights that do not fit; WeightsLostError if only a part was copied, and in every step.
         """
         if self._weights_lost is not None:
             raise WeightsLostError(self._weights_lost)

@@ -78,7 +78,7 @@ class Scheduler:
             twins = Twins(context.cache, break_at_checkpoints=break_at_checkpoints)
         self.twins = twins
         self.decodes = Decodes(context, statistics, speculation)
-        context.transfers.on_slot(self.decodes.forget_slot)
+        context.transfers.attach(self.decodes)
         self._prefills = Prefills(context, statistics, self._waiting, twins)
         self._thoughts = Thoughts(context)
         self._events: list[RequestEvent] = []  # not handed out yet

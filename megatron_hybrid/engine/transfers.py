@@ -7,7 +7,8 @@ published has left them where they stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey
@@ -22,6 +23,7 @@ from megatron_hybrid.execution.plan import CatchUp
 MOST_FETCHES = 4  # for one request: what it fetched may be evicted before there is room for it
 MOST_WRITES = 4  # under way
 MOST_UNDERWAY = 8  # fetches
+WAIT_SECONDS = 5e-4  # between two looks for what is fetched
 
 
 class Ticket(Protocol):
@@ -41,6 +43,23 @@ class Copier(Protocol):
         """From the pages."""
 
 
+class PutOff(Protocol):
+    """States that are to be written in the coming step."""
+
+    def forget_slot(self, slot: int) -> None:
+        """Something else comes into a slot."""
+
+    def take_catch_ups(self) -> list[CatchUp]:
+        """They are written now."""
+
+
+class CatchesUp(Protocol):
+    """Who writes them."""
+
+    def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
+        """As Runner's."""
+
+
 class _Underway:
     __slots__ = ("fetch", "ticket", "waiting")
 
@@ -57,14 +76,8 @@ class Transfers:
         """Whether anything is on its way to the device."""
         return False
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether anything is on its way to the host, or may soon be."""
-        return False
-
-    def on_slot(self, forget: Callable[[int], None]) -> None:
-        """Call it with each slot into which something comes: what was put off until the coming step
-        must not be written there."""
+    def attach(self, put_off: PutOff) -> None:
+        """What was put off until the coming step must not be written where something comes."""
 
     def begin_step(self, step: int) -> None:
         """`end_copies`, and ages are counted in steps."""
@@ -75,6 +88,14 @@ class Transfers:
     def write_back(self) -> None:
         """A step was launched, or all that was put off until one is done: what was published before
         may be written now."""
+
+    def use_idle_time(self, runner: CatchesUp) -> bool:
+        """Nothing is in flight or to be launched: write what was left by the last steps, without
+        another one behind them. Whether there is anything."""
+        return False
+
+    def wait(self) -> None:
+        """There is nothing to do but to wait for what is fetched, if anything is."""
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
         """Whether a request, of which the device has `match`, had better wait for what is fetched
@@ -115,20 +136,16 @@ class HostTransfers(Transfers):
         cache.tier = tier
         self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
-        self._forget_slot: Callable[[int], None] = lambda slot: None
+        self._put_off: PutOff | None = None
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
-
-    @property
-    def is_writing(self) -> bool:
-        return bool(self._writes) or self.tier.has_published
 
     def add_lower(self, lower: LowerTransfers) -> None:
         """To and from a store below host memory."""
         self.lower, self.tier.lower_figures = lower, lower.figures
 
-    def on_slot(self, forget: Callable[[int], None]) -> None:
-        self._forget_slot = forget
+    def attach(self, put_off: PutOff) -> None:
+        self._put_off = put_off
 
     @property
     def is_fetching(self) -> bool:
@@ -162,6 +179,20 @@ class HostTransfers(Transfers):
                 self._cache.unpin(earlier[0])
             self._pins[key] = pin, underway.waiting
 
+    def use_idle_time(self, runner: CatchesUp) -> bool:
+        is_writing = bool(self._writes) or self.tier.has_published
+        if not is_writing or self._cache.packing.is_pending:
+            return False
+        if self._put_off is not None and (catch_ups := self._put_off.take_catch_ups()):
+            runner.catch_up(catch_ups)
+        self.end_copies()
+        self.write_back()
+        return True
+
+    def wait(self) -> None:
+        if self.is_fetching:
+            time.sleep(WAIT_SECONDS)
+
     def write_back(self) -> None:
         while len(self._writes) < MOST_WRITES:
             write = self.tier.begin_write()
@@ -193,7 +224,8 @@ class HostTransfers(Transfers):
             if fetch is None:
                 tier.refused["device_full"] += 1
                 return False
-            self._forget_slot(fetch.copy.slot)
+            if self._put_off is not None:
+                self._put_off.forget_slot(fetch.copy.slot)
             underway = self._fetches[key] = _Underway(fetch, self.copier.fetch(fetch.copy))
         underway.waiting.add(request)
         request.fetched = key

@@ -28,7 +28,7 @@ def with_host_memory(llm: LLM) -> HostTransfers:
     kind = CudaHostCopier if torch.cuda.is_available() else HostCopier
     copier = kind(engine.runner._caches, PAGES, page_bytes(geometry))
     context.transfers = HostTransfers(context.cache, tier, copier)
-    context.transfers.on_slot(engine.scheduler.decodes.forget_slot)
+    context.transfers.attach(engine.scheduler.decodes)
     return context.transfers
 
 
