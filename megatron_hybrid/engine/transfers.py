@@ -124,12 +124,7 @@ class Transfers:
 class HostTransfers(Transfers):
     """Of an engine whose cache has one."""
 
-    def __init__(
-        self,
-        cache: HybridCache,
-        tier: HostTier,
-        copier: Copier,
-    ) -> None:
+    def __init__(self, cache: HybridCache, tier: HostTier, copier: Copier) -> None:
         """The cache tells the tier from now on."""
         self._cache, self.tier, self.copier = cache, tier, copier
         self.lower: LowerTransfers | None = None
