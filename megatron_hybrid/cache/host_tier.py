@@ -262,11 +262,11 @@ class HostTier(Tier):
     def _arrived(self, move: Move, source: PrefixStore, target: PrefixStore) -> _Arrived | None:
         """It can be found where it was to go; None if it is of no use any more."""
         keys = move.keys
-        self._unpin(source, move.pin, used=source is self.host)
+        self.unpin(source, move.pin, used=source is self.host)
         if move.version != self.version:
-            self._give_back(target, move.slot, move.blocks)
+            self.give_back(target, move.slot, move.blocks)
             return None
-        target.map_blocks(keys, move.blocks, move.first, self._full_blocks(move.position))
+        target.map_blocks(keys, move.blocks, move.first, self.full_blocks(move.position))
         if move.state is None:
             target.map_tail(keys, move.blocks, move.position)
             return _Arrived(None, is_new=True)
@@ -281,7 +281,7 @@ class HostTier(Tier):
 
     def _write(self, keys: SequenceKeys, position: int, state: CachedState | None) -> Move | None:
         device, host = self.device, self.host
-        full, end = self._full_blocks(position), self._blocks_to(position)
+        full, end = self.full_blocks(position), self._blocks_to(position)
         there, here = host.kv.kv_hash_to_block_id, device.kv.kv_hash_to_block_id
         first = full
         while first and keys.blocks[first - 1] not in there:
@@ -355,7 +355,8 @@ class HostTier(Tier):
             pause=state.pause,
         )
 
-    def _full_blocks(self, position: int) -> int:
+    def full_blocks(self, position: int) -> int:
+        """Of KV, below a position."""
         geometry = self.device.geometry
         return position // geometry.block_size if geometry.has_attention else 0
 
@@ -370,14 +371,15 @@ class HostTier(Tier):
         return pages if len(pages) == end else [*pages, found.tail_block]
 
     @staticmethod
-    def _give_back(store: PrefixStore, slot: int, blocks: list[int]) -> None:
+    def give_back(store: PrefixStore, slot: int, blocks: list[int]) -> None:
         """A place that nothing came to."""
         if slot != NULL_SLOT:
             store.states.release(slot)
         store.release_blocks(blocks)
 
     @staticmethod
-    def _unpin(store: PrefixStore, pin: Pin, *, used: bool = False) -> None:
+    def unpin(store: PrefixStore, pin: Pin, *, used: bool = False) -> None:
+        """What it comes from, or was written from, may go."""
         if pin.slot != NULL_SLOT:
             store.states.unpin(pin.slot, used=used)
         store.release_blocks(pin.blocks)

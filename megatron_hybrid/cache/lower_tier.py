@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_hybrid.cache.block_hash import SequenceKeys
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.lease import Pin
@@ -42,15 +42,8 @@ class LowerTier:
     def begin_save(self, keys: SequenceKeys, position: int) -> Save | None:
         """All of a prefix that is in host memory; None if it is there no more."""
         host = self.upper.host
-        full = self._full_blocks(position)
-        key = keys.at(position)
-        there = host.kv.kv_hash_to_block_id
-        names = keys.blocks[:full]
-        pages = [there.get(name, 0) for name in names]
-        if host.geometry.blocks_for(position) > full:
-            tail = host.kv.tails.get(key)
-            pages.append(0 if tail is None else tail.block)
-            names = [*names, key]
+        key, names = keys.at(position), self._kv_of(keys, position)
+        pages = [host.block_of(name) for name in names]
         state = host.states.get(key)
         if 0 in pages or (state is None and host.geometry.has_recurrent):
             return None
@@ -75,9 +68,7 @@ class LowerTier:
     def end_save(self, save: Save, written: int | None) -> None:
         """It was written, so many bytes; None: it could not be."""
         host = self.upper.host
-        if save.pin.slot != NULL_SLOT:
-            host.states.unpin(save.pin.slot, used=False)
-        host.release_blocks(save.pin.blocks)
+        self.upper.unpin(host, save.pin)
         if written is not None:
             self.counts["tier_writes"] += 1
             self.counts["tier_bytes_written"] += written
@@ -94,7 +85,7 @@ class LowerTier:
             )  # fmt: skip
         there = host.kv.kv_hash_to_block_id
         path: list[int] = []
-        for key in keys.blocks[: self._full_blocks(position)]:
+        for key in keys.blocks[: self.upper.full_blocks(position)]:
             if key not in there:
                 break
             path.append(there[key])
@@ -123,9 +114,7 @@ class LowerTier:
         """It was read, or not; whether it can be found in host memory now."""
         host = self.upper.host
         if not is_there:
-            if move.slot != NULL_SLOT:
-                host.states.release(move.slot)
-            host.release_blocks(move.blocks)
+            self.upper.give_back(host, move.slot, move.blocks)
             return False
         if not self.upper.arrived_from_below(move):
             return False
@@ -139,13 +128,11 @@ class LowerTier:
     def stored(self, root: bytes, move: Move) -> Stored:
         """What a load reads."""
         keys, position = move.keys, move.position
-        end, full = keys.at(position), self._full_blocks(position)
-        names = keys.blocks[:full]
-        if self.upper.host.geometry.blocks_for(position) > full:
-            names = [*names, end]
         parent = keys.of_block(position // self.upper.host.geometry.block_size)
-        return Stored(root, names, parent, end)
+        return Stored(root, self._kv_of(keys, position), parent, keys.at(position))
 
-    def _full_blocks(self, position: int) -> int:
-        geometry = self.upper.host.geometry
-        return position // geometry.block_size if geometry.has_attention else 0
+    def _kv_of(self, keys: SequenceKeys, position: int) -> list[BlockKey]:
+        """The keys of all its KV, in order."""
+        full = self.upper.full_blocks(position)
+        is_cut = self.upper.host.geometry.blocks_for(position) > full
+        return keys.blocks[:full] + ([keys.at(position)] if is_cut else [])

@@ -116,6 +116,16 @@ def test_a_burst_behind_one_prefix_fetches_it_once() -> None:
     assert counts(engine)["tier_fetches"] == fetched + 1
 
 
+def give_up(engine: CheckedEngine, what: str) -> None:
+    """What comes for the request "back" is of no use any more."""
+    if what == "abort":
+        engine.abort("back")
+    elif what == "reset":
+        engine.reset()
+    else:
+        engine.update_weights("a folder")
+
+
 @pytest.mark.parametrize("what", ["abort", "reset", "update_weights"])
 def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
     engine = engine_with(slowest_copy=1)
@@ -125,12 +135,7 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
     engine.add_request("back", text, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     engine.step()
     assert engine.context.transfers.is_fetching
-    if what == "abort":
-        engine.abort("back")
-    elif what == "reset":
-        engine.reset()
-    else:
-        engine.update_weights("a folder")
+    give_up(engine, what)
     events = run(engine)
     if what != "abort":
         assert events["back"][-1].cached_tokens == 0

@@ -8,7 +8,7 @@ from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import CheckedEngine, expected_answer, generate, random_tokens, run
 from tests.engine.symbolic_store import SymbolicStore
-from tests.engine.test_host_tier import ANSWER, KINDS, chats, counts, engine_with
+from tests.engine.test_host_tier import ANSWER, KINDS, chats, counts, engine_with, give_up
 
 
 def settle(engine: CheckedEngine) -> None:
@@ -143,12 +143,7 @@ def test_a_read_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
     for _ in range(3):
         engine.step()
         engine.check_integrity()
-    if what == "abort":
-        engine.abort("back")
-    elif what == "reset":
-        engine.reset()
-    else:
-        engine.update_weights("a folder")
+    give_up(engine, what)
     events = run(engine)
     if what == "update_weights":
         assert events["back"][-1].cached_tokens == 0

@@ -15,12 +15,12 @@ import re
 import stat
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_hybrid.cache.stores.parts import checksum_of, length_of, views_of
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class DiskStore:
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Fill contiguous `parts`; False if nothing is there or it is not whole, after which it is
         deleted and the log says so. Raises StoreError."""
-        return self._read(key, _views(parts)) is not None
+        return self._read(key, views_of(parts)) is not None
 
     def read(self, key: bytes) -> bytes | None:
         """All that is there, of any size; None as False above. Raises StoreError."""
@@ -102,13 +102,13 @@ class DiskStore:
         """Store contiguous `parts`; False if they are more than the budget (with what is being
         written at the moment). Raises StoreError."""
         path = self._path(key)
-        views = _views(parts)
-        size = HEADER_BYTES + _length(views)
+        views = views_of(parts)
+        size = HEADER_BYTES + length_of(views)
         try:
             if not self._reserve(size):
                 return False
             try:
-                views.insert(0, memoryview(_header(key, _length(views), _checksum(views))))
+                views.insert(0, memoryview(_header(key, length_of(views), checksum_of(views))))
                 self._write_where_is_room(path, views, size)
             except BaseException:
                 with self._lock:
@@ -161,7 +161,7 @@ class DiskStore:
                     _say_it_stays(path)
                     return None
                 if views is None:
-                    views = _views([bytearray(max(0, status.st_size - HEADER_BYTES))])
+                    views = views_of([bytearray(max(0, status.st_size - HEADER_BYTES))])
                 if fault := _read_checked(file, status.st_size, key, views):
                     logger.warning("%s is not what was stored: %s. It is deleted.", path, fault)
                     with self._lock:
@@ -308,28 +308,6 @@ def _make_private(folder: Path) -> None:
         raise ConfigurationError(f"{found} must be its owner's alone, of mode 0700. {advice}")
 
 
-def _views(parts: Sequence[memoryview | bytes | bytearray]) -> list[memoryview]:
-    """The parts as bytes, without empty ones, which system calls do not tell from an end."""
-    views = [part if isinstance(part, memoryview) else memoryview(part) for part in parts]
-    return [view.cast("B") for view in views if view.nbytes]
-
-
-def _length(views: list[memoryview]) -> int:
-    return sum(view.nbytes for view in views)
-
-
-def _checksum(views: list[memoryview]) -> int:
-    """CRC-32: some 3 GB/s a core where BLAKE2b makes 0.5 and SHA-256 1, and without the GIL.
-
-    Nobody but this user can write here, so it has to find accidents only: beside the key and the
-    size, which tell files that were swapped or cut off, that is bits that flipped and pages that
-    never got to the disk."""
-    checksum = 0
-    for view in views:
-        checksum = zlib.crc32(view, checksum)
-    return checksum
-
-
 def _header(key: bytes, length: int, checksum: int) -> bytes:
     """HEADER_BYTES of them: all that comes before `length` bytes of data."""
     header = {
@@ -342,13 +320,13 @@ def _header(key: bytes, length: int, checksum: int) -> bytes:
 
 def _read_checked(file: int, size: int, key: bytes, views: list[memoryview]) -> str:
     """Fill `views` from a file of `size` bytes; what is wrong with it, or "". Raises OSError."""
-    length = _length(views)
+    length = length_of(views)
     if size != HEADER_BYTES + length:
         return f"it has {size} bytes instead of {HEADER_BYTES + length}"
     header = bytearray(HEADER_BYTES)
     if not _move_all(os.preadv, file, [memoryview(header), *views]):
         return "it ended while it was read"
-    expected = _header(key, length, _checksum(views))
+    expected = _header(key, length, checksum_of(views))
     if header == expected:
         return ""
     try:

@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from megatron_hybrid.cache.stores.parts import checksum_of, length_of, views_of
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class MooncakeStore:
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Fill contiguous `parts`; False if nothing is there or it is not whole, after which it is
         removed and the log says so. Raises StoreError."""
-        views = _views(parts)
+        views = views_of(parts)
         return self._fetch(key, views) is not None
 
     def read(self, key: bytes) -> bytes | None:
@@ -151,14 +151,11 @@ class MooncakeStore:
         """Store contiguous `parts`; False if there is no room in any one process's memory. What is
         being read at the moment can't be dropped, nor what was replaced while it was. Raises
         StoreError, too, if it is larger than the buffer."""
-        views = _views(parts)
-        length = _length(views)
+        views = views_of(parts)
+        length = length_of(views)
         size = _HEADER.size + length
         self._check_fits(key, size)
-        checksum = 0
-        for view in views:
-            checksum = zlib.crc32(view, checksum)
-        header = _header(key, length, checksum)
+        header = _header(key, length, checksum_of(views))
         with self._turns.take(self._turns_for(size)):
             # not put_parts, which leaves what is there and says that all went well
             deadline = time.monotonic() + RETRY_SECONDS
@@ -195,7 +192,7 @@ class MooncakeStore:
         if not self._is_there(key, size):
             return None
         length = size - _HEADER.size
-        if length < 0 or (views is not None and length != _length(views)):
+        if length < 0 or (views is not None and length != length_of(views)):
             self._remove_wrong(key, f"it has {size} bytes, which it should not")
             return None
         self._check_fits(key, size)
@@ -348,24 +345,14 @@ def _content(key: bytes, buffer: Any, views: list[memoryview] | None) -> bytes |
     """The data of what was read, or b"" after they went into `views`; None: it is wrong."""
     content = memoryview(buffer).cast("B")
     data = content[_HEADER.size :]
-    if bytes(content[: _HEADER.size]) != _header(key, data.nbytes, zlib.crc32(data)):
+    if bytes(content[: _HEADER.size]) != _header(key, data.nbytes, checksum_of([data])):
         return None
     if views is None:
         return bytes(data)
-    if data.nbytes != _length(views):  # replaced since its size was asked for
+    if data.nbytes != length_of(views):  # replaced since its size was asked for
         return None
     _copy(data, views)
     return b""
-
-
-def _views(parts: Sequence[memoryview | bytes]) -> list[memoryview]:
-    """Of bytes, and without empty ones."""
-    views = (memoryview(part) for part in parts)
-    return [view.cast("B") for view in views if view.nbytes]
-
-
-def _length(views: list[memoryview]) -> int:
-    return sum(view.nbytes for view in views)
 
 
 def _copy(data: memoryview, views: list[memoryview]) -> None:
