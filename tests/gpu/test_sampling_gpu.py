@@ -53,7 +53,9 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocabulary", "padded"), [(50280, 50288), (65536, 65544), (50257, 50258)])
+@pytest.mark.parametrize(
+    ("vocabulary", "padded"), [(50280, 50288), (65536, 65544), (65536, 65537), (50257, 50258)]
+)
 def test_where_a_row_begins_in_memory_does_not_matter(
     vocabulary: int, padded: int, dtype: torch.dtype
 ) -> None:

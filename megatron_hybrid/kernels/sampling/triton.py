@@ -91,8 +91,9 @@ def draw(logits: Tensor, filters: Filters, point: Tensor, sizes: Sizes = SIZES) 
     device, stride = logits.device, logits.stride(0) if rows > 1 else vocabulary
     # Rows that begin at multiples of 16 are loaded in wider pieces, and are added up accordingly:
     # always or never.
-    if logits.stride(1) != 1 or (stride % 16 == 0) != (vocabulary % 16 == 0):
-        logits, stride = logits.contiguous(), vocabulary
+    wide = stride % 16 == 0 and logits.data_ptr() % 16 == 0
+    if logits.stride(1) != 1 or wide != (vocabulary % 16 == 0):
+        logits, stride = logits.clone(memory_format=torch.contiguous_format), vocabulary
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, *shape), dtype=dtype, device=device)
