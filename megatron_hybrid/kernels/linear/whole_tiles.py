@@ -2,8 +2,9 @@
 runs in batch-invariant mode.
 
 The library chooses how it sums by the product's shape. So all products with a weight are of one
-shape: of TILE_ROWS rows of inputs, the last ones filled up with zeros. In it all rows are computed
-alike; `places_matter` looks whether that is so.
+shape: of TILE_ROWS rows of inputs, the last ones filled up with zeros, and of a multiple of COLUMNS:
+what is left of other lengths MKL adds up by a row's place, on CPUs without AVX-512. In it all rows
+are computed alike; `places_matter` looks whether that is so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_hybrid.kernels.protocols import Inputs
 __all__ = ["multiply", "multiply_activated", "quantize_rows", "weights_changed"]
 
 TILE_ROWS = 16
+COLUMNS = 8
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +31,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     count = len(x)
     if not count:
         return F.linear(x, weight, bias)
-    filled = F.pad(x, (0, 0, 0, -count % TILE_ROWS)).contiguous()
+    more = -x.shape[1] % COLUMNS
+    filled = F.pad(x, (0, more, 0, -count % TILE_ROWS)).contiguous()
+    if more:  # hardly any model has such a weight
+        weight = F.pad(weight, (0, more))
     tiles = [F.linear(tile, weight, bias) for tile in filled.split(TILE_ROWS)]
     return tiles[0][:count] if len(tiles) == 1 else torch.cat(tiles)[:count]
 
