@@ -2,7 +2,7 @@
 runs in batch-invariant mode.
 
 The library chooses how it sums by the product's shape. So all products with a weight are of one
-shape: of TILE_ROWS rows of inputs, the last ones filled up with zeros, and of a multiple of COLUMNS:
+shape: TILE_ROWS rows of inputs, the last ones filled up with zeros, and a multiple of COLUMNS long:
 what is left of other lengths MKL adds up by a row's place, on CPUs without AVX-512. In it all rows
 are computed alike; `places_matter` looks whether that is so.
 """
