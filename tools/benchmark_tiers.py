@@ -16,7 +16,10 @@ replay   200 prompts of 8,448 tokens, then the first 8 of them again, twice: fro
          from the device (SGLang's issue 39436)
 decodes  the time between tokens of 32 decodes, quiet and while copies run in both directions, to
          and from pages that nobody else uses, until 50 GB have gone each way
-chats    eight times as many chats as the device holds, 32 at once, with the tier and without
+chats    eight times as many chats of six turns (2,048 tokens that all share, 1,024, then 512 each;
+         answers of 128) as the device holds, 32 at once, with the tier and without
+restart  with --prefix-caching-disk: a conversation of 65,552 tokens goes on in a second engine, of
+         which the first has written files
 
 Times to first token are those of one request alone, but for `chats`. --scale multiplies tokens and
 numbers of requests.
@@ -31,6 +34,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +54,10 @@ from megatron_hybrid.arguments import (
 from megatron_hybrid.cache.host_tier import Copy
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.engine.transfers import HostTransfers, Ticket
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
+from megatron_hybrid.engine.transfers import MOST_WRITES, HostTransfers, Ticket
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 LONGEST = 65536  # tokens; and an answer of 16
 MOVED = 50e9  # bytes, each way
@@ -92,10 +98,12 @@ class Benchmark:
         tokens, size = (sum(stats[kind].values()) for kind in kinds)
         return tokens, size
 
-    def request(self, chat: str, full: int, answer: int) -> WorkloadRequest:
-        """The chat's next one, of so many new tokens, scaled."""
+    def request(
+        self, chat: str, full: int, answer: int, before: tuple[int, ...] = ()
+    ) -> WorkloadRequest:
+        """The chat's next one, of so many new tokens, scaled, behind others."""
         self._drawn += 1
-        return WorkloadRequest(f"{chat}.{self._drawn}", chat, self.tokens(full), answer)
+        return WorkloadRequest(f"{chat}.{self._drawn}", chat, before + self.tokens(full), answer)
 
     def resume(self) -> Figures:
         """See the module."""
@@ -178,8 +186,10 @@ class Benchmark:
     def chats(self) -> Figures:
         """See the module; also for an engine without the tier."""
         geometry = self.engine.context.geometry
-        turns, answer = 3, self.count(128)
-        tokens = round(self._scale * (3072 + 512 * (turns - 1))) + turns * answer
+        turns, answer = 6, self.count(128)
+        system = self.tokens(2048)
+        # of each chat's own
+        tokens = round(self._scale * (1024 + 512 * (turns - 1))) + turns * answer
         each = geometry.blocks_for(tokens) * geometry.bytes_per_block
         each += geometry.bytes_per_cached_slot * geometry.has_recurrent
         cached = geometry.num_cached_slots * geometry.bytes_per_cached_slot
@@ -187,7 +197,8 @@ class Benchmark:
         count, at_once = max(8, round(8 * held)), self.count(32, 4)
         rounds = []
         for turn in range(turns):
-            chats = [self.request(f"c{i}", 512 if turn else 3072, answer) for i in range(count)]
+            new, before = (512, ()) if turn else (1024, system)
+            chats = [self.request(f"c{i}", new, answer, before) for i in range(count)]
             rounds += [tuple(chats[i : i + at_once]) for i in range(0, count, at_once)]
         run = run_workload(self.engine, Workload("chats", tuple(rounds)))
         later = sum(run.round_walls[-(len(rounds) // turns) * (turns - 1) :])
@@ -199,9 +210,39 @@ class Benchmark:
         }  # fmt: skip
 
 
+def restart(config: EngineConfig, model: HybridModel, scale: float) -> Figures:
+    """See the module."""
+    engine = build_engine(config, model=model)
+    benchmark = Benchmark(engine, scale)
+    tokens = list(benchmark.tokens(LONGEST))
+    answer = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    engine.add_request("long", list(tokens), answer)
+    while engine.has_work():
+        for event in engine.step():
+            tokens += event.token_ids
+    begin, lower = time.perf_counter(), lower_of(engine)
+    while engine.use_idle_time() or lower.saves():
+        time.sleep(1e-3)
+        engine.context.transfers.end_copies()
+    written_s, written = time.perf_counter() - begin, engine.stats()["tier_bytes_written"]["disk"]
+    lower.close()
+    del engine, lower, benchmark
+    gc.collect()
+    benchmark = Benchmark(build_engine(config, model=model), scale)
+    again = WorkloadRequest("again", "again", (*tokens, *benchmark.tokens(256)), 4)
+    _, disk_ms = benchmark.run((benchmark.request("warm", 256, 4),), (again,))
+    stats, lower = benchmark.engine.stats(), lower_of(benchmark.engine)
+    lower.close()
+    return {
+        "disk_ms": disk_ms, "tokens_fetched": stats["tier_tokens_fetched"]["disk"],
+        "bytes_fetched": stats["tier_bytes_fetched"]["disk"], "bytes_a_second": lower.read_rate,
+        "written_s": written_s, "bytes_written": written,
+    }  # fmt: skip
+
+
 class Moving:
-    """Copies both ways, of 64 blocks and a state each, as fast as they go, until so many bytes have
-    gone each way."""
+    """Copies both ways, of 64 blocks and a state each, always as many as an engine has on their way
+    at once, until so many bytes have gone each way."""
 
     def __init__(self, engine: DynamicInferenceEngine, wanted: float) -> None:
         self._store, self._host = engine.context.cache.store, transfers_of(engine).tier.host
@@ -213,7 +254,7 @@ class Moving:
         self._size = count * geometry.bytes_per_block
         self._size += geometry.bytes_per_cached_slot * self._state
         self._moved = [0.0, 0.0]
-        self._jobs: list[Ticket | None] = [None, None]
+        self._jobs: list[deque[Ticket]] = [deque(), deque()]
         self._begin = 0.0
         self.figures: Figures = {}
 
@@ -229,14 +270,12 @@ class Moving:
         """Begin what can be; whether all has gone."""
         self._begin = self._begin or time.perf_counter()
         begins = self._copier.write, self._copier.fetch
-        for way, begin in enumerate(begins):
-            job = self._jobs[way]
-            if job is not None and job.is_done():
+        for way, (jobs, begin) in enumerate(zip(self._jobs, begins, strict=True)):
+            while jobs and jobs[0].is_done():
+                jobs.popleft()
                 self._moved[way] += self._size
-                job = None
-            if job is None:
-                job = begin(self._copies[way])
-            self._jobs[way] = job
+            while len(jobs) < MOST_WRITES:
+                jobs.append(begin(self._copies[way]))
         return min(self._moved) >= self._wanted
 
     def end(self) -> None:
@@ -244,7 +283,7 @@ class Moving:
         seconds = time.perf_counter() - self._begin
         names = "bytes_a_second_to_the_host", "bytes_a_second_from_the_host"
         self.figures = {n: moved / seconds for n, moved in zip(names, self._moved, strict=True)}
-        while not all(job is None or job.is_done() for job in self._jobs):
+        while not all(job.is_done() for jobs in self._jobs for job in jobs):
             time.sleep(1e-3)
 
 
@@ -253,6 +292,14 @@ def transfers_of(engine: DynamicInferenceEngine) -> HostTransfers:
     found = engine.context.transfers
     if not isinstance(found, HostTransfers):
         raise ConfigurationError("--prefix-caching-host-gb is 0; this measures what it is worth.")
+    return found
+
+
+def lower_of(engine: DynamicInferenceEngine) -> LowerTransfers:
+    """Raises ConfigurationError without --prefix-caching-disk."""
+    found = transfers_of(engine).lower
+    if found is None:
+        raise ConfigurationError("--prefix-caching-disk is not given; `restart` reads from there.")
     return found
 
 
@@ -273,11 +320,17 @@ def measure(config: EngineConfig, names: list[str], scale: float) -> Iterator[tu
     transfers_of(engine)
     for name in names:
         engine.reset_prefix_cache()
-        yield name, getattr(Benchmark(engine, scale), name)()
+        if name != "restart":
+            yield name, getattr(Benchmark(engine, scale), name)()
     del engine
     gc.collect()
+    if "restart" in names:
+        yield "restart", restart(config, model, scale)
+        gc.collect()
     if "chats" in names:
-        without = dataclasses.replace(config, prefix_caching_host_gb=0.0)
+        without = dataclasses.replace(
+            config, prefix_caching_host_gb=0.0, prefix_caching_disk=None, prefix_caching_disk_gb=0.0
+        )
         engine = build_engine(without, model=model)
         yield "chats without", Benchmark(engine, scale).chats()
 
@@ -286,9 +339,10 @@ def main() -> int:
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    loads = ["resume", "replay", "decodes", "chats"]
+    loads = ["resume", "replay", "decodes", "chats", "restart"]
+    usual = ",".join(loads[:-1])
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--load-names", default=",".join(loads), help="which (default: all)")
+    group.add_argument("--load-names", default=usual, help=f"which (default: {usual})")
     group.add_argument("--scale", type=float, default=0.02, help="of all sizes (default: 0.02)")
     group.add_argument("--json", type=Path, metavar="OUT", help="write the figures there, too")
     add_engine_arguments(parser)

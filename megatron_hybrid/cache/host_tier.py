@@ -207,7 +207,6 @@ class HostTier(Tier):
         """It was copied: it can be found on the device, and is pinned; None if it is of no use any
         more."""
         theirs = move.state
-        used_at = 0 if theirs is None else theirs.used_at
         arrived = self._arrived(move, self.host, self.device)
         if arrived is None:
             return None
@@ -217,7 +216,7 @@ class HostTier(Tier):
         if theirs is None or arrived.state is None:
             return Pin(NULL_SLOT, move.blocks)
         if arrived.is_new:
-            arrived.state.used_at = used_at  # pauses are counted from then
+            arrived.state.used_at = theirs.used_at  # pauses are counted from then
             if theirs.alive:
                 self._is_kept(arrived.state)
         self.device.states.pin(arrived.state.slot)
@@ -262,7 +261,7 @@ class HostTier(Tier):
     def _arrived(self, move: Move, source: PrefixStore, target: PrefixStore) -> _Arrived | None:
         """It can be found where it was to go; None if it is of no use any more."""
         keys = move.keys
-        self.unpin(source, move.pin, used=source is self.host)
+        self.unpin(source, move.pin)  # who waits for it will count as its reader
         if move.version != self.version:
             self.give_back(target, move.slot, move.blocks)
             return None
@@ -378,8 +377,8 @@ class HostTier(Tier):
         store.release_blocks(blocks)
 
     @staticmethod
-    def unpin(store: PrefixStore, pin: Pin, *, used: bool = False) -> None:
+    def unpin(store: PrefixStore, pin: Pin) -> None:
         """What it comes from, or was written from, may go."""
         if pin.slot != NULL_SLOT:
-            store.states.unpin(pin.slot, used=used)
+            store.states.unpin(pin.slot, used=False)
         store.release_blocks(pin.blocks)

@@ -98,6 +98,11 @@ class LowerTransfers:
         """Whether anybody may be waiting."""
         return bool(self._looks or self._loads)
 
+    @property
+    def read_rate(self) -> float:
+        """Bytes a second, as measured."""
+        return self._read_bytes / self._read_seconds
+
     # ------------------------------------------------------------------- read
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch) -> bool:
@@ -171,7 +176,7 @@ class LowerTransfers:
             if move is None:
                 return
             size = self._bytes_of(move)
-            seconds = size * self._read_seconds / self._read_bytes
+            seconds = size / self.read_rate
             if seconds > move.tokens * self._seconds_per_token:
                 self.lower.upper.refused["slower"] += 1
                 self._read_seconds *= FORGOTTEN

@@ -21,7 +21,9 @@ from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import CatchUp
 
 MOST_FETCHES = 4  # for one request: what it fetched may be evicted before there is room for it
-MOST_WRITES = 4  # under way
+# Under way. Requests that end together leave many states at once, which nothing keeps on the
+# device until they are being written.
+MOST_WRITES = 16
 MOST_UNDERWAY = 8  # fetches
 WAIT_SECONDS = 5e-4  # between two looks for what is fetched
 

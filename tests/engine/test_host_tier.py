@@ -92,6 +92,15 @@ def test_only_what_is_missing_moves() -> None:
     assert copies[0] == ("fetch", 15, 3)
 
 
+def test_being_fetched_and_read_is_one_use() -> None:
+    """After two a state counts as one that others share, and is kept beside those behind it."""
+    engine = engine_with()
+    chats(engine, 8, 3)
+    host, device = engine.context.transfers.tier.host, engine.context.cache.store
+    hits = [one.hits for store in (host, device) for one in store.states.cached()]
+    assert max(hits) == 1, hits
+
+
 def test_others_are_admitted_past_one_that_waits() -> None:
     engine = engine_with(slowest_copy=1)
     chats(engine, 6, 1)
