@@ -69,18 +69,23 @@ def test_the_picture_shows_the_figures_of_the_server(at_home: Visit) -> None:
     assert at_home.errors == []
 
 
-def test_memory_of_the_host_is_shown_where_there_is_some(
+def test_memory_of_the_host_and_files_are_shown_where_there_are_some(
     site: Site, visit: Callable[..., Visit]
 ) -> None:
-    tiers = {"tier_bytes": {"host": 2**34}, "tier_bytes_used": {"host": 2**32}}
+    tiers = {
+        "tier_bytes": {"host": 2**34, "disk": 2**40},
+        "tier_bytes_used": {"host": 2**32, "disk": 2**39},
+    }
     answers = {"now": (200, STATS)}
     home = visit()
     home.figures(lambda: answers["now"])
     home.page.goto(site.url)
     expect(home.page.locator("#kv .legend li").first).to_have_text("in use150")
     expect(home.page.locator("#host-part")).to_be_hidden()
+    expect(home.page.locator("#files-part")).to_be_hidden()
     answers["now"] = (200, {**STATS, "engine": {**STATS["engine"], **tiers}})
     expect(home.page.locator("#host .legend li")).to_have_text(["kept4,096", "free12,288"])
+    expect(home.page.locator("#files .legend li")).to_have_text(["kept524,288", "free524,288"])
     assert home.errors == []
 
 

@@ -34,6 +34,11 @@ export const HOST = {
   free: "Memory that nothing has been kept in yet.",
 };
 
+export const FILES = {
+  used: "The same in files, which outlast this server and are shared with others on this computer.",
+  free: "What files may still take.",
+};
+
 export const PREFILL = {
   computed: "Tokens of prompts that the model had to read in a second: the work that the cache "
     + "could not spare.",

@@ -7,7 +7,7 @@ import { byId, element, setText } from "./elements.js";
 import { explained } from "./explain.js";
 import { LOST, PREFILL } from "./explanations.js";
 import { compact, whole } from "./format.js";
-import { blocks, host, slots } from "./occupancy.js";
+import { blocks, files, host, slots } from "./occupancy.js";
 import { Tiles } from "./tiles.js";
 
 const EVERY_MS = 1000;
@@ -37,6 +37,7 @@ class Figures {
     this.kv = new StackedBar(byId("kv"), "KV blocks");
     this.state = new StackedBar(byId("state"), "State slots");
     this.host = new StackedBar(byId("host"), "Memory of the host, MB");
+    this.files = new StackedBar(byId("files"), "Files, MB");
     this.prefill = new RateChart(byId("prefill"), [
       { key: "computed", label: "computed", kind: "computed", means: PREFILL.computed },
       { key: "skipped", label: "skipped", kind: "cached-0", means: PREFILL.skipped },
@@ -88,11 +89,15 @@ class Figures {
     const state = slots(engine);
     setText(byId("kv-total"), engine.kv_blocks === undefined ? "" : whole(engine.kv_blocks));
     setText(byId("state-total"), engine.state_slots === undefined ? "" : whole(engine.state_slots));
-    const behind = host(engine);
-    byId("host-part").hidden = behind.length === 0;
-    if (behind.length > 0) this.host.show(behind);
+    this.showTier("host", host(engine));
+    this.showTier("files", files(engine));
     this.kv.show(kv);
     this.state.show(state);
+  }
+
+  showTier(name, parts) {
+    byId(`${name}-part`).hidden = parts.length === 0;
+    if (parts.length > 0) this[name].show(parts);
   }
 
   showRates(now) {

@@ -1,6 +1,6 @@
 // What the engine's figures say about who holds the cache's memory. Keys may be missing.
 
-import { HOST, KV, STATE } from "./explanations.js";
+import { FILES, HOST, KV, STATE } from "./explanations.js";
 
 const SHADES = 5; // of cached things, from fresh to old; style.css has as many
 
@@ -32,15 +32,19 @@ export function slots(engine) {
   ];
 }
 
-/** Megabytes of memory of the host as the parts of a bar; nothing, where there is none. */
-export function host(engine) {
-  const total = megabytes(engine.tier_bytes?.host);
-  const used = megabytes(engine.tier_bytes_used?.host);
+/** Megabytes behind the caches of the device as the parts of a bar; nothing, where there are none. */
+function tier(engine, name, means) {
+  const total = megabytes(engine.tier_bytes?.[name]);
+  const used = megabytes(engine.tier_bytes_used?.[name]);
   return total === 0 ? [] : [
-    { label: "kept", kind: "cached-0", count: used, means: HOST.used },
-    { label: "free", kind: "free", count: free(total, used), means: HOST.free },
+    { label: "kept", kind: "cached-0", count: used, means: means.used },
+    { label: "free", kind: "free", count: free(total, used), means: means.free },
   ];
 }
+
+export const host = (engine) => tier(engine, "host", HOST);
+
+export const files = (engine) => tier(engine, "disk", FILES);
 
 const megabytes = (bytes) => Math.round((bytes ?? 0) / 2 ** 20);
 
