@@ -13,6 +13,9 @@ from megatron_hybrid.cache.geometry import CacheGeometry
 
 # Kinds of what comes and goes. LOGITS only goes: a sequence can still be continued there.
 BLOCKS, STATES, LOGITS = range(3)
+# Where: in the memory that is computed from, whatever the device is, or in slower memory behind it.
+# Each has everything that its own blocks and states need.
+DEVICE, HOST = "GPU", "CPU"
 
 
 class Stored(NamedTuple):
@@ -26,6 +29,7 @@ class Stored(NamedTuple):
     adapter: str
     cache_salt: str
     has_logits: bool = False  # those of the last token are there, too
+    medium: str = DEVICE
 
 
 class Removed(NamedTuple):
@@ -34,6 +38,7 @@ class Removed(NamedTuple):
 
     key: BlockKey
     kind: int
+    medium: str = DEVICE
 
 
 class Cleared(NamedTuple):
@@ -51,12 +56,17 @@ class CacheChanges:
     encoding) is done where the changes are published."""
 
     def __init__(self, geometry: CacheGeometry, epoch: int = 0) -> None:
-        self._geometry = geometry
+        self._geometry, self._medium = geometry, DEVICE
         self._changes: list[Change] = [Cleared(epoch, geometry)]  # how every stream begins
+
+    def of_host(self) -> CacheChanges:
+        """The same for what is found in memory of the host: taken with these, in one order."""
+        return _HostChanges(self._geometry, self._changes)
 
     def take(self) -> list[Change]:
         """What has changed since the last call, in the order in which it happened."""
-        changes, self._changes = self._changes, []
+        changes = self._changes.copy()
+        self._changes.clear()
         return changes
 
     def blocks_stored(self, keys: SequenceKeys, first: int, end: int) -> None:
@@ -73,11 +83,11 @@ class CacheChanges:
 
     def removed(self, key: BlockKey, kind: int) -> None:
         """A block, a state, or only its logits, can't be found any more."""
-        self._changes.append(Removed(key, kind))
+        self._changes.append(Removed(key, kind, self._medium))
 
     def cleared(self, epoch: int) -> None:
         """Nothing can be found any more."""
-        self._changes = [Cleared(epoch, self._geometry)]  # what came before is void
+        self._changes[:] = [Cleared(epoch, self._geometry)]  # what came before is void
 
     def _store(
         self,
@@ -92,5 +102,13 @@ class CacheChanges:
         parent = keys.at(start) if start else None
         tokens, salt = keys.tokens(start, end), keys.cache_salt
         self._changes.append(
-            Stored(names, parent, tokens, size, kind, keys.adapter, salt, has_logits)
+            Stored(names, parent, tokens, size, kind, keys.adapter, salt, has_logits, self._medium)
         )
+
+
+class _HostChanges(CacheChanges):
+    def __init__(self, geometry: CacheGeometry, changes: list[Change]) -> None:
+        self._geometry, self._medium, self._changes = geometry, HOST, changes
+
+    def cleared(self, epoch: int) -> None:
+        """With the device's."""

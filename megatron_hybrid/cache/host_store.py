@@ -99,6 +99,7 @@ class HostStore(PrefixStore):
         return self._drop_block(counts=True) or self.evict_state()
 
     def _tell_of_removal(self, key: BlockKey, kind: int) -> None:
+        super()._tell_of_removal(key, kind)
         if kind != BLOCKS:
             self._is_gone(key)
 

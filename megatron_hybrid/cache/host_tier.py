@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import PROMPT_END
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.host_store import HostStore
@@ -234,6 +235,9 @@ class HostTier(Tier):
         return moved < (found.skip - match.skip) * self._bytes_per_token
 
     # ------------------------------------------------------------------ whole
+
+    def take_down(self, changes: CacheChanges) -> None:
+        self.host.changes = changes
 
     def clear(self) -> None:
         self.version += 1  # what is under way ends without an effect

@@ -75,6 +75,7 @@ class HybridCache:
         """What can be found from now on, as it changes. Before anything is."""
         assert not self.kv.num_mapped and not self.states.num_cached, "something is cached already"
         changes = self.store.changes = CacheChanges(self.geometry, self.epoch)
+        self.tier.take_down(changes.of_host())
         return changes
 
     def begin_step(self, step: int) -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.changes import CacheChanges
 
 # What `figures` has: numbers by tier, or by reason (tier_refused). They grow ...
 COUNTERS = """
@@ -28,6 +29,9 @@ class Tier(Protocol):
     def was_used(self, key: BlockKey) -> None:
         """A cached state is about to be read."""
 
+    def take_down(self, changes: CacheChanges) -> None:
+        """Tell of all that can be found here from now on."""
+
     def clear(self) -> None:
         """Nothing can be found any more."""
 
@@ -40,6 +44,9 @@ class _NoTier:
         pass
 
     def was_used(self, key: BlockKey) -> None:
+        pass
+
+    def take_down(self, changes: CacheChanges) -> None:
         pass
 
     def clear(self) -> None:

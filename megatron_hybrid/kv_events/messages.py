@@ -25,7 +25,6 @@ from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.changes import BLOCKS, STATES, Change, Cleared, Removed, Stored
 
 KINDS = {BLOCKS: "full_attention", STATES: "mamba"}
-MEDIUM = "GPU"  # where a replica computes, whatever the device is; other values mean slower memory
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
@@ -114,12 +113,13 @@ def wire_hash(key: BlockKey) -> int:
 def events_of(changes: Iterable[Change]) -> list[Event]:
     """Changes of a cache as they go out: what goes one after another goes in one event."""
     events: list[Event] = []
-    for kind, alike in groupby(changes, lambda one: one.kind if isinstance(one, Removed) else None):
-        if kind is None:
+    for removed, alike in groupby(changes, lambda one: isinstance(one, Removed) and one[1:]):
+        if not removed:
             events += [_event_of(one) for one in alike if not isinstance(one, Removed)]
         else:
+            kind, medium = removed
             hashes = [wire_hash(one.key) for one in alike if isinstance(one, Removed)]
-            events.append(BlockRemoved(hashes, MEDIUM, kind))
+            events.append(BlockRemoved(hashes, medium, kind))
     return events
 
 
@@ -143,6 +143,7 @@ def stored_event(
     adapter: str | None,
     cache_salt: str | None,
     has_logits: bool,
+    medium: str,
 ) -> BlockStored:
     """The event of consecutive blocks, or of one state, with everything that follows from these."""
     extra_keys: list[list[str] | None] | None = None
@@ -157,7 +158,7 @@ def stored_event(
         token_ids=tokens,
         block_size=block_size,
         lora_id=None,
-        medium=MEDIUM,
+        medium=medium,
         lora_name=adapter or None,
         extra_keys=extra_keys,
         group_idx=group,

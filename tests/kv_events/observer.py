@@ -7,8 +7,10 @@ from hashlib import blake2b
 import numpy as np
 
 from megatron_hybrid.cache.block_hash import DIGEST_SIZE, BlockKey, SequenceKeys, root_key
-from megatron_hybrid.cache.changes import BLOCKS
+from megatron_hybrid.cache.changes import BLOCKS, DEVICE, HOST
+from megatron_hybrid.cache.prefix_store import PrefixStore
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.kv_events import (
     BlockRemoved,
     BlockStored,
@@ -18,7 +20,7 @@ from megatron_hybrid.kv_events import (
     encode_batch,
     wire_hash,
 )
-from megatron_hybrid.kv_events.contents import Stored
+from megatron_hybrid.kv_events.contents import Held, Stored
 from megatron_hybrid.kv_events.messages import Event, events_of
 
 
@@ -44,34 +46,51 @@ class Observer:
 
     def check_that_it_says_something_new(self, event: Event) -> None:
         """There are routers that count how often a block was stored."""
-        contents = self.contents
-        if isinstance(event, BlockStored) and event.group_idx == BLOCKS:
-            assert not contents.blocks.keys() & set(event.block_hashes)
-        elif isinstance(event, BlockStored):
-            known = contents.states.get(event.block_hashes[0])
-            assert known is None or known.has_logits != event.has_logits
-        elif isinstance(event, BlockRemoved):
-            there = contents.blocks if event.group_idx == BLOCKS else contents.states
+        if not isinstance(event, BlockStored | BlockRemoved):
+            return
+        held = self.held(event.medium)
+        if isinstance(event, BlockRemoved):
+            there = held.blocks if event.group_idx == BLOCKS else held.states
             assert there.keys() >= set(event.block_hashes)
+        elif event.group_idx == BLOCKS:
+            assert not held.blocks.keys() & set(event.block_hashes)
+        else:
+            known = held.states.get(event.block_hashes[0])
+            assert known is None or known.has_logits != event.has_logits
+
+    def held(self, medium: str | None) -> Held:
+        """Of contents, also where nothing has been heard of it."""
+        return self.contents.held.get(medium or "", Held())
+
+    def stores(self) -> dict[str, PrefixStore]:
+        """By medium."""
+        transfers = self.engine.context.transfers
+        behind = {HOST: transfers.tier.host} if isinstance(transfers, HostTransfers) else {}
+        return {DEVICE: self.cache.store, **behind}
 
     def check(self) -> None:
         contents, cache = self.contents, self.cache
         assert contents.epoch == cache.epoch
         assert contents.has_attention == cache.geometry.has_attention
         assert contents.has_recurrent == cache.geometry.has_recurrent
-        blocks = {wire_hash(key): key for key in cache.kv.kv_hash_to_block_id}
-        assert contents.blocks.keys() == blocks.keys()
-        expected = {wire_hash(state.key): state.has_logits for state in cache.states.cached()}
-        states = {wire_hash(state.key): state.key for state in cache.states.cached()}
-        for key, _ in cache.kv.tails.items():
+        assert contents.held.keys() <= self.stores().keys()
+        for medium, store in self.stores().items():
+            self.check_held(self.held(medium), store)
+
+    def check_held(self, held: Held, store: PrefixStore) -> None:
+        blocks = {wire_hash(key): key for key in store.kv.kv_hash_to_block_id}
+        assert held.blocks.keys() == blocks.keys()
+        expected = {wire_hash(state.key): state.has_logits for state in store.states.cached()}
+        states = {wire_hash(state.key): state.key for state in store.states.cached()}
+        for key, _ in store.kv.tails.items():
             expected.setdefault(wire_hash(key), False)
             states[wire_hash(key)] = key
-        assert {name: state.has_logits for name, state in contents.states.items()} == expected
+        assert {name: state.has_logits for name, state in held.states.items()} == expected
         known: dict[int, BlockKey] = blocks
-        for name, stored in contents.blocks.items():
+        for name, stored in held.blocks.items():
             self.check_hash(blocks[name], stored, known)
-        if cache.geometry.has_attention:  # else the parents of states are known to nobody
-            for name, stored in contents.states.items():
+        if store.geometry.has_attention:  # else the parents of states are known to nobody
+            for name, stored in held.states.items():
                 self.check_hash(states[name], stored, known)
 
     def check_hash(self, key: BlockKey, stored: Stored, known: dict[int, BlockKey]) -> None:
@@ -97,7 +116,7 @@ class Observer:
             root = root_key(self.contents.epoch, salt, adapter, self.contents.stored_as)
             return SequenceKeys(root, self.contents.block_size, lambda a, b: array[a:b])
 
-        found = self.cache.match(keys(), len(tokens)).skip
+        found = max(store.match(keys(), len(tokens)).skip for store in self.stores().values())
         assert self.contents.skippable(keys(), len(tokens)) == found
 
     def check_snapshot(self) -> None:
@@ -106,8 +125,10 @@ class Observer:
         for portion in self.contents.snapshot():
             for event in decode_batch(encode_batch(EventBatch(0.0, portion))).events:
                 parent = getattr(event, "parent_block_hash", None)
-                assert parent is None or parent in copy.blocks or not copy.has_attention
+                there = copy.held.get(getattr(event, "medium", DEVICE), Held()).blocks
+                assert parent is None or parent in there or not copy.has_attention
                 copy.apply([event])
-        for name in ("epoch", "block_size", "has_attention", "has_recurrent", "blocks", "states"):
+        for name in ("epoch", "block_size", "has_attention", "has_recurrent"):
             assert getattr(copy, name) == getattr(self.contents, name), name
-        assert copy._fills == self.contents._fills
+        for medium, held in self.contents.held.items():
+            assert vars(copy.held.get(medium, Held())) == vars(held), medium

@@ -56,6 +56,19 @@ def test_a_router_knows_what_a_crowded_engine_holds(seed: int):
     assert kinds["AllBlocksCleared", 0] >= 1
 
 
+@pytest.mark.parametrize("seed", range(3, 6))  # attention alone, recurrent alone, both
+def test_a_router_knows_what_is_in_memory_of_the_host(seed: int):
+    crowd = ObservedCrowd(seed, steps=300, num_blocks=32, policy="replay_cost", host_pages=24)
+    assert crowd.observer is not None
+    kinds = Counter((type(event).__name__, event.group_idx) for event in crowd.observer.events
+                    if getattr(event, "medium", "") == "CPU")  # fmt: skip
+    geometry = crowd.engine.context.geometry
+    if geometry.has_attention:
+        assert kinds["BlockStored", 0] > 10 and kinds["BlockRemoved", 0] > 5
+    if geometry.has_recurrent:
+        assert kinds["BlockStored", STATES] > 5 and kinds["BlockRemoved", STATES] > 5
+
+
 def test_the_logits_at_a_prompts_end_come_and_go():
     """In a model without recurrent layers the tail outlives them."""
     crowd = ObservedCrowd(

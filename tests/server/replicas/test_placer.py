@@ -206,7 +206,7 @@ def test_nothing_is_left_of_what_is_over() -> None:
         contents = driver.index[number].contents
         contents.apply([cleared(HYBRID_LAYERS, 1)])
         assert not driver.index[number].expected
-        assert not contents.blocks and not contents.states and not contents._fills
+        assert not contents.blocks and not contents.states and not contents.held["GPU"].fills
 
 
 @pytest.mark.parametrize("seed", range(5))
