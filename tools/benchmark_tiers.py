@@ -298,7 +298,7 @@ def transfers_of(engine: DynamicInferenceEngine) -> HostTransfers:
 def lower_of(engine: DynamicInferenceEngine) -> LowerTransfers:
     """Raises ConfigurationError without --prefix-caching-disk."""
     found = transfers_of(engine).lower
-    if found is None:
+    if not isinstance(found, LowerTransfers):
         raise ConfigurationError("--prefix-caching-disk is not given; `restart` reads from there.")
     return found
 

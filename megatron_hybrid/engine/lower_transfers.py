@@ -64,8 +64,39 @@ class _Look:
     load: BlockKey | None = None  # that the request waits for
 
 
-class LowerTransfers:
-    """Of one engine; all calls are its thread's."""
+class Below:
+    """Of an engine without a store below host memory: nothing comes from there."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether anybody may be waiting."""
+        return False
+
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch) -> bool:
+        """Whether a request, of which the device has `match`, had better wait for what comes from
+        the store. Once it need not, it never does again."""
+        return False
+
+    def was_tried(self, request: TrackedRequest) -> None:
+        """The request waits no more."""
+
+    def end_copies(self) -> None:
+        """What was read can be found in host memory from now on."""
+
+    def was_written(self, move: Move) -> None:
+        """A prefix is in host memory from now on."""
+
+    def saves(self) -> list[Save]:
+        """What is being written."""
+        return []
+
+    def loads(self) -> list[Move]:
+        """What is being read."""
+        return []
+
+
+class LowerTransfers(Below):
+    """Of one engine with a store; all calls are its thread's."""
 
     def __init__(
         self,
@@ -95,7 +126,6 @@ class LowerTransfers:
 
     @property
     def is_reading(self) -> bool:
-        """Whether anybody may be waiting."""
         return bool(self._looks or self._loads)
 
     @property
@@ -106,8 +136,6 @@ class LowerTransfers:
     # ------------------------------------------------------------------- read
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch) -> bool:
-        """Whether a request, of which the device has `match`, had better wait for what comes from
-        the store. Once it need not, it never does again."""
         if not request.asked:
             request.asked = True
             self._ask(request, match)
@@ -124,7 +152,6 @@ class LowerTransfers:
         return True
 
     def was_tried(self, request: TrackedRequest) -> None:
-        """The request waits no more."""
         self._open.pop(request, None)
 
     def _ask(self, request: TrackedRequest, match: PrefixMatch) -> None:
@@ -148,7 +175,6 @@ class LowerTransfers:
         self._looks.append(look)
 
     def end_copies(self) -> None:
-        """What was read can be found in host memory from now on."""
         for key, load in [(k, one) for k, one in self._loads.items() if one.future.done()]:
             del self._loads[key]
             seconds = self._result(load.future)
@@ -208,7 +234,6 @@ class LowerTransfers:
     # ------------------------------------------------------------------ write
 
     def was_written(self, move: Move) -> None:
-        """A prefix is in host memory from now on."""
         if self._clock() < self._paused_until:
             return
         held = sum(len(save.pages) + len(save.state_pages) for save, _ in self._saves)
@@ -237,11 +262,9 @@ class LowerTransfers:
         return {name: {store.name: number} for name, number in found.items()}
 
     def saves(self) -> list[Save]:
-        """What is being written."""
         return [save for save, _ in self._saves]
 
     def loads(self) -> list[Move]:
-        """What is being read."""
         return [load.move for load in self._loads.values()]
 
     def close(self) -> None:

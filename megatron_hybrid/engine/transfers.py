@@ -16,7 +16,7 @@ from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
-from megatron_hybrid.engine.lower_transfers import LowerTransfers
+from megatron_hybrid.engine.lower_transfers import Below, LowerTransfers
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import CatchUp
 
@@ -129,7 +129,7 @@ class HostTransfers(Transfers):
     def __init__(self, cache: HybridCache, tier: HostTier, copier: Copier) -> None:
         """The cache tells the tier from now on."""
         self._cache, self.tier, self.copier = cache, tier, copier
-        self.lower: LowerTransfers | None = None
+        self.lower = Below()
         cache.tier = tier
         self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
@@ -146,19 +146,18 @@ class HostTransfers(Transfers):
 
     @property
     def is_fetching(self) -> bool:
-        return bool(self._fetches) or (self.lower is not None and self.lower.is_reading)
+        return bool(self._fetches) or self.lower.is_reading
 
     def begin_step(self, step: int) -> None:
         self.tier.begin_step(step)
         self.end_copies()
 
     def end_copies(self) -> None:
-        if self.lower is not None:
-            self.lower.end_copies()
+        self.lower.end_copies()
         done = [(write, ticket) for write, ticket in self._writes if ticket.is_done()]
         for write, ticket in done:
             self._writes.remove((write, ticket))
-            if self.tier.end_write(write) and self.lower is not None:
+            if self.tier.end_write(write):
                 self.lower.was_written(write)
         for key, underway in list(self._fetches.items()):
             if not underway.ticket.is_done():
@@ -204,7 +203,7 @@ class HostTransfers(Transfers):
         keys, length, tier = request.keys, request.num_tokens, self.tier
         if keys is None or request.fetches >= MOST_FETCHES:
             return False
-        if self.lower is not None and self.lower.must_wait(request, match):
+        if self.lower.must_wait(request, match):
             return True
         found = tier.find(keys, match, length)
         if found is None:
@@ -230,8 +229,7 @@ class HostTransfers(Transfers):
         return True
 
     def was_tried(self, request: TrackedRequest) -> None:
-        if self.lower is not None:
-            self.lower.was_tried(request)
+        self.lower.was_tried(request)
         key, request.fetched = request.fetched, None
         if key is None:
             return
@@ -264,11 +262,9 @@ class HostTransfers(Transfers):
         return [slot for slot in slots if slot]
 
     def check_integrity(self) -> None:
-        writes = [write for write, _ in self._writes]
+        writes = [*(write for write, _ in self._writes), *self.lower.loads()]
         pins = [underway.fetch.pin for underway in self._fetches.values()]
-        if self.lower is not None:
-            writes += self.lower.loads()
-            pins += [save.pin for save in self.lower.saves()]
+        pins += [save.pin for save in self.lower.saves()]
         self.tier.host.check_integrity(
             [write.blocks for write in writes] + [pin.blocks for pin in pins],
             [write.slot for write in writes if write.slot],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import CheckedEngine, expected_answer, generate, random_tokens, run
@@ -21,8 +22,9 @@ def settle(engine: CheckedEngine) -> None:
 
 def stored(engine: CheckedEngine) -> dict[str, int]:
     assert isinstance(engine.context.transfers, HostTransfers)
-    assert engine.context.transfers.lower is not None
-    return engine.context.transfers.lower.lower.counts
+    lower = engine.context.transfers.lower
+    assert isinstance(lower, LowerTransfers)
+    return lower.lower.counts
 
 
 def refused(engine: CheckedEngine) -> dict[str, int]:
