@@ -176,6 +176,7 @@ class HostTransfers(Transfers):
             self._pins[key] = pin, underway.waiting
 
     def use_idle_time(self, runner: CatchesUp) -> bool:
+        self.lower.end_copies()
         is_writing = bool(self._writes) or self.tier.has_published
         if not is_writing or self._cache.packing.is_pending:
             return False
