@@ -23,12 +23,6 @@ from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys, root_key
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.changes import CacheChanges
-from megatron_hybrid.cache.checkpoint_placement import (
-    NO_HINTS,
-    CheckpointHints,
-    CheckpointPlacement,
-    PlannedCheckpoint,
-)
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import Lease, Pin, StepCheckpoint, TailCopy, held_by
@@ -53,13 +47,15 @@ class HybridCache:
         *,
         enabled: bool = True,
         policy: str = "replay_cost",
-        checkpoints: CheckpointPlacement | None = None,
+        checkpoints: placement.CheckpointPlacement | None = None,
         queue: EvictionQueue | None = None,
     ) -> None:
         self.geometry = geometry
         # without room for a state, a hybrid request could never skip: keep nothing
         self.enabled = enabled and (not geometry.has_recurrent or geometry.num_cached_slots > 0)
-        self.placement = CheckpointPlacement(geometry) if checkpoints is None else checkpoints
+        self.placement = (
+            placement.CheckpointPlacement(geometry) if checkpoints is None else checkpoints
+        )
         self._keeps_idle = policy != "ref_zero"
         queue = queue_of(policy) if queue is None else queue
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
@@ -99,7 +95,7 @@ class HybridCache:
         length: int,
         *,
         headroom: int = 0,
-        hints: CheckpointHints = NO_HINTS,
+        hints: placement.CheckpointHints = placement.NO_HINTS,
     ) -> Lease:
         """Pin what matched and allocate the rest of the prompt; all of it or nothing.
 
@@ -372,7 +368,7 @@ class HybridCache:
 
     # ---------------------------------------------------------------- details
 
-    def _is_kept(self, lease: Lease, checkpoint: PlannedCheckpoint) -> bool:
+    def _is_kept(self, lease: Lease, checkpoint: placement.PlannedCheckpoint) -> bool:
         """Whether there is nothing to add to what is cached of a planned checkpoint."""
         position, kind = checkpoint
         known = self.states.get(lease.keys.at(position))
