@@ -223,7 +223,6 @@ def restart(config: EngineConfig, model: HybridModel, scale: float) -> Figures:
     begin, lower = time.perf_counter(), lower_of(engine)
     while engine.use_idle_time() or lower.saves():
         time.sleep(1e-3)
-        engine.context.transfers.end_copies()
     written_s, written = time.perf_counter() - begin, engine.stats()["tier_bytes_written"]["disk"]
     lower.close()
     del engine, lower, benchmark

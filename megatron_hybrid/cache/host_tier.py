@@ -265,7 +265,7 @@ class HostTier(Tier):
     def _arrived(self, move: Move, source: PrefixStore, target: PrefixStore) -> _Arrived | None:
         """It can be found where it was to go; None if it is of no use any more."""
         keys = move.keys
-        self.unpin(source, move.pin)  # who waits for it will count as its reader
+        source.unpin(move.pin)  # who waits for it will count as its reader
         if move.version != self.version:
             self.give_back(target, move.slot, move.blocks)
             return None
@@ -379,10 +379,3 @@ class HostTier(Tier):
         if slot != NULL_SLOT:
             store.states.release(slot)
         store.release_blocks(blocks)
-
-    @staticmethod
-    def unpin(store: PrefixStore, pin: Pin) -> None:
-        """What it comes from, or was written from, may go."""
-        if pin.slot != NULL_SLOT:
-            store.states.unpin(pin.slot, used=False)
-        store.release_blocks(pin.blocks)

@@ -308,12 +308,6 @@ class HybridCache:
         self.kv.acquire(blocks)
         return Pin(NULL_SLOT if state is None else state.slot, blocks)
 
-    def unpin(self, pin: Pin) -> None:
-        """Let what a pin keeps be evicted."""
-        if pin.slot != NULL_SLOT:
-            self.states.unpin(pin.slot, used=False)
-        self.store.release_blocks(pin.blocks)
-
     def release(self, lease: Lease) -> None:
         """Give back everything that the lease holds. What was published stays cached."""
         self.tail_was_copied(lease)

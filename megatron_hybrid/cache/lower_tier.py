@@ -68,7 +68,7 @@ class LowerTier:
     def end_save(self, save: Save, written: int | None) -> None:
         """It was written, so many bytes; None: it could not be."""
         host = self.upper.host
-        self.upper.unpin(host, save.pin)
+        host.unpin(save.pin)
         if written is not None:
             self.counts["tier_writes"] += 1
             self.counts["tier_bytes_written"] += written

@@ -18,7 +18,8 @@ from megatron_hybrid.cache.changes import BLOCKS, LOGITS, STATES, CacheChanges
 from megatron_hybrid.cache.eviction import EvictionQueue
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocator
-from megatron_hybrid.cache.state_pool import FreeSlots, StatePool
+from megatron_hybrid.cache.lease import Pin
+from megatron_hybrid.cache.state_pool import NULL_SLOT, FreeSlots, StatePool
 from megatron_hybrid.cache.tail_index import Tail, is_usable
 from megatron_hybrid.errors import KVBlocksExhausted
 
@@ -226,6 +227,12 @@ class PrefixStore:
         self._state_is_gone(state)
         self._remember_evicted(state.key)
         return True
+
+    def unpin(self, pin: Pin) -> None:
+        """Let what a pin keeps be evicted. Who kept it is no user of it."""
+        if pin.slot != NULL_SLOT:
+            self.states.unpin(pin.slot, used=False)
+        self.release_blocks(pin.blocks)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
         """Give back a reference to each block of a sequence's table."""

@@ -296,7 +296,7 @@ class _Plan:
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
         check_batch_invariant(config, shapes)
-        check_host_memory(config, parallel)
+        check_host_memory(config)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_transformer_engine(config, shapes, device)

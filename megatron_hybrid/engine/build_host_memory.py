@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
-from megatron_hybrid.cache.host_store import page_bytes, pages_per_state
+from megatron_hybrid.cache.host_store import pages_per_state
 from megatron_hybrid.cache.host_tier import HostTier
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lower_tier import LowerTier
@@ -20,17 +20,22 @@ from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
 from megatron_hybrid.cache.stores.disk import DiskStore
 from megatron_hybrid.cache.stores.mooncake import LEAST_BUFFER, MooncakeStore
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.sizing import bytes_per_state
 from megatron_hybrid.engine.transfers import HostTransfers, Transfers
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.execution.host_copies import PIECE_BYTES, CudaHostCopier, HostCopier
+from megatron_hybrid.execution.host_copies import (
+    PIECE_BYTES,
+    CudaHostCopier,
+    HostCopier,
+    page_bytes_of,
+)
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ STORE = "--prefix-caching-store"
 _OPERATIONS = {"cuda": 400e12, "cpu": 50e9}
 
 
-def check_host_memory(config: EngineConfig, parallel: ParallelContext) -> None:
+def check_host_memory(config: EngineConfig) -> None:
     """Raises ConfigurationError for what can't have memory of the host behind its caches."""
     wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
@@ -53,12 +58,6 @@ def check_host_memory(config: EngineConfig, parallel: ParallelContext) -> None:
         raise ConfigurationError(
             f"{wanted}, but nothing is kept that could be moved there: prefix caching is off, or "
             "--inference-dynamic-batching-prefix-caching-eviction-policy is ref_zero."
-        )
-    if parallel.replica.size > 1:
-        raise ConfigurationError(
-            f"{wanted}; a model that is split over {parallel.replica.size} ranks "
-            "(--tensor-model-parallel-size, --pipeline-model-parallel-size) can't have memory of "
-            "the host behind its caches yet."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     left = available_memory() // processes
@@ -87,19 +86,21 @@ def host_transfers(
     sequence."""
     if not config.prefix_caching_host_gb:
         return Transfers()
-    geometry = cache.geometry
-    page = page_bytes(geometry)
-    pages = int(config.prefix_caching_host_gb * GIB) // page if page else 0
-    _check_size(config, geometry, pages)
+    geometry, agreement = cache.geometry, Agreement(model.parallel.replica)
+    _check_states(config, geometry)
+    page = page_bytes_of(caches, pages_per_state(geometry))
+    (pages,) = agreement.least([int(config.prefix_caching_host_gb * GIB) // page])
+    _check_size(config, geometry, pages, page)
     copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)
-    seconds = _seconds_of_a_token(model, device)
+    rate = int(copier.rate() * _seconds_of_a_token(model, device))
+    (bytes_per_token,) = agreement.least([max(1, rate)])
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     logger.info(
         "memory of the host: %.2f GB, %d pages of %d bytes; a state takes %d",
         config.prefix_caching_host_gb, pages, page, pages_per_state(geometry),
     )  # fmt: skip
-    tier = HostTier(cache.store, pages, queue_of(policy), copier.rate() * seconds)
-    return HostTransfers(cache, tier, copier)
+    tier = HostTier(cache.store, pages, queue_of(policy), bytes_per_token)
+    return HostTransfers(cache, tier, copier, agreement)
 
 
 def begin_lower_tier(
@@ -115,25 +116,28 @@ def begin_lower_tier(
     if config.prefix_caching_disk is None and config.prefix_caching_store is None:
         return
     assert isinstance(transfers, HostTransfers) and isinstance(transfers.copier, HostCopier)
-    tier = transfers.tier
-    store = _store(config, tier.host.geometry)
+    tier, parallel = transfers.tier, model.parallel
+    page = transfers.copier.page_bytes
+    store = _store(config, page, tier.host.pages_per_state)
+    part = [page, *((group.rank, group.size) for group in (parallel.tensor, parallel.pipeline))]
     transfers.add_lower(
         LowerTransfers(
             LowerTier(tier),
             StoredPrefixes(store, tier.host.geometry),
             transfers.copier.views,
-            lambda: fingerprint.short,
+            lambda: f"{fingerprint.short} {part}",
             _seconds_of_a_token(model, device),
+            agreement=Agreement(parallel.replica),
         )
     )
 
 
-def _store(config: EngineConfig, geometry: CacheGeometry) -> ObjectStore:
+def _store(config: EngineConfig, page: int, pages_per_state: int) -> ObjectStore:
     if config.prefix_caching_store is None:
         assert config.prefix_caching_disk is not None
         return DiskStore(Path(config.prefix_caching_disk), int(config.prefix_caching_disk_gb * GIB))
-    largest = max(geometry.bytes_per_block, geometry.bytes_per_cached_slot + page_bytes(geometry))
-    return MooncakeStore(config.prefix_caching_store, buffer_bytes=max(LEAST_BUFFER, 4 * largest))
+    buffer = max(LEAST_BUFFER, 4 * pages_per_state * page)
+    return MooncakeStore(config.prefix_caching_store, buffer_bytes=buffer)
 
 
 def _check_lower(config: EngineConfig) -> None:
@@ -157,18 +161,21 @@ def _check_lower(config: EngineConfig) -> None:
             )
 
 
-def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int) -> None:
+def _check_states(config: EngineConfig, geometry: CacheGeometry) -> None:
     if geometry.has_recurrent and not geometry.num_cached_slots:
         raise ConfigurationError(
             f"{FLAG} is {config.prefix_caching_host_gb:g}, but the device has no room for a cached "
             "state that could be moved there "
             "(--inference-dynamic-batching-prefix-caching-mamba-gb)."
         )
+
+
+def _check_size(config: EngineConfig, geometry: CacheGeometry, pages: int, page: int) -> None:
     least = 1 + pages_per_state(geometry)
     if pages < least:
         raise ConfigurationError(
             f"{FLAG} is {config.prefix_caching_host_gb:g}, which is {pages} pages of "
-            f"{page_bytes(geometry):,} bytes; a state and the KV before it need {least}."
+            f"{page:,} bytes; a state and the KV before it need {least}."
         )
 
 

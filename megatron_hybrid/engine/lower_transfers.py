@@ -3,6 +3,8 @@
 A request first asks what the store has of its prompt beyond host memory, and then waits for that to
 be read: each for a time, after which it goes on without. What is read all the same is in host
 memory for the next one. A store that fails is left alone for a while. Nothing here waits for it.
+
+Of ranks that share a scheduler the first one asks, and each reads and writes its own part.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain, islice, takewhile
 from typing import TypeVar
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
@@ -22,6 +25,7 @@ from megatron_hybrid.cache.lower_tier import LowerTier, Save
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.cache.stored_prefixes import Found, Stored, StoredPrefixes
 from megatron_hybrid.cache.tier import COUNTERS
+from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import StoreError
 
@@ -31,10 +35,14 @@ PATIENCE = 1.0  # seconds that a request waits for an answer, and for a read bes
 PAUSE = 10.0  # seconds without the store after it failed
 MOST_LOOKS = 64  # under way
 MOST_LOADS = 4
+MOST_ENDED = 16  # in one step, of each kind
 THREADS = "tier-ask", "tier-read", "tier-write"
 FIRST_RATE = 1e9  # bytes a second of reading, until some was measured
 MEASURED_SECONDS = 10.0  # of reading, after which earlier ones count for half
 FORGOTTEN = 0.99  # with each read that would take too long: without any, nothing new is measured
+
+_PARTS = 1_000_000  # of a byte a second, in which ranks agree on a rate
+_PENDING, _FAILED, _NOTHING, _THERE = range(4)  # what became of something, the worst first
 
 Clock = Callable[[], float]
 Views = list[memoryview]
@@ -60,7 +68,8 @@ class _Look:
     beyond: int  # tokens that need not be computed anyway
     late: float  # when it is not waited for any more
     version: int
-    future: Future[Found | None] | None  # None: it was answered
+    future: Future[Found | None] | None  # None: another rank asks
+    is_open: bool = True  # it was not answered
     load: BlockKey | None = None  # that the request waits for
 
 
@@ -80,8 +89,19 @@ class Below:
     def was_tried(self, request: TrackedRequest) -> None:
         """The request waits no more."""
 
-    def end_copies(self) -> None:
-        """What was read can be found in host memory from now on."""
+    @property
+    def is_underway(self) -> bool:
+        """Whether `progress` says anything."""
+        return False
+
+    def progress(self) -> list[int]:
+        """How far this rank is. The smaller a number, the less far: all ranks together are as far
+        as the smallest ones say."""
+        return []
+
+    def end_copies(self, agreed: Sequence[int]) -> None:
+        """What was read can be found in host memory from now on. agreed: as far as all ranks are;
+        empty: nothing is under way."""
 
     def was_written(self, move: Move) -> None:
         """A prefix is in host memory from now on."""
@@ -106,17 +126,21 @@ class LowerTransfers(Below):
         identity: Callable[[], str],
         seconds_per_token: float,
         *,
+        agreement: Agreement | None = None,
         executor: Callable[[str], Executor] = _one_thread,
         clock: Clock = time.monotonic,
     ) -> None:
-        """view: memory of pages of the host. identity: names all that cached bytes depend on
-        besides tokens. seconds_per_token: that computing one takes, about. executor: by the name of
-        its thread."""
+        """view: memory of pages of the host. identity: names all that this rank's cached bytes
+        depend on besides tokens. seconds_per_token: that computing one takes, about. executor: by
+        the name of its thread; what one does ends in order."""
         self.lower, self._stored, self._view = lower, stored, view
         self._identity, self._seconds_per_token = identity, seconds_per_token
+        self._agreement = Agreement() if agreement is None else agreement
         # So that no question waits for what is read for others.
         self._asker, self._reader, self._writer = map(executor, THREADS)
         self._clock = clock
+        self._now: float | None = None  # of this step; None: nobody asked yet
+        self._agreed_rate = FIRST_RATE
         self._read_bytes, self._read_seconds = FIRST_RATE, 1.0  # as if it had been measured
         self._paused_until = 0.0
         self._looks: list[_Look] = []  # not answered yet
@@ -129,8 +153,12 @@ class LowerTransfers(Below):
         return bool(self._looks or self._loads)
 
     @property
+    def is_underway(self) -> bool:
+        return self.is_reading or bool(self._saves)
+
+    @property
     def read_rate(self) -> float:
-        """Bytes a second, as measured."""
+        """Bytes a second, as measured by this rank."""
         return self._read_bytes / self._read_seconds
 
     # ------------------------------------------------------------------- read
@@ -143,9 +171,9 @@ class LowerTransfers(Below):
         if look is None:
             return False
         load = None if look.load is None else self._loads.get(look.load)
-        if look.future is None and load is None:
+        if load is None and not look.is_open:
             return False
-        if self._clock() > (look.late if load is None else load.late):
+        if self._time() > (look.late if load is None else load.late):
             self.lower.upper.refused["late"] += 1
             del self._open[request]
             return False
@@ -157,7 +185,7 @@ class LowerTransfers(Below):
     def _ask(self, request: TrackedRequest, match: PrefixMatch) -> None:
         keys, length, host = request.keys, request.num_tokens, self.lower.upper.host
         assert keys is not None
-        now = self._clock()
+        now = self._time()
         if now < self._paused_until or len(self._looks) >= MOST_LOOKS:
             return
         found = host.match(keys, length, most=match.most)
@@ -165,44 +193,73 @@ class LowerTransfers(Below):
         last = length if match.most is None else min(length, match.most)
         if last - beyond < host.geometry.block_size:
             return  # too little to wait for
-        tokens = keys.tokens(0, length).copy()
-        own = keys.copy_for(lambda start, end: tokens[start:end])  # for the other thread
-        future = self._asker.submit(
-            self._stored.find, self._root(), own, len(found.blocks), beyond, length, match.most
-        )
+        future = None
+        if self._agreement.is_first:
+            tokens = keys.tokens(0, length).copy()
+            own = keys.copy_for(lambda start, end: tokens[start:end])  # for the other thread
+            future = self._asker.submit(
+                self._stored.find, self._root(), own, len(found.blocks), beyond, length, match.most
+            )
         look = _Look(keys, beyond, now + PATIENCE, self.lower.upper.version, future)
         self._open[request] = look
         self._looks.append(look)
 
-    def end_copies(self) -> None:
-        for key, load in [(k, one) for k, one in self._loads.items() if one.future.done()]:
-            del self._loads[key]
-            seconds = self._result(load.future)
-            self.lower.end_load(load.move, is_there=seconds is not None)
-            if seconds is not None:
-                self._was_read(self._bytes_of(load.move), seconds)
-        for look in [one for one in self._looks if one.future and one.future.done()]:
-            if len(self._loads) >= MOST_LOADS:
-                break
-            self._looks.remove(look)
-            self._answered(look)
-        while self._saves and self._saves[0][1].done():
-            save, future = self._saves.popleft()
-            self.lower.end_save(save, self._result(future))
+    def progress(self) -> list[int]:
+        looks = [
+            _THERE if look.future is None else _became(look.future)
+            for look in self._looks[:MOST_ENDED]
+        ]
+        loads = [_became(load.future) for load in islice(self._loads.values(), MOST_ENDED)]
+        saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
+        padding = [_PENDING] * MOST_ENDED
+        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves)]
+        return [*chain(*lists), max(1, int(self.read_rate * _PARTS))]
 
-    def _answered(self, look: _Look) -> None:
-        future, look.future = look.future, None
-        assert future is not None
-        found = self._result(future)
-        if found is None or look.version != self.lower.upper.version:
+    def end_copies(self, agreed: Sequence[int]) -> None:
+        self._now = None
+        if not agreed:
             return
+        looks, loads, saves = (
+            list(takewhile(bool, agreed[first : first + MOST_ENDED]))
+            for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
+        )
+        self._agreed_rate = agreed[-1] / _PARTS
+        for key, became in zip(list(self._loads), loads, strict=False):
+            self._end_load(self._loads.pop(key), became)
+        if looks:
+            self._end_looks(looks)
+        for became in saves:
+            save, future = self._saves.popleft()
+            size = self._result(future, became)
+            self.lower.end_save(save, size if became == _THERE else None)
+
+    def _end_load(self, load: _Load, became: int) -> None:
+        seconds = self._result(load.future, became)
+        self.lower.end_load(load.move, is_there=became == _THERE)
+        if seconds is not None:
+            self._was_read(self._bytes_of(load.move), seconds)
+
+    def _end_looks(self, became: list[int]) -> None:
+        count = min(len(became), MOST_LOADS - len(self._loads))
+        answered, self._looks = self._looks[:count], self._looks[count:]
+        results = [
+            self._result(look.future, one) for look, one in zip(answered, became, strict=False)
+        ]
+        if _THERE in became[:count]:
+            results = self._agreement.of_first(results)
+        for look, found in zip(answered, results, strict=True):
+            look.is_open = False
+            if found is not None and look.version == self.lower.upper.version:
+                self._answered(look, found)
+
+    def _answered(self, look: _Look, found: Found) -> None:
         key = look.keys.at(found.position)
         if key not in self._loads:
             move = self.lower.begin_load(look.keys, found, look.beyond)
             if move is None:
                 return
             size = self._bytes_of(move)
-            seconds = size / self.read_rate
+            seconds = size / self._agreed_rate
             if seconds > move.tokens * self._seconds_per_token:
                 self.lower.upper.refused["slower"] += 1
                 self._read_seconds *= FORGOTTEN
@@ -214,7 +271,7 @@ class LowerTransfers(Below):
                 [self._view([page]) for page in move.copy.pages],
                 self._view(move.copy.state_pages),
             )
-            late = self._clock() + PATIENCE + 2 * seconds
+            late = self._time() + PATIENCE + 2 * seconds
             self._loads[key] = _Load(move, reading, late)
         look.load = key
 
@@ -234,7 +291,7 @@ class LowerTransfers(Below):
     # ------------------------------------------------------------------ write
 
     def was_written(self, move: Move) -> None:
-        if self._clock() < self._paused_until:
+        if self._time() < self._paused_until:
             return
         held = sum(len(save.pages) + len(save.state_pages) for save, _ in self._saves)
         if 2 * held > self.lower.upper.host.kv.num_blocks:
@@ -283,14 +340,31 @@ class LowerTransfers(Below):
         pages = len(move.copy.pages) + len(move.copy.state_pages)
         return pages * self.lower.upper.host.page_bytes
 
-    def _result(self, future: Future[T]) -> T | None:
+    def _time(self) -> float:
+        """The same on all ranks, and all through a step."""
+        if self._now is None:
+            self._now = self._agreement.of_first(self._clock())
+        return self._now
+
+    def _result(self, future: Future[T] | None, became: int) -> T | None:
+        """What this rank has of it; None, too, where another one asked. became: of all ranks."""
         try:
-            return future.result()
+            return None if future is None else future.result()
         except StoreError as error:
             if self._clock() >= self._paused_until:
                 logger.warning("%s It is left alone for %d s.", error, PAUSE)
         except Exception:  # of somebody's plug-in
             logger.exception("A store failed. It is left alone for %d s.", PAUSE)
-        self._paused_until = self._clock() + PAUSE
-        self.lower.upper.refused["failed"] += 1
+        finally:
+            if became == _FAILED:
+                self._paused_until = self._time() + PAUSE
+                self.lower.upper.refused["failed"] += 1
         return None
+
+
+def _became(future: Future[T]) -> int:
+    if not future.done():
+        return _PENDING
+    if future.exception() is not None:
+        return _FAILED
+    return _NOTHING if future.result() is None else _THERE

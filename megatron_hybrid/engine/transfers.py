@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey
@@ -16,6 +17,7 @@ from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
+from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.lower_transfers import Below, LowerTransfers
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.execution.plan import CatchUp
@@ -126,9 +128,16 @@ class Transfers:
 class HostTransfers(Transfers):
     """Of an engine whose cache has one."""
 
-    def __init__(self, cache: HybridCache, tier: HostTier, copier: Copier) -> None:
-        """The cache tells the tier from now on."""
+    def __init__(
+        self,
+        cache: HybridCache,
+        tier: HostTier,
+        copier: Copier,
+        agreement: Agreement | None = None,
+    ) -> None:
+        """The cache tells the tier from now on. Copies of one direction end in order."""
         self._cache, self.tier, self.copier = cache, tier, copier
+        self._agreement = Agreement() if agreement is None else agreement
         self.lower = Below()
         cache.tier = tier
         self._writes: list[tuple[Move, Ticket]] = []
@@ -153,36 +162,43 @@ class HostTransfers(Transfers):
         self.end_copies()
 
     def end_copies(self) -> None:
-        self.lower.end_copies()
-        done = [(write, ticket) for write, ticket in self._writes if ticket.is_done()]
-        for write, ticket in done:
-            self._writes.remove((write, ticket))
+        writes, fetches, agreed = self._agreed()
+        self.lower.end_copies(agreed)
+        for write, _ in self._writes[:writes]:
             if self.tier.end_write(write):
                 self.lower.was_written(write)
-        for key, underway in list(self._fetches.items()):
-            if not underway.ticket.is_done():
-                continue
-            del self._fetches[key]
+        del self._writes[:writes]
+        for key in list(self._fetches)[:fetches]:
+            underway = self._fetches.pop(key)
             pin = self.tier.end_fetch(underway.fetch)
             if pin is None or not underway.waiting:
                 for request in underway.waiting:
                     request.fetched = None
                 if pin is not None:
-                    self._cache.unpin(pin)
+                    self._cache.store.unpin(pin)
                 continue
             if (earlier := self._pins.pop(key, None)) is not None:  # of a cache that was emptied
                 underway.waiting |= earlier[1]
-                self._cache.unpin(earlier[0])
+                self._cache.store.unpin(earlier[0])
             self._pins[key] = pin, underway.waiting
 
+    def _agreed(self) -> tuple[int, int, list[int]]:
+        """Writes and fetches that have ended on every rank, and how far the store below is."""
+        if not (self._writes or self._fetches or self.lower.is_underway):
+            return 0, 0, []
+        tickets = [ticket for _, ticket in self._writes]
+        fetching = [underway.ticket for underway in self._fetches.values()]
+        here = [_num_done(tickets), _num_done(fetching), *self.lower.progress()]
+        writes, fetches, *agreed = self._agreement.least(here)
+        return writes, fetches, agreed
+
     def use_idle_time(self, runner: CatchesUp) -> bool:
-        self.lower.end_copies()
+        self.end_copies()
         is_writing = bool(self._writes) or self.tier.has_published
         if not is_writing or self._cache.packing.is_pending:
             return False
         if self._put_off is not None and (catch_ups := self._put_off.take_catch_ups()):
             runner.catch_up(catch_ups)
-        self.end_copies()
         self.write_back()
         return True
 
@@ -241,13 +257,13 @@ class HostTransfers(Transfers):
         waiting.discard(request)
         if not waiting:
             del self._pins[key]
-            self._cache.unpin(pin)
+            self._cache.store.unpin(pin)
 
     def release_pins(self) -> bool:
         pins = list(self._pins.values())
         self._pins.clear()
         for pin, waiting in pins:
-            self._cache.unpin(pin)
+            self._cache.store.unpin(pin)
             for request in waiting:
                 request.fetched = None
         return bool(pins)
@@ -271,6 +287,11 @@ class HostTransfers(Transfers):
             [write.slot for write in writes if write.slot],
             [pin.slot for pin in pins if pin.slot],
         )
+
+
+def _num_done(tickets: Iterable[Ticket]) -> int:
+    """Of the first ones."""
+    return sum(1 for _ in takewhile(lambda ticket: ticket.is_done(), tickets))
 
 
 def without_slot(catch_ups: list[CatchUp], slot: int, cache: HybridCache) -> list[CatchUp]:

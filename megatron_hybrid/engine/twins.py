@@ -191,14 +191,14 @@ class Twins:
         if not waiting:
             del self._awaited[key]
             if (pin := self._pins.pop(key, None)) is not None:
-                self._cache.unpin(pin)
+                self._cache.store.unpin(pin)
 
     def release_pins(self) -> bool:
         """Let everything be evicted; whether anything was kept."""
         pins = list(self._pins.values())
         self._pins.clear()
         for pin in pins:
-            self._cache.unpin(pin)
+            self._cache.store.unpin(pin)
         return bool(pins)
 
 

@@ -1,9 +1,9 @@
 """KV blocks and states between the caches and pages of host memory, beside the steps.
 
 A page holds one KV block of all layers, or a part of one state: of all recurrent layers, and the
-logits that go with it. On a GPU each direction has a stream of its own: what lies in many places is
-gathered there, and goes over as whole pages by a copy engine, so that steps lose next to nothing.
-Neither direction waits on the host, or for the other.
+logits that go with it. On a GPU each direction has a stream of its own, and copy engines move what
+lies in long rows from place to place. What lies in short ones is gathered on the GPU, and goes over
+as whole pages. Neither direction waits on the host, or for the other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.execution.batch_copies import Addresses, BatchCopies, batch_copies
 from megatron_hybrid.execution.device import upload
 from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
 ENQUEUED_AT_ONCE = 128  # copies of pages, so that the host has time for steps
+# Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
+LONG_ROW = 2**17
+ROWS_A_COPY = 16  # enqueued together, that take the host as long as a copy of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,8 @@ class HostCopier:
 
     def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
         """Pages are numbered from 1."""
-        blocks = [(t, 0) for cache in caches.kv.values() for t in (cache.key, cache.value)]
-        states = [*_states_of(caches), (caches.end_logits, 0)]
+        blocks, states = _blocks_of(caches), _states_of(caches)
+        self.page_bytes, self.device = page_bytes, caches.end_logits.device
         self._word = _word(page_bytes, [tensor for tensor, _ in blocks + states])
         self._blocks, self._states = _placed(blocks, self._word), _placed(states, self._word)
         words = page_bytes // self._word.itemsize
@@ -93,8 +97,7 @@ class HostCopier:
 
     def _rows(self, count: int) -> Tensor:
         """[count, words of a page], on the caches' device."""
-        device = (self._blocks or self._states)[0].rows.device
-        return torch.empty((count, self._pages.shape[1]), dtype=self._word, device=device)
+        return torch.empty((count, self._pages.shape[1]), dtype=self._word, device=self.device)
 
     def _gathered(self, blocks: Tensor) -> Tensor:
         """[len(blocks), words of a page]."""
@@ -127,12 +130,11 @@ class CudaHostCopier(HostCopier):
     def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
         super().__init__(caches, num_pages, page_bytes)
         self._up, self._down = _Direction(self), _Direction(self)
+        batch = batch_copies()
+        self._block_rows, self._state_rows = (
+            _LongRows.of(parts, self._pages, batch) for parts in (self._blocks, self._states)
+        )
         self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks
-
-    @property
-    def device(self) -> torch.device:
-        """Of the caches."""
-        return (self._blocks or self._states)[0].rows.device
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
         return self._down.begin(self._write_in_pieces(copy))
@@ -165,29 +167,44 @@ class CudaHostCopier(HostCopier):
 
     def _write_in_pieces(self, copy: Copy) -> Iterator[int]:
         """Enqueues a piece at a time; yields how many copies that took."""
-        for blocks, pages in self._pieces(copy):
-            yield self._move(self._gathered(blocks), pages, to_host=True)
-        if copy.slot:
+        for blocks, pages in self._pieces(copy.blocks, copy.pages):
+            if self._block_rows is not None:
+                yield self._block_rows.move_blocks(blocks, pages, to_host=True)
+            else:
+                yield self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
+        if not copy.slot:
+            return
+        if self._state_rows is not None:
+            yield self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
+        else:
             yield self._move(self._state(copy), copy.state_pages, to_host=True)
 
     def _fetch_in_pieces(self, copy: Copy) -> Iterator[int]:
-        for blocks, pages in self._pieces(copy):
+        for blocks, pages in self._pieces(copy.blocks, copy.pages):
+            if self._block_rows is not None:
+                yield self._block_rows.move_blocks(blocks, pages, to_host=False)
+                continue
             rows = self._rows(len(pages))
             count = self._move(rows, pages, to_host=False)
-            self._scatter(blocks, rows)
+            self._scatter(self._upload(blocks), rows)
             yield count
-        if copy.slot:
-            rows = self._rows(len(copy.state_pages))
-            count = self._move(rows, copy.state_pages, to_host=False)
-            self._put_state(copy.slot, rows)
-            yield count
+        if not copy.slot:
+            return
+        if self._state_rows is not None:
+            yield self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
+            return
+        rows = self._rows(len(copy.state_pages))
+        count = self._move(rows, copy.state_pages, to_host=False)
+        self._put_state(copy.slot, rows)
+        yield count
 
-    def _pieces(self, copy: Copy) -> Iterator[tuple[Tensor, list[int]]]:
-        if copy.blocks:
-            blocks = upload(np.asarray(copy.blocks, dtype=np.int64), self.device)
-            for first in range(0, len(blocks), self.piece):
-                end = first + self.piece
-                yield blocks[first:end], copy.pages[first:end]
+    def _pieces(self, blocks: list[int], pages: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        for first in range(0, len(blocks), self.piece):
+            end = first + self.piece
+            yield blocks[first:end], pages[first:end]
+
+    def _upload(self, blocks: list[int]) -> Tensor:
+        return upload(np.asarray(blocks, dtype=np.int64), self.device)
 
     def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> int:
         """Between rows on the GPU and pages; those that lie side by side at once."""
@@ -202,6 +219,58 @@ class CudaHostCopier(HostCopier):
                 here.copy_(there, non_blocking=True)
             count, place = count + 1, place + len(numbers)
         return count
+
+
+class _LongRows:
+    """Parts of pages that are copied by themselves."""
+
+    def __init__(self, parts: Sequence[_Part], pages: Tensor, batch: BatchCopies) -> None:
+        self._batch, self._pages, word = batch, pages.data_ptr(), pages.itemsize
+        self._page_bytes = pages.shape[1] * word
+        self._rows = np.array([part.rows.data_ptr() for part in parts], dtype=np.uint64)
+        self._sizes = np.array([part.rows.shape[1] * word for part in parts], dtype=np.uint64)
+        self._places = np.array([part.start * word for part in parts], dtype=np.uint64)
+        self._firsts = np.array([part.first for part in parts], dtype=np.uint64)
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[_Part], pages: Tensor, batch: BatchCopies | None
+    ) -> _LongRows | None:
+        """None where they are too short, or can't be copied so."""
+        if batch is None or not parts:
+            return None
+        words = sum(part.rows.shape[1] for part in parts)
+        is_long = words * pages.itemsize >= LONG_ROW * len(parts)
+        return cls(parts, pages, batch) if is_long else None
+
+    def move_blocks(self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool) -> int:
+        """One of each for each page."""
+        there = self._page_addresses(pages)[:, None] + self._places
+        numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
+        here = self._rows + numbers * self._sizes
+        sizes = np.broadcast_to(self._sizes, here.shape)
+        return self._move(here.ravel(), there.ravel(), sizes.ravel(), to_host=to_host)
+
+    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> int:
+        """One row of each part, one behind the other over the pages."""
+        page = self._page_bytes
+        ends = self._places + self._sizes
+        inner = np.arange(page, int(ends[-1]), page, dtype=np.uint64)  # where a page ends
+        begins = np.union1d(self._places, inner)
+        sizes = np.diff(np.append(begins, ends[-1]))
+        part = np.searchsorted(self._places, begins, side="right") - 1
+        rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
+        here = rows[part] + (begins - self._places[part])
+        there = self._page_addresses(pages)[begins // page] + begins % page
+        return self._move(here, there, sizes, to_host=to_host)
+
+    def _page_addresses(self, pages: Sequence[int]) -> Addresses:
+        return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
+
+    def _move(self, here: Addresses, there: Addresses, sizes: Addresses, *, to_host: bool) -> int:
+        to, source = (there, here) if to_host else (here, there)
+        self._batch.enqueue(to, source, sizes)
+        return -(-len(sizes) // ROWS_A_COPY)
 
 
 class _Direction:
@@ -255,20 +324,42 @@ def _unpin(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
+def page_bytes_of(caches: LayerCaches, pages_per_state: int) -> int:
+    """Of a page that takes a block, and of which so many take a state: what one rank has of them,
+    which may be nothing."""
+    block, state = (
+        sum(_row_bytes(tensor) for tensor, _ in tensors)
+        for tensors in (_blocks_of(caches), _states_of(caches))
+    )
+    part = -(-state // pages_per_state) if pages_per_state else 0
+    return -(-max(block, part, 1) // 8) * 8
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.itemsize
+
+
+def _blocks_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
+    """[blocks, ...] each, and the number of its first one."""
+    return [(t, 0) for cache in caches.kv.values() for t in (cache.key, cache.value)]
+
+
 def _states_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
-    """Cached states, [slots, ...] each, and the number of its first slot."""
+    """Cached states and their logits, [slots, ...] each, and the number of its first slot."""
+    logits = [(caches.end_logits, 0)]
     if not caches.packed:
-        return [(t, 0) for state in caches.state.values() for t in (state.conv, state.ssm)]
+        states = caches.state.values()
+        return [(t, 0) for state in states for t in (state.conv, state.ssm)] + logits
     found = []
     for packed in caches.packed:
         parts = [packed.conv, packed.values, *([] if packed.scales is None else [packed.scales])]
         found += [(layer, packed.full_ssm.shape[1]) for part in parts for layer in part]
-    return found
+    return found + logits
 
 
 def _word(page_bytes: int, tensors: Sequence[Tensor]) -> torch.dtype:
     """The longest integer that divides everything."""
-    sizes = [page_bytes, *(math.prod(t.shape[1:]) * t.itemsize for t in tensors)]
+    sizes = [page_bytes, *map(_row_bytes, tensors)]
     common = math.gcd(*sizes, 8)
     return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[common]
 

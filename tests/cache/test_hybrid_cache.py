@@ -531,7 +531,7 @@ def test_what_is_held_is_not_evicted_and_given_back_unused():
         assert cache.match(keys_of(cache, prompt), 6).skip == 6
         cache.kv.release(other)
         hits = [state.hits for state in cache.states.cached()]
-        cache.unpin(pin)
+        cache.store.unpin(pin)
         assert [state.hits for state in cache.states.cached()] == hits
         cache.check_integrity([])
         assert cache.kv.num_available == 4

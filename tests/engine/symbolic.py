@@ -19,6 +19,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lower_tier import LowerTier
 from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
+from megatron_hybrid.engine.agreement import Agreement, Ranks
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
@@ -460,13 +461,16 @@ def make_engine(
     slowest_copy: int = 1,
     bytes_per_token: float = 1.0,
     store: SymbolicStore | None = None,
+    ranks: Ranks | None = None,
+    seed: int = 0,
 ) -> CheckedEngine:
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
     1 without. `packed`: cached states are. `batch_invariant`: states lie on the grid of the kernel
     chunk alone, and are not packed. `host_pages`: of what the device forgets; `slowest_copy`: steps
     that one takes to come or go, at most; `bytes_per_token`: see HostTier. `store`: below that, as
-    slow; its engines have the same weights."""
+    slow; its engines have the same weights. `ranks`: that decide alike; `seed`: of how long each
+    copy of this one takes."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
@@ -496,8 +500,8 @@ def make_engine(
     runner = SymbolicRunner(context, asynchronous=asynchronous, drafts=drafts)
     if host_pages and context.cache.enabled and policy != "ref_zero":
         tier = HostTier(context.cache.store, host_pages, queue_of(policy), bytes_per_token)
-        copier = SymbolicCopier(runner, block_size, slowest_copy)
-        context.transfers = HostTransfers(context.cache, tier, copier)
+        copier, agreement = SymbolicCopier(runner, block_size, slowest_copy, seed), Agreement(ranks)
+        context.transfers = HostTransfers(context.cache, tier, copier, agreement)
         if store is not None:
             lower = LowerTransfers(
                 LowerTier(tier),
@@ -505,7 +509,8 @@ def make_engine(
                 lambda pages: [PageView(copier, page) for page in pages],  # type: ignore[misc]
                 lambda: f"weights {context.cache.epoch}",
                 1e3,
-                executor=lambda name: SlowExecutor(slowest_copy),
+                agreement=agreement,
+                executor=lambda name: SlowExecutor(slowest_copy, seed),
                 clock=lambda: 0.0,
             )
             context.transfers.add_lower(lower)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_hybrid.cache.host_tier import Copy
-from megatron_hybrid.execution.host_copies import HostCopier
+from megatron_hybrid.execution.batch_copies import Addresses
+from megatron_hybrid.execution.host_copies import (
+    LONG_ROW,
+    HostCopier,
+    _LongRows,
+    _Part,
+    page_bytes_of,
+)
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, allocate_caches
 
@@ -96,3 +106,67 @@ def test_kv_may_be_copied_alone() -> None:
         assert bits(tensor[7]) == bits(old[2]) and bits(tensor[8]) == bits(old[1])
     for tensor, old in zip(tensors(caches)[4:], before[4:], strict=True):
         assert bits(tensor) == bits(old)
+
+
+class Memmove:
+    """In place of CUDA's copies."""
+
+    def enqueue(self, to: Addresses, source: Addresses, sizes: Addresses) -> None:
+        for values in (to, source, sizes):
+            assert values.dtype == np.uint64
+        for place, start, size in zip(*map(list, (to, source, sizes)), strict=True):
+            ctypes.memmove(int(place), int(start), int(size))
+
+
+@pytest.mark.parametrize("words", [55, 13, 11, 60])
+def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> None:
+    """words: of a page."""
+    widths, first = (5, 7, 3, 40), 2
+    starts = np.cumsum([0, *widths]).tolist()
+    parts = [
+        _Part(torch.randint(0, 1000, (10, width)), start, first)
+        for width, start in zip(widths, starts, strict=False)
+    ]
+    pages = torch.zeros(12, words, dtype=torch.int64)
+    rows = _LongRows(parts, pages, Memmove())  # type: ignore[arg-type]
+    places = [3, 9, 2, 5, 1][: -(-55 // words)]
+    rows.move_state(4 + first, places, to_host=True)
+    wanted = torch.cat([part.rows[4] for part in parts])
+    assert torch.equal(torch.cat([pages[place] for place in places])[:55], wanted)
+    before = [part.rows.clone() for part in parts]
+    rows.move_state(6 + first, places, to_host=False)
+    for part, old in zip(parts, before, strict=True):
+        old[6] = old[4]
+        assert torch.equal(part.rows, old)
+    if words < 55:
+        return
+    assert rows.move_blocks([3, 4, 9], [7, 1, 2], to_host=True) == 1
+    for block, page in ((3, 7), (4, 1), (9, 2)):
+        assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))
+    rows.move_blocks([0, 1], [1, 7], to_host=False)
+    for part in parts:
+        assert torch.equal(part.rows[0], part.rows[4]) and torch.equal(part.rows[1], part.rows[3])
+
+
+@pytest.mark.parametrize("width", [LONG_ROW // 8 - 1, LONG_ROW // 8])
+def test_short_rows_are_gathered(width: int) -> None:
+    parts = [_Part(torch.zeros(2, width, dtype=torch.int64), 0)]
+    pages = torch.zeros(2, width, dtype=torch.int64)
+    found = _LongRows.of(parts, pages, Memmove())  # type: ignore[arg-type]
+    assert (found is not None) == (width * 8 >= LONG_ROW)
+    assert _LongRows.of(parts, pages, None) is None
+
+
+def test_a_rank_without_any_layer_of_a_kind_has_pages_all_the_same() -> None:
+    """A stage of a pipeline: its pages are numbered as the others', and small."""
+    caches = allocate_caches({}, {}, 4, 16, 4, torch.device("cpu"))
+    assert page_bytes_of(caches, 3) == 8
+    copier = HostCopier(caches, 6, 8)
+    copier.write(Copy([1, 2], [3, 4], 1, [5, 6]))
+    copier.fetch(Copy([1, 2], [3, 4], 1, [5, 6]))
+    caches = allocate_caches(
+        {}, {0: StateSpec((4, 3), torch.float32, (2, 8, 5), torch.float32, 16)}, 4, 16, 4,
+        torch.device("cpu"), 10,
+    )  # fmt: skip
+    state = 4 * (4 * 3 + 2 * 8 * 5 + 10)
+    assert page_bytes_of(caches, 3) == math.ceil(state / 3 / 8) * 8

@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 from megatron_hybrid.cache.host_tier import Copy  # noqa: E402
+from megatron_hybrid.execution import host_copies  # noqa: E402
 from megatron_hybrid.execution.host_copies import CudaHostCopier  # noqa: E402
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches  # noqa: E402
 from tests.engine.bits import BLOCK_SIZE, DRAFTS, Known, params  # noqa: E402
@@ -30,9 +31,12 @@ def wait(job) -> None:
 
 @pytest.mark.parametrize("piece", [3, 1000])
 @pytest.mark.parametrize("packed", [None, torch.int8])
+@pytest.mark.parametrize("long_row", [0, 2**40])
 def test_what_comes_back_is_what_went_whatever_runs_beside_it(
-    piece: int, packed: torch.dtype | None
+    long_row: int, piece: int, packed: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """long_row: each row is copied by itself, or all are gathered."""
+    monkeypatch.setattr(host_copies, "LONG_ROW", long_row)
     caches = allocate_caches(
         {1: KVSpec(4, 128, torch.bfloat16), 3: KVSpec(4, 128, torch.bfloat16)},
         {0: STATE, 2: STATE}, BLOCKS, SIZE, SLOTS, torch.device("cuda"), 1000,
@@ -51,6 +55,8 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     per_state = -(-state // page)
     copier = CudaHostCopier(caches, 150, page)
     copier.piece = piece
+    is_new = int((torch.version.cuda or "0").split(".")[0]) >= 13
+    assert (copier._block_rows is not None) == (is_new and not long_row)
     first = SLOTS if packed else 0
     blocks, pages = list(range(1, 90)), [*range(50, 100), *range(149, 110, -1)]
     state_pages = list(range(1, 1 + per_state))
