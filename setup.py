@@ -63,6 +63,10 @@ DYNAMO = [
 # Replicas in Ray Serve. Pinned: its request routers are an alpha interface.
 RAY = ["ray[serve]>=2.60,<2.61", "aiohttp>=3.11", "starlette>=0.45"]
 
+# Prefill apart from decode. Pinned: what is used of it is not its public part. Beside a torch for
+# CUDA 12 it is nixl-cu12.
+NIXL = ['nixl-cu13==1.5.1; sys_platform == "linux"']
+
 # For the pictures of tools/simulate_prefix_cache.py --plot.
 PLOT = ["matplotlib>=3.9"]
 
@@ -70,6 +74,7 @@ PLOT = ["matplotlib>=3.9"]
 # transformers' gated delta net models, which the tests compare with, no longer run.
 TEST = [
     *PLOT,
+    *NIXL,
     *OTEL_HTTP,
     'triton>=3.6; sys_platform == "linux"',  # its interpreter runs our kernels on a CPU
     "pytest>=9.0,<10",
@@ -113,6 +118,7 @@ setup(
     zip_safe=False,
     install_requires=BASE,
     extras_require={
+        "disaggregation": NIXL,
         "dynamo": DYNAMO,
         "flashinfer": FLASHINFER,
         "gpu": GPU,

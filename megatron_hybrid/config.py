@@ -221,6 +221,22 @@ class EngineConfig(Settings):
         "the same in a store of other machines' memory, in place of files: mooncake://HOST:PORT of "
         "Mooncake's master, whose package has to be there. Left out: none",
     )
+    role: str = option(
+        "both",
+        "prefill: compute prompts, and hand over what that leaves to servers that decode; decode: "
+        "go on from there (--disaggregation-peers). Both need --prefix-caching-host-gb",
+        ("both", "prefill", "decode"),
+    )
+    disaggregation_listen: str | None = option(
+        None,
+        "HOST:PORT at which a server with --role prefill hands over, by which the others know it; "
+        "each further replica takes the next port. Anybody who reaches it can read what was "
+        "computed: a network of your own",
+    )
+    disaggregation_peers: str | None = option(
+        None,
+        "HOST:PORT,HOST:PORT...: which a server with --role decode may go on from, and no others",
+    )
     num_speculative_tokens: int = option(
         0,
         "guesses of a request's next tokens that a step verifies at most; --drafter says where "

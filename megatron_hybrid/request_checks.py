@@ -74,3 +74,13 @@ def validate_prompt(
     if low < 0 or high >= vocab_size:
         bad = show(int(low if low < 0 else high))
         raise wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
+
+
+def validate_in_one_step(length: int, most: int) -> None:
+    """Raise InvalidRequestError for a prompt that would be computed in several."""
+    if length > most:
+        raise wrong(
+            "prompt",
+            f"has {length} tokens; without --enable-chunked-prefill the limit is {most} "
+            "(--inference-dynamic-batching-max-tokens)",
+        )

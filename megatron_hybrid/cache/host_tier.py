@@ -173,8 +173,8 @@ class HostTier(Tier):
         copied = self.missing(match, found)
         blocks = match.blocks[: self._blocks_to(found.skip)]
         wanted = device.geometry.blocks_for(length) - len(blocks)
-        if wanted > device.kv.num_available_beside(blocks) - headroom:
-            return None
+        if wanted and wanted > device.kv.num_available_beside(blocks) - headroom:
+            return None  # a model without attention wants none
         device.kv.acquire(blocks)
         first, slot = len(blocks), NULL_SLOT
         state = found.state if device.reads_state(found, length) else None

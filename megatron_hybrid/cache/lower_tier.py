@@ -41,8 +41,14 @@ class LowerTier:
 
     def begin_save(self, keys: SequenceKeys, position: int) -> Save | None:
         """All of a prefix that is in host memory; None if it is there no more."""
+        parent = keys.of_block(position // self.upper.host.geometry.block_size)
+        return self.begin_save_of(self._kv_of(keys, position), keys.at(position), position, parent)
+
+    def begin_save_of(
+        self, names: list[bytes], key: bytes, position: int, parent: bytes = b""
+    ) -> Save | None:
+        """The same by keys: of all its KV, in order, of its end, and of its last full block."""
         host = self.upper.host
-        key, names = keys.at(position), self._kv_of(keys, position)
         pages = [host.block_of(name) for name in names]
         state = host.states.get(key)
         if 0 in pages or (state is None and host.geometry.has_recurrent):
@@ -52,7 +58,7 @@ class LowerTier:
             slot, state_pages = state.slot, host.pages_of(state.slot)
             host.states.pin(slot)
         host.kv.acquire(pages)
-        count, fill = divmod(position, host.geometry.block_size)
+        fill = position % host.geometry.block_size
         ending = Ending(
             fill,
             key.hex(),
@@ -62,7 +68,6 @@ class LowerTier:
             0 if state is None else state.turn,
             0 if state is None else state.pause,
         )
-        parent = keys.of_block(count)
         return Save(names, parent, pages, state_pages, ending, Pin(slot, pages))
 
     def end_save(self, save: Save, written: int | None) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
@@ -47,6 +47,7 @@ class Found(NamedTuple):
 
     position: int
     ending: Ending | None  # None: nothing but KV is needed
+    place: Any = None  # where it lies, for who has found it
 
 
 class Stored(NamedTuple):
@@ -56,26 +57,76 @@ class Stored(NamedTuple):
     kv: list[BlockKey]
     parent: BlockKey  # of the last full block
     end: BlockKey
+    place: Any = None  # of Found
+
+
+class Wanted(NamedTuple):
+    """Of a prompt of `length` tokens."""
+
+    root: bytes
+    keys: SequenceKeys  # nobody else's
+    first: int  # blocks that need not be there
+    beyond: int  # tokens that need not be computed anyway
+    length: int
+    most: int | None = None  # see PrefixMatch
+    peer: str = ""  # that has computed it
+
+
+class Prefixes(Protocol):
+    """What lies below the host memory of one engine. Its methods are called by threads beside the
+    engine's, and raise StoreError."""
+
+    name: str  # in figures
+    max_bytes: int  # 0: it does not say
+    pause: float  # seconds without it after it failed
+    patience: float  # seconds that a request waits for an answer, and for a read besides its time
+    writes: bool  # whether what is in host memory is written to it
+    # Whether what is there is read even where computing it would be quicker.
+    is_always_read: bool
+
+    def is_asked(self, peer: str) -> bool:
+        """Whether it may have something of a prompt. Quick. peer: see Wanted."""
+
+    def find(self, wanted: Wanted) -> Found | None:
+        """The furthest place from which the prompt can go on, past `beyond`; None: there is
+        none."""
+
+    def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
+        """Fill the memory of the last blocks of KV, and of a state if there is any; whether all of
+        it was there."""
+
+    def ended(self, place: Any) -> None:
+        """What was found is not read any more, on any rank, or never was."""
+
+    def write(
+        self, stored: Stored, blocks: Sequence[Views], state: Views, ending: Ending
+    ) -> int | None:
+        """Write what is not there yet, all of the blocks being given. Bytes that it took; None:
+        there is no room."""
+
+    def usage(self) -> tuple[int, int]:
+        """See ObjectStore."""
+
+    def close(self) -> None:
+        """It is not called any more."""
 
 
 class StoredPrefixes:
     """In one store, of engines with caches of one shape."""
 
+    pause, patience, writes, is_always_read = 10.0, 1.0, True, False
+
     def __init__(self, store: ObjectStore, geometry: CacheGeometry) -> None:
         self.store, self._geometry = store, geometry
+        self.name, self.max_bytes = store.name, store.max_bytes
 
-    def find(
-        self,
-        root: bytes,
-        keys: SequenceKeys,
-        first: int,
-        beyond: int,
-        length: int,
-        most: int | None = None,
-    ) -> Found | None:
-        """The furthest place from which a prompt of `length` tokens can go on, past `beyond`; None:
-        there is none. `first`: blocks that need not be there. `most`: see PrefixMatch. Raises
-        StoreError."""
+    def is_asked(self, peer: str) -> bool:
+        """Any prompt may be there."""
+        return True
+
+    def find(self, wanted: Wanted) -> Found | None:
+        """As Prefixes."""
+        root, keys, first, beyond, length, most, _ = wanted
         geometry, store = self._geometry, self.store
         size, needs_state = geometry.block_size, geometry.has_recurrent
         last = length if most is None else min(most, length)
@@ -98,8 +149,7 @@ class StoredPrefixes:
         return None
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
-        """Fill the memory of the last blocks of KV, and of a state if there is any; whether all of
-        it was there. Raises StoreError."""
+        """As Prefixes."""
         root, get = stored.root, self.store.get
         missing = stored.kv[len(stored.kv) - len(blocks) :]
         for key, views in zip(missing, blocks, strict=True):
@@ -110,8 +160,7 @@ class StoredPrefixes:
     def write(
         self, stored: Stored, blocks: Sequence[Views], state: Views, ending: Ending
     ) -> int | None:
-        """Write what is not there yet, all of the blocks being given. Bytes that it took; None:
-        there is no room. Raises StoreError."""
+        """As Prefixes."""
         root, store = stored.root, self.store
         names = [_name(root, KV, key) for key in stored.kv]
         objects = list(zip(names, blocks, strict=True))
@@ -128,6 +177,17 @@ class StoredPrefixes:
         others = [one for one in self._endings(name) if one.key != ending.key]
         listed = [ending, *others][:MOST_ENDINGS]
         return written if store.put(name, [json.dumps(listed).encode()]) else None
+
+    def ended(self, place: Any) -> None:
+        """There is nothing to give back."""
+
+    def usage(self) -> tuple[int, int]:
+        """Of the store."""
+        return self.store.usage()
+
+    def close(self) -> None:
+        """The store, too."""
+        self.store.close()
 
     def _endings(self, name: bytes) -> list[Ending]:
         """Those with the most tokens first; what can't be read is none."""

@@ -15,8 +15,8 @@ COUNTERS = """
 GAUGES = "tier_bytes tier_bytes_used tier_states".split()  # ... or not
 # Why something was not moved: all of the tier is in use; there was no room on the device beside the
 # prompt; computing it is quicker; a store below did not answer in time, or has too much to write;
-# it failed.
-REFUSED = "tier_full", "device_full", "slower", "late", "failed"
+# it failed; nobody came for what was handed over.
+REFUSED = "tier_full", "device_full", "slower", "late", "failed", "unread"
 
 
 class Tier(Protocol):

@@ -204,7 +204,7 @@ def build_engine(
     types = _dtypes(config, model_config, device)._asdict()
     chosen = {**types, "write_interval": plan.write_interval}
     engine.fingerprint = build_fingerprint(config, model, device, chosen)
-    begin_lower_tier(config, context.transfers, model, device, engine.fingerprint)
+    begin_lower_tier(config, engine, model, device)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts
     if parallel.is_first:

@@ -21,7 +21,8 @@ from megatron_hybrid.cache.stores.disk import DiskStore
 from megatron_hybrid.cache.stores.mooncake import LEAST_BUFFER, MooncakeStore
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.agreement import Agreement
-from megatron_hybrid.engine.fingerprint import Fingerprint
+from megatron_hybrid.engine.build_disaggregation import begin_disaggregation, check_disaggregation
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.sizing import bytes_per_state
@@ -52,6 +53,7 @@ def check_host_memory(config: EngineConfig) -> None:
     wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     _check_lower(config)
+    check_disaggregation(config)
     if not config.prefix_caching_host_gb:
         return
     if not config.inference_dynamic_batching_prefix_caching or policy == "ref_zero":
@@ -105,17 +107,21 @@ def host_transfers(
 
 def begin_lower_tier(
     config: EngineConfig,
-    transfers: Transfers,
+    engine: DynamicInferenceEngine,
     model: HybridModel,
     device: torch.device,
-    fingerprint: Fingerprint,
 ) -> None:
-    """Have what is in host memory written to files or a store, and read again, if that is wanted.
-    fingerprint: of the engine, which is renewed with its weights. Raises ConfigurationError for
-    one that can't be used."""
+    """Have what is in host memory written to files or a store, and read again, or handed over to
+    other servers, if that is wanted. Raises ConfigurationError for what can't be used."""
+    transfers, fingerprint = engine.context.transfers, engine.fingerprint
+    if not isinstance(transfers, HostTransfers):
+        return
+    if config.role != "both":
+        begin_disaggregation(config, transfers, model, fingerprint, lambda: engine.epoch)
+        return
     if config.prefix_caching_disk is None and config.prefix_caching_store is None:
         return
-    assert isinstance(transfers, HostTransfers) and isinstance(transfers.copier, HostCopier)
+    assert isinstance(transfers.copier, HostCopier)
     tier, parallel = transfers.tier, model.parallel
     page = transfers.copier.page_bytes
     store = _store(config, page, tier.host.pages_per_state)

@@ -41,6 +41,7 @@ from megatron_hybrid.request import (
 from megatron_hybrid.request_checks import (
     validate_arrival,
     validate_cache_checkpoints,
+    validate_in_one_step,
     validate_priority,
     validate_prompt,
     validate_whole_numbers,
@@ -250,6 +251,7 @@ class DynamicInferenceEngine:
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),
         arrived: float | None = None,
+        prefilled_by: str = "",
     ) -> None:
         """Queue a request. Raises InvalidRequestError, without effect, if it can't be served.
 
@@ -257,6 +259,7 @@ class DynamicInferenceEngine:
         number runs first; who waits long gets ahead all the same. cache_checkpoints: positions in
         the prompt at which its state is wanted later. message_ends: of a chat, ascending, the
         system message's first; hints for states. arrived: when, by `time.monotonic` (None: now).
+        prefilled_by: one of --disaggregation-peers, which has computed the prompt.
         """
         names = {"request_id": request_id, "cache_salt": cache_salt, "adapter": adapter}
         for name, text in names.items():
@@ -277,20 +280,16 @@ class DynamicInferenceEngine:
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
         length = len(prompt_token_ids)
         max_tokens = params.longest_answer(length, limit, flag)
-        if not self._chunked_prefill and length > self.context.max_tokens:
-            raise InvalidRequestError(
-                "prompt",
-                f"prompt has {length} tokens; without --enable-chunked-prefill the limit is "
-                f"{self.context.max_tokens} (--inference-dynamic-batching-max-tokens).",
-            )
+        if not self._chunked_prefill:
+            validate_in_one_step(length, self.context.max_tokens)
+        self.context.transfers.check_peer(prefilled_by)
         stop_ids = stop_ids_of(params, self.eos_token_ids, self.vocab_size)
-        prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
         seed = self._next_seed(params)
         requests = [
             TrackedRequest(
                 request_id=request_id,
-                prompt=prompt,
+                prompt=np.asarray(prompt_token_ids, dtype=np.int32),
                 params=params,
                 seed=stream_seed(seed, index) if index else seed,
                 max_tokens=max_tokens,
@@ -298,6 +297,7 @@ class DynamicInferenceEngine:
                 index=index,
                 cache_salt=cache_salt,
                 adapter=adapter,
+                prefilled_by=prefilled_by,
                 priority=int(priority),
                 hints=hints,
                 arrived=self._clock() if arrived is None else arrived,

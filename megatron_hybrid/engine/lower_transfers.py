@@ -17,13 +17,13 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice, takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.host_tier import Move
 from megatron_hybrid.cache.lower_tier import LowerTier, Save
 from megatron_hybrid.cache.prefix_store import PrefixMatch
-from megatron_hybrid.cache.stored_prefixes import Found, Stored, StoredPrefixes
+from megatron_hybrid.cache.stored_prefixes import Found, Prefixes, Stored, Wanted
 from megatron_hybrid.cache.tier import COUNTERS
 from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.tracked_request import TrackedRequest
@@ -31,8 +31,6 @@ from megatron_hybrid.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.0  # seconds that a request waits for an answer, and for a read besides its time
-PAUSE = 10.0  # seconds without the store after it failed
 MOST_LOOKS = 64  # under way
 MOST_LOADS = 4
 MOST_ENDED = 16  # in one step, of each kind
@@ -58,6 +56,7 @@ class _Load:
     move: Move
     future: Future[float | None]  # seconds that it took; None: not all of it was there
     late: float  # when nobody waits for it any more
+    place: Any  # of Found
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +113,13 @@ class Below:
         """What is being read."""
         return []
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """COUNTERS and GAUGES, by its name."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is asked of it any more."""
+
 
 class LowerTransfers(Below):
     """Of one engine with a store; all calls are its thread's."""
@@ -121,7 +127,7 @@ class LowerTransfers(Below):
     def __init__(
         self,
         lower: LowerTier,
-        stored: StoredPrefixes,
+        stored: Prefixes,
         view: Callable[[Sequence[int]], Views],
         identity: Callable[[], str],
         seconds_per_token: float,
@@ -138,6 +144,7 @@ class LowerTransfers(Below):
         self._agreement = Agreement() if agreement is None else agreement
         # So that no question waits for what is read for others.
         self._asker, self._reader, self._writer = map(executor, THREADS)
+        self._in_words = f" It is left alone for {stored.pause:g} s." if stored.pause else ""
         self._clock = clock
         self._now: float | None = None  # of this step; None: nobody asked yet
         self._agreed_rate = FIRST_RATE
@@ -188,6 +195,8 @@ class LowerTransfers(Below):
         now = self._time()
         if now < self._paused_until or len(self._looks) >= MOST_LOOKS:
             return
+        if not self._stored.is_asked(request.prefilled_by):
+            return
         found = host.match(keys, length, most=match.most)
         beyond = max(found.skip, match.skip)
         last = length if match.most is None else min(length, match.most)
@@ -197,10 +206,10 @@ class LowerTransfers(Below):
         if self._agreement.is_first:
             tokens = keys.tokens(0, length).copy()
             own = keys.copy_for(lambda start, end: tokens[start:end])  # for the other thread
-            future = self._asker.submit(
-                self._stored.find, self._root(), own, len(found.blocks), beyond, length, match.most
-            )
-        look = _Look(keys, beyond, now + PATIENCE, self.lower.upper.version, future)
+            blocks, peer = len(found.blocks), request.prefilled_by
+            wanted = Wanted(self._root(), own, blocks, beyond, length, match.most, peer)
+            future = self._asker.submit(self._stored.find, wanted)
+        look = _Look(keys, beyond, now + self._stored.patience, self.lower.upper.version, future)
         self._open[request] = look
         self._looks.append(look)
 
@@ -220,60 +229,70 @@ class LowerTransfers(Below):
         if not agreed:
             return
         looks, loads, saves = (
-            list(takewhile(bool, agreed[first : first + MOST_ENDED]))
-            for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
+            agreed[first : first + MOST_ENDED] for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
         )
         self._agreed_rate = agreed[-1] / _PARTS
-        for key, became in zip(list(self._loads), loads, strict=False):
+        for key, became in zip(list(self._loads), takewhile(bool, loads), strict=False):
             self._end_load(self._loads.pop(key), became)
-        if looks:
-            self._end_looks(looks)
-        for became in saves:
+        self._end_looks(looks)
+        for became in takewhile(bool, saves):
             save, future = self._saves.popleft()
             size = self._result(future, became)
             self.lower.end_save(save, size if became == _THERE else None)
 
     def _end_load(self, load: _Load, became: int) -> None:
         seconds = self._result(load.future, became)
+        self._give_back(load.place)
         self.lower.end_load(load.move, is_there=became == _THERE)
         if seconds is not None:
             self._was_read(self._bytes_of(load.move), seconds)
 
-    def _end_looks(self, became: list[int]) -> None:
-        count = min(len(became), MOST_LOADS - len(self._loads))
-        answered, self._looks = self._looks[:count], self._looks[count:]
-        results = [
-            self._result(look.future, one) for look, one in zip(answered, became, strict=False)
-        ]
-        if _THERE in became[:count]:
+    def _end_looks(self, became: Sequence[int]) -> None:
+        # Not in order: some stores let one wait while others are answered.
+        pairs = [(look, one) for look, one in zip(self._looks, became, strict=False) if one]
+        pairs = pairs[: MOST_LOADS - len(self._loads)]
+        if not pairs:
+            return
+        answered = [look for look, _ in pairs]
+        self._looks = [look for look in self._looks if look not in answered]
+        results = [self._result(look.future, one) for look, one in pairs]
+        if any(one == _THERE for _, one in pairs):
             results = self._agreement.of_first(results)
         for look, found in zip(answered, results, strict=True):
             look.is_open = False
-            if found is not None and look.version == self.lower.upper.version:
-                self._answered(look, found)
+            if found is not None and not self._is_loading(look, found):
+                self._give_back(found.place)
 
-    def _answered(self, look: _Look, found: Found) -> None:
-        key = look.keys.at(found.position)
-        if key not in self._loads:
-            move = self.lower.begin_load(look.keys, found, look.beyond)
-            if move is None:
-                return
-            size = self._bytes_of(move)
-            seconds = size / self._agreed_rate
-            if seconds > move.tokens * self._seconds_per_token:
-                self.lower.upper.refused["slower"] += 1
-                self._read_seconds *= FORGOTTEN
-                self.lower.end_load(move, is_there=False)
-                return
-            reading = self._reader.submit(
-                self._read,
-                self.lower.stored(self._root(), move),
-                [self._view([page]) for page in move.copy.pages],
-                self._view(move.copy.state_pages),
-            )
-            late = self._time() + PATIENCE + 2 * seconds
-            self._loads[key] = _Load(move, reading, late)
-        look.load = key
+    def _is_loading(self, look: _Look, found: Found) -> bool:
+        """Whether what was found is being read, for this request first."""
+        if look.version != self.lower.upper.version:
+            return False
+        look.load = key = look.keys.at(found.position)
+        if key in self._loads:
+            return False
+        move = self.lower.begin_load(look.keys, found, look.beyond)
+        if move is None:
+            return False
+        seconds = self._bytes_of(move) / self._agreed_rate
+        takes_longer = seconds > move.tokens * self._seconds_per_token
+        if takes_longer and not self._stored.is_always_read:
+            self.lower.upper.refused["slower"] += 1
+            self._read_seconds *= FORGOTTEN
+            self.lower.end_load(move, is_there=False)
+            return False
+        reading = self._reader.submit(
+            self._read,
+            self.lower.stored(self._root(), move)._replace(place=found.place),
+            [self._view([page]) for page in move.copy.pages],
+            self._view(move.copy.state_pages),
+        )
+        late = self._time() + self._stored.patience + 2 * seconds
+        self._loads[key] = _Load(move, reading, late, found.place)
+        return True
+
+    def _give_back(self, place: Any) -> None:
+        if place is not None and self._agreement.is_first:
+            self._asker.submit(self._stored.ended, place)
 
     def _read(self, stored: Stored, blocks: list[Views], state: Views) -> float | None:
         begin = time.perf_counter()
@@ -291,7 +310,7 @@ class LowerTransfers(Below):
     # ------------------------------------------------------------------ write
 
     def was_written(self, move: Move) -> None:
-        if self._time() < self._paused_until:
+        if not self._stored.writes or self._time() < self._paused_until:
             return
         held = sum(len(save.pages) + len(save.state_pages) for save, _ in self._saves)
         if 2 * held > self.lower.upper.host.kv.num_blocks:
@@ -311,8 +330,7 @@ class LowerTransfers(Below):
     # ------------------------------------------------------------------ whole
 
     def figures(self) -> dict[str, dict[str, int]]:
-        """COUNTERS and GAUGES of the store, by its name."""
-        store, counts = self._stored.store, self.lower.counts
+        store, counts = self._stored, self.lower.counts
         used, objects = store.usage()
         found = {name: counts[name] for name in COUNTERS if name != "tier_refused"}
         found |= {"tier_bytes": store.max_bytes, "tier_bytes_used": used, "tier_states": objects}
@@ -329,7 +347,7 @@ class LowerTransfers(Below):
         for executor in (self._asker, self._reader):
             executor.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=True)
-        self._stored.store.close()
+        self._stored.close()
 
     def _root(self) -> bytes:
         host = self.lower.upper.host
@@ -352,12 +370,12 @@ class LowerTransfers(Below):
             return None if future is None else future.result()
         except StoreError as error:
             if self._clock() >= self._paused_until:
-                logger.warning("%s It is left alone for %d s.", error, PAUSE)
+                logger.warning("%s%s", error, self._in_words)
         except Exception:  # of somebody's plug-in
-            logger.exception("A store failed. It is left alone for %d s.", PAUSE)
+            logger.exception("A store failed.%s", self._in_words)
         finally:
             if became == _FAILED:
-                self._paused_until = self._time() + PAUSE
+                self._paused_until = self._time() + self._stored.pause
                 self.lower.upper.refused["failed"] += 1
         return None
 

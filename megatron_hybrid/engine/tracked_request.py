@@ -50,6 +50,7 @@ class TrackedRequest:
     index: int = 0  # among those with its request_id
     cache_salt: str = ""
     adapter: str = ""
+    prefilled_by: str = ""  # a peer that has computed its prompt
     priority: int = 0  # a smaller number runs first
     hints: CheckpointHints = NO_HINTS
     arrived: float = 0.0  # times are the engine's clock's, in seconds; nobody decides by them

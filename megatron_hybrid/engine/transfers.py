@@ -18,8 +18,9 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.agreement import Agreement
-from megatron_hybrid.engine.lower_transfers import Below, LowerTransfers
+from megatron_hybrid.engine.lower_transfers import Below
 from megatron_hybrid.engine.tracked_request import TrackedRequest
+from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.execution.plan import CatchUp
 
 MOST_FETCHES = 4  # for one request: what it fetched may be evicted before there is room for it
@@ -79,6 +80,19 @@ class Transfers:
     def is_fetching(self) -> bool:
         """Whether anything is on its way to the device."""
         return False
+
+    handover_address = ""  # where others get what was computed here; empty: nowhere
+
+    peers: tuple[str, ...] = ()  # where prompts may have been computed
+
+    def check_peer(self, peer: str) -> None:
+        """Raises InvalidRequestError, unless it is "" or one of --disaggregation-peers."""
+        if peer and peer not in self.peers:
+            raise InvalidRequestError(
+                "kv_transfer_params",
+                f"kv_transfer_params names the server {peer!r}, which is none of "
+                "--disaggregation-peers.",
+            )
 
     def attach(self, put_off: PutOff) -> None:
         """What was put off until the coming step must not be written where something comes."""
@@ -146,8 +160,8 @@ class HostTransfers(Transfers):
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
 
-    def add_lower(self, lower: LowerTransfers) -> None:
-        """To and from a store below host memory."""
+    def add_lower(self, lower: Below) -> None:
+        """To and from what is below host memory."""
         self.lower, self.tier.lower_figures = lower, lower.figures
 
     def attach(self, put_off: PutOff) -> None:

@@ -52,6 +52,7 @@ class HostCopier:
         """Pages are numbered from 1."""
         blocks, states = _blocks_of(caches), _states_of(caches)
         self.page_bytes, self.device = page_bytes, caches.end_logits.device
+        self.caches = caches
         self._word = _word(page_bytes, [tensor for tensor, _ in blocks + states])
         self._blocks, self._states = _placed(blocks, self._word), _placed(states, self._word)
         words = page_bytes // self._word.itemsize
@@ -79,6 +80,11 @@ class HostCopier:
     def is_done(self) -> bool:
         """It was, when the copy was begun."""
         return True
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """The address of all pages, and their bytes: of page 0, which is nobody's, too."""
+        return self._pages.data_ptr(), self._bytes.nbytes
 
     def views(self, pages: Sequence[int]) -> list[memoryview]:
         """The bytes of pages, to read and to write."""

@@ -183,3 +183,19 @@ def test_no_request_is_fetched_for_without_end() -> None:
     (event,) = generate(engine, [text], 2)
     assert event.cached_tokens == 0 and tried > 2 * MOST_FETCHES
     assert not list(transfers.pins())
+
+
+def test_states_alone_are_fetched_while_others_run() -> None:
+    """A model without attention has no blocks that others might need."""
+    engine = engine_with(attention=False, max_requests=3)
+    chats(engine, 8, 1)
+    texts = [random_tokens(seed, 50) for seed in range(3)]
+    texts = [text + expected_answer(text, ANSWER) + [5] for text in texts]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.add_request("runs", [3, 4, 5], params)
+    engine.step()
+    for number, text in enumerate(texts):
+        engine.add_request(str(number), text, params)
+    events = run(engine)
+    assert [events[str(number)][-1].cached_tokens for number in range(3)] == [53, 53, 53]
+    assert not engine.stats()["tier_refused"]["device_full"]

@@ -18,8 +18,9 @@ from typing import Any
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
 from megatron_hybrid.cache.stores.disk import DiskStore
-from megatron_hybrid.engine import build_host_memory, lower_transfers
+from megatron_hybrid.engine import build_host_memory
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.errors import StoreError
@@ -114,7 +115,7 @@ def main() -> None:
     build_host_memory.HostCopier = SlowCopier  # type: ignore[misc]
     build_host_memory.DiskStore = FailingStore  # type: ignore[misc]
     build_host_memory._OPERATIONS["cpu"] = 1e6  # on which reading pays
-    lower_transfers.PAUSE = 0.01
+    StoredPrefixes.pause = 0.01
     found = answers_of(folder, f"{output}/files", int(tensor), int(pipeline))
     Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 

@@ -1,0 +1,126 @@
+"""Desk: what a server that computes prompts has for others, between its engine's thread and the one
+that they talk to.
+
+What is offered stays where it is until it was read, or for a time. What is asked for before it is
+offered is looked for by the engine once; after that it comes, or it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_hybrid.cache.stored_prefixes import Ending
+from megatron_hybrid.disaggregation.messages import LEASE_SECONDS
+
+KEPT_SECONDS = 60.0  # for whom it was computed
+
+
+class Offer(NamedTuple):
+    """A prefix in pages of host memory."""
+
+    position: int
+    pages: list[int]  # of all its KV
+    state_pages: list[int]
+    ending: Ending
+
+
+class Wanted(NamedTuple):
+    """Places in a prompt, the furthest first, with their keys; and the keys of its full blocks."""
+
+    kv: list[bytes]
+    ends: list[tuple[int, bytes]]
+
+
+@dataclass(slots=True)
+class _Open:
+    offer: Offer
+    since: float
+    leases: dict[int, float] = field(default_factory=dict)  # by number: until when
+    was_read: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.offer.pages) + len(self.offer.state_pages)
+
+
+class Desk:
+    """Any thread may call it; nothing waits long."""
+
+    def __init__(self, most_pages: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """most_pages: that offers may keep; the oldest go first."""
+        self._most, self._clock = most_pages, clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._offers: dict[bytes, _Open] = {}  # by their ends, the oldest first
+        self._leases: dict[int, bytes] = {}
+        self._wanted: list[Wanted] = []
+        self.num_expired = 0  # offers that nobody read
+
+    # ------------------------------------------------------ the engine's thread
+
+    def offers(self, end: bytes) -> bool:
+        """Whether a prefix is on offer."""
+        return end in self._offers
+
+    def offer(self, end: bytes, offer: Offer) -> None:
+        """It is there, and can't change."""
+        with self._lock:
+            self._offers[end] = _Open(offer, self._clock())
+
+    def take_wanted(self) -> list[Wanted]:
+        """What was asked for, and is not on offer, since the last call."""
+        with self._lock:
+            found, self._wanted = self._wanted, []
+            return found
+
+    def take_back(self) -> list[tuple[bytes, bool]]:
+        """The ends of what is not on offer any more, and whether it was read."""
+        now = self._clock()
+        with self._lock:
+            kept = sum(one.num_pages for one in self._offers.values())
+            gone = []
+            for end, one in self._offers.items():
+                if any(until > now for until in one.leases.values()):
+                    continue
+                if one.was_read or now > one.since + KEPT_SECONDS or kept > self._most:
+                    gone.append((end, one.was_read))
+                    kept -= one.num_pages
+            for end, was_read in gone:
+                for lease in self._offers.pop(end).leases:
+                    self._leases.pop(lease, None)
+                self.num_expired += not was_read
+            return gone
+
+    # ------------------------------------------------------- the others' thread
+
+    def lease(self, wanted: Wanted) -> tuple[int, Offer] | None:
+        """What is there, and the number by which to give it back."""
+        with self._lock:
+            for _, end in wanted.ends:
+                found = self._offers.get(end)
+                if found is None:
+                    continue
+                number = next(self._numbers)
+                found.leases[number] = self._clock() + LEASE_SECONDS
+                self._leases[number] = end
+                return number, found.offer
+            return None
+
+    def want(self, wanted: Wanted) -> None:
+        """The engine may have it where it did not offer it."""
+        with self._lock:
+            self._wanted.append(wanted)
+
+    def give_back(self, lease: int) -> None:
+        """It is not read any more."""
+        with self._lock:
+            end = self._leases.pop(lease, None)
+            if end is not None and end in self._offers:
+                one = self._offers[end]
+                one.leases.pop(lease, None)
+                one.was_read = True

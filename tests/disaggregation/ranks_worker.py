@@ -1,0 +1,67 @@
+"""One rank of a server's engine that computes prompts, or of one that goes on from them.
+
+torchrun --nproc-per-node N -m tests.disaggregation.ranks_worker OUTPUT_FOLDER ROLE TENSOR \\
+    PIPELINE HOST:PORT MODEL_FOLDER SHARED_FOLDER
+
+The first one says that it has computed them by a file in the shared folder, and ends when there is
+another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from megatron_hybrid import LLM, SamplingParams
+from megatron_hybrid.disaggregation import peer_prefixes
+from megatron_hybrid.engine import build_host_memory
+from megatron_hybrid.parallel import initialize
+from megatron_hybrid.rank_layout import ParallelSizes
+from tests.disaggregation.engines import PREFIX, answers, options
+
+FIRST = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(160) for _ in range(60 + 7 * i)] for i in range(6)]
+
+
+def main() -> None:
+    output, role, tensor, pipeline, address, folder, shared = sys.argv[1:]
+    build_host_memory._OPERATIONS["cpu"] = 1e6  # on which a copy pays
+    peer_prefixes.FIND_SECONDS = 20.0
+    flag = "disaggregation_listen" if role == "prefill" else "disaggregation_peers"
+    llm = LLM(
+        **options(
+            folder,
+            role=role,
+            tensor_model_parallel_size=int(tensor),
+            pipeline_model_parallel_size=int(pipeline),
+            **{flag: address, PREFIX + "block_size": 16},
+        )
+    )
+    found = None
+    if role == "prefill":
+        answers(llm, prompts(), params=FIRST)
+        Path(shared, "computed").touch()
+        parallel = initialize(ParallelSizes(int(tensor), int(pipeline)))
+        while not parallel.replica.broadcast_object(Path(shared, "answered").exists()):
+            if not llm.engine.use_idle_time():
+                time.sleep(0.005)
+        llm.engine.check_integrity()
+    else:
+        while not Path(shared, "computed").exists():
+            time.sleep(0.05)
+        found = answers(llm, prompts(), address)
+        Path(shared, "answered").touch()
+    llm.engine.context.transfers.lower.close()  # type: ignore[attr-defined]
+    Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps({"found": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What is on offer, for how long, and who may read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_hybrid.cache.stored_prefixes import Ending
+from megatron_hybrid.disaggregation.desk import KEPT_SECONDS, Desk, Offer, Wanted
+from megatron_hybrid.disaggregation.messages import LEASE_SECONDS, Identity
+
+ENDING = Ending(0, "", True, True, "prompt_end", 0, 0)
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def desk_with(*ends: bytes, pages: int = 3, most: int = 100) -> tuple[Desk, Time]:
+    time = Time()
+    desk = Desk(most, time)
+    for end in ends:
+        desk.offer(end, offer(pages))
+    return desk, time
+
+
+def offer(pages: int = 3) -> Offer:
+    return Offer(40, list(range(1, pages)), [90], ENDING)
+
+
+def wanted(*ends: bytes) -> Wanted:
+    return Wanted([], [(40 - i, end) for i, end in enumerate(ends)])
+
+
+def test_the_furthest_place_is_leased_and_goes_when_it_was_read() -> None:
+    desk, _ = desk_with(b"a", b"b")
+    found = desk.lease(wanted(b"none", b"b", b"a"))
+    assert found is not None and not desk.take_back()
+    desk.give_back(found[0])
+    assert desk.take_back() == [(b"b", True)]
+    assert desk.lease(wanted(b"b")) is None and desk.lease(wanted(b"a")) is not None
+    desk.give_back(found[0])  # twice: nothing
+    desk.give_back(12345)
+
+
+def test_several_may_read_at_once() -> None:
+    desk, _ = desk_with(b"a")
+    leases = [desk.lease(wanted(b"a")) for _ in range(2)]
+    assert all(leases)
+    desk.give_back(leases[0][0])  # type: ignore[index]
+    assert not desk.take_back()
+    desk.give_back(leases[1][0])  # type: ignore[index]
+    assert desk.take_back() == [(b"a", True)]
+
+
+def test_a_reader_that_died_keeps_nothing_for_ever() -> None:
+    desk, time = desk_with(b"a")
+    assert desk.lease(wanted(b"a"))
+    time.now += max(KEPT_SECONDS, LEASE_SECONDS) - 1
+    assert not desk.take_back()
+    time.now += 2
+    assert desk.take_back() == [(b"a", False)] and desk.num_expired == 1
+    desk.give_back(1)
+
+
+def test_the_oldest_go_where_there_is_too_much_but_not_from_under_a_reader() -> None:
+    desk, _ = desk_with(b"a", b"b", b"c", b"d", pages=10, most=25)
+    assert desk.lease(wanted(b"a"))
+    assert [end for end, _ in desk.take_back()] == [b"b", b"c"]
+    assert not desk.take_back()
+
+
+def test_what_is_not_there_is_looked_for_once() -> None:
+    desk, _ = desk_with()
+    desk.want(wanted(b"a"))
+    assert desk.take_wanted() == [wanted(b"a")] and not desk.take_wanted()
+    assert not desk.offers(b"a")
+    desk.offer(b"a", offer())
+    assert desk.offers(b"a") and desk.lease(wanted(b"a"))
+
+
+def test_only_the_same_model_and_weights_are_of_use() -> None:
+    known: dict[str, Any] = {"model": "m", "weights": "w", "sizes": (1, 1), "epoch": 0}
+    own = Identity(**known)
+    assert not own.why_not(Identity(**known))
+    assert "another model" in own.why_not(Identity(**known | {"model": "n"}))
+    assert "other weights" in own.why_not(Identity(**known | {"weights": "v"}))
+    assert "updated 2 times, and 0" in own.why_not(Identity(**known | {"epoch": 2}))
+    # Digests of parts can't be compared: whoever updates weights counts.
+    assert not own.why_not(Identity(**known | {"weights": "v", "sizes": (2, 1)}))
