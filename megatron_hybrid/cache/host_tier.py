@@ -83,6 +83,7 @@ class HostTier(Tier):
         self.device = device
         self.host = HostStore(device.geometry, num_pages, queue, self._is_gone)
         self._bytes_per_token = bytes_per_token
+        self.rate = 0  # bytes a second that a fetch moves, as measured; 0: it was not
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSED, 0))  # by reason
         self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
@@ -255,6 +256,7 @@ class HostTier(Tier):
             "tier_bytes": host.kv.num_blocks * host.page_bytes,
             "tier_bytes_used": host.num_used * host.page_bytes,
             "tier_states": host.num_states,
+            "tier_rate": self.rate,
         }
         lower = self.lower_figures()
         by_tier = {name: {NAME: n, **lower.get(name, {})} for name, n in found.items()}

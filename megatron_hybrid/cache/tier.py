@@ -12,7 +12,7 @@ from megatron_hybrid.cache.changes import CacheChanges
 COUNTERS = """
     tier_writes tier_fetches tier_bytes_written tier_bytes_fetched tier_tokens_fetched tier_refused
 """.split()
-GAUGES = "tier_bytes tier_bytes_used tier_states".split()  # ... or not
+GAUGES = "tier_bytes tier_bytes_used tier_states tier_rate".split()  # ... or not
 # Why something was not moved: all of the tier is in use; there was no room on the device beside the
 # prompt; computing it is quicker; a store below did not answer in time, or has too much to write;
 # it failed; nobody came for what was handed over.

@@ -94,14 +94,16 @@ def host_transfers(
     (pages,) = agreement.least([int(config.prefix_caching_host_gb * GIB) // page])
     _check_size(config, geometry, pages, page)
     copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)
-    rate = int(copier.rate() * _seconds_of_a_token(model, device))
-    (bytes_per_token,) = agreement.least([max(1, rate)])
+    rate = copier.rate()
+    here = max(1, int(rate * _seconds_of_a_token(model, device)))
+    (bytes_per_token,) = agreement.least([here])
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     logger.info(
         "memory of the host: %.2f GB, %d pages of %d bytes; a state takes %d",
         config.prefix_caching_host_gb, pages, page, pages_per_state(geometry),
     )  # fmt: skip
     tier = HostTier(cache.store, pages, queue_of(policy), bytes_per_token)
+    tier.rate = int(rate)
     return HostTransfers(cache, tier, copier, agreement)
 
 

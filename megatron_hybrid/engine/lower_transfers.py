@@ -333,7 +333,8 @@ class LowerTransfers(Below):
         store, counts = self._stored, self.lower.counts
         used, objects = store.usage()
         found = {name: counts[name] for name in COUNTERS if name != "tier_refused"}
-        found |= {"tier_bytes": store.max_bytes, "tier_bytes_used": used, "tier_states": objects}
+        found |= {"tier_bytes": store.max_bytes, "tier_bytes_used": used}
+        found |= {"tier_states": objects, "tier_rate": int(self.read_rate)}
         return {name: {store.name: number} for name, number in found.items()}
 
     def saves(self) -> list[Save]:

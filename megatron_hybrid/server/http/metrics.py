@@ -84,6 +84,7 @@ _LABELLED_GAUGES = {
     "tier_bytes": ("tier_bytes", "tier", (), "Memory behind the device's"),
     "tier_bytes_used": ("tier_bytes_used", "tier", (), "What of it holds something"),
     "tier_states": ("tier_states", "tier", (), "Cached states there"),
+    "tier_rate": ("tier_rate", "tier", (), "Bytes a second that come from there, as measured"),
     "weight_bytes": ("weight_bytes", "format", (), "Memory of one rank's weights"),
     "start_seconds": ("start_seconds", "part", (), "What the engine's start took"),
 }
