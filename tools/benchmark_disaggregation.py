@@ -127,7 +127,7 @@ class Benchmark:
     def prompt(self, full: int) -> Prompt:
         """Of so many tokens, scaled."""
         size = max(2, round(full * self._scale))
-        return self._random.integers(16, self.engine.vocab_size, size=size).tolist()  # type: ignore[no-any-return]
+        return self._random.integers(16, self.engine.vocab_size, size=size).tolist()
 
     def count(self, full: int, least: int = 2) -> int:
         """Of requests, scaled."""
@@ -203,7 +203,8 @@ class Benchmark:
                 self.prefill.send(name, prompt)
             else:
                 engine.add_request(name, prompt, answer)
-        open_names, gaps, skipped = set(arriving), [], 0
+        open_names, skipped = set(arriving), 0
+        gaps: list[float] = []
         last, most = time.perf_counter(), max(20, round(500 * self._scale))
         while open_names or len(gaps) < most:
             for name in self.prefill.computed():

@@ -108,6 +108,12 @@ class HostTier(Tier):
         """Whether there may be something to write."""
         return bool(self._published or self._covered)
 
+    def may_come(self, key: BlockKey) -> bool:
+        """Whether the device has a prefix, which may be written."""
+        kv = self.device.kv
+        is_kv = key in kv.tails or key in kv.kv_hash_to_block_id
+        return is_kv or self.device.states.get(key) is not None
+
     def begin_write(self) -> Move | None:
         """The next prefix that is to be written, with a place; None if there is none now."""
         for _ in range(min(LOOKED_AT, len(self._published))):

@@ -2,7 +2,7 @@
 that they talk to.
 
 What is offered stays where it is until it was read, or for a time. What is asked for before it is
-offered is looked for by the engine once; after that it comes, or it does not.
+offered is looked for by the engine once: it is there, or it comes, or it does not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Wanted(NamedTuple):
 
     kv: list[bytes]
     ends: list[tuple[int, bytes]]
+    number: int = 0  # of the question, by which it is refused
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Desk:
         self._offers: dict[bytes, _Open] = {}  # by their ends, the oldest first
         self._leases: dict[int, bytes] = {}
         self._wanted: list[Wanted] = []
+        self._refused: set[int] = set()
         self.num_expired = 0  # offers that nobody read
 
     # ------------------------------------------------------ the engine's thread
@@ -77,6 +79,11 @@ class Desk:
         with self._lock:
             found, self._wanted = self._wanted, []
             return found
+
+    def refuse(self, number: int) -> None:
+        """What was wanted is not here, and does not come."""
+        with self._lock:
+            self._refused.add(number)
 
     def take_back(self) -> list[tuple[bytes, bool]]:
         """The ends of what is not on offer any more, and whether it was read."""
@@ -111,10 +118,20 @@ class Desk:
                 return number, found.offer
             return None
 
-    def want(self, wanted: Wanted) -> None:
-        """The engine may have it where it did not offer it."""
+    def want(self, wanted: Wanted) -> int:
+        """The engine may have it where it did not offer it. The question's number."""
         with self._lock:
-            self._wanted.append(wanted)
+            number = next(self._numbers)
+            self._wanted.append(wanted._replace(number=number))
+            return number
+
+    def is_refused(self, number: int) -> bool:
+        """Whether it was; that is said once."""
+        with self._lock:
+            if number in self._refused:
+                self._refused.remove(number)
+                return True
+            return False
 
     def give_back(self, lease: int) -> None:
         """It is not read any more."""

@@ -29,6 +29,7 @@ class _Asked:
     number: int
     wanted: Wanted
     until: float
+    ticket: int = 0  # of Desk.want
 
 
 class DeskServer:
@@ -97,7 +98,7 @@ class DeskServer:
                 until = time.monotonic() + min(wait, MOST_WAIT)
                 asked = _Asked(client, number, Wanted(kv, ends), until)
                 if not self._offer(asked):
-                    self._desk.want(asked.wanted)
+                    asked.ticket = self._desk.want(asked.wanted)
                     self._waiting.append(asked)
 
     def _look_again(self) -> None:
@@ -106,7 +107,7 @@ class DeskServer:
         for asked in waiting:
             if self._offer(asked):
                 continue
-            if now > asked.until:
+            if self._desk.is_refused(asked.ticket) or now > asked.until:
                 self._send(asked.client, wire.Nothing(asked.number))
             else:
                 self._waiting.append(asked)

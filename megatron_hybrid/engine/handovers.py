@@ -75,15 +75,18 @@ class Handovers(Below):
         self._close()
 
     def _look_for(self, wanted: Wanted) -> None:
-        """The furthest place of it that is in host memory."""
+        """The furthest place of it that is in host memory, or will be."""
+        tier = self.lower.upper
         for position, end in wanted.ends:
             if end in self._saves:
                 return
-            names = names_of(wanted.kv, position, end, self.lower.upper.host.geometry)
+            names = names_of(wanted.kv, position, end, tier.host.geometry)
             save = self.lower.begin_save_of(names, end, position)
             if save is not None:
                 self._offer(end, position, save)
                 return
+        if not any(tier.may_come(end) for _, end in wanted.ends):
+            self._desk.refuse(wanted.number)
 
     def _offer(self, end: bytes, position: int, save: Save | None) -> None:
         if save is None:

@@ -74,8 +74,11 @@ def test_the_oldest_go_where_there_is_too_much_but_not_from_under_a_reader() -> 
 
 def test_what_is_not_there_is_looked_for_once() -> None:
     desk, _ = desk_with()
-    desk.want(wanted(b"a"))
-    assert desk.take_wanted() == [wanted(b"a")] and not desk.take_wanted()
+    number = desk.want(wanted(b"a"))
+    assert desk.take_wanted() == [wanted(b"a")._replace(number=number)] and not desk.take_wanted()
+    other = desk.want(wanted(b"b"))
+    desk.refuse(other)
+    assert not desk.is_refused(number) and desk.is_refused(other) and not desk.is_refused(other)
     assert not desk.offers(b"a")
     desk.offer(b"a", offer())
     assert desk.offers(b"a") and desk.lease(wanted(b"a"))

@@ -38,7 +38,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0.0)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which a copy pays, even for so small a model; with little patience."""
     monkeypatch.setitem(build_host_memory._OPERATIONS, "cpu", 1e6)
-    monkeypatch.setattr(peer_prefixes, "FIND_SECONDS", 2.0)
+    monkeypatch.setattr(peer_prefixes, "FIND_SECONDS", 5.0)
     monkeypatch.setattr(peer_prefixes.PeerPrefixes, "patience", 4.0)
     monkeypatch.setattr(peers, "PAUSE_SECONDS", 0.3)
 
@@ -156,6 +156,7 @@ def test_what_nobody_computed_is_computed_here(pair: Pair) -> None:
     prompts = prompts_of(pair.both, 2, 70)
     expected, _ = answers(pair.both, prompts)
     assert answers(pair.decode, prompts, pair.address) == (expected, [0, 0])
+    assert not pair.decode.stats()["tier_refused"]["late"]  # it was said at once
 
 
 def test_without_the_name_of_a_server_nobody_is_asked(pair: Pair) -> None:
