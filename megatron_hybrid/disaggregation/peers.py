@@ -59,7 +59,7 @@ class Peers:
         """Without an answer; lost, if there is nobody."""
         with self._call():
             socket = self._socket(peer)
-            if socket.poll(0, zmq.POLLOUT):
+            if socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):
                 socket.send(wire.encode(message))
 
     def number(self) -> int:

@@ -261,6 +261,11 @@ class Decodes:
         self._cache.packing.forget(slot)
         self._catch_ups = without_slot(self._catch_ups, slot, self._cache)
 
+    @property
+    def owes_states(self) -> bool:
+        """Whether a cached state is to be written, or packed, in the coming step."""
+        return bool(self._catch_ups) or self._cache.packing.is_pending
+
     def take_catch_ups(self) -> list[CatchUp]:
         """What was put off, which is done now."""
         taken, self._catch_ups = self._catch_ups, []

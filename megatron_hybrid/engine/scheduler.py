@@ -314,6 +314,8 @@ class Scheduler:
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
             self._leave(context.running_in(row))
+        if context.transfers.handover_address and not self.decodes.owes_states:
+            context.transfers.write_back()  # others wait for what this step leaves
 
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
