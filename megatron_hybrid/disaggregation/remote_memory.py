@@ -80,7 +80,8 @@ class RemoteMemory(Protocol):
         """Its reads that are under way end with a StoreError."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nobody reads any more; reads that are under way end with a StoreError."""
 
 
 class NixlMemory:

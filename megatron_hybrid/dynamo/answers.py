@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_hybrid.dynamo.requests import PEER
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
 
 _REASONS = {
@@ -15,10 +16,11 @@ _REASONS = {
 
 
 class Answer:
-    """The answer to one request."""
+    """The answer to one request. handover_address: of a worker that only computes prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, handover_address: str = "") -> None:
         self.has_ended = False
+        self._handover_address = handover_address
         self._tokens = 0
         self._engine_data: dict[str, Any] | None = None
 
@@ -41,6 +43,8 @@ class Answer:
                 "total_tokens": event.prompt_tokens + self._tokens,
                 "prompt_tokens_details": {"cached_tokens": event.cached_tokens},
             }
+            if self._handover_address:
+                chunk["disaggregated_params"] = {PEER: self._handover_address}
             if self._engine_data is not None:
                 chunk["engine_data"] = self._engine_data
         return chunk

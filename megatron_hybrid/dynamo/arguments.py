@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> WorkerSettings:
     config, options = EngineConfig(**engine), WorkerOptions(**worker)
     check_ranks(config.parallel_sizes)
     check_block_size(config.inference_dynamic_batching_block_size, os.environ)
-    runtime = _runtime(args)
+    runtime = _runtime(args, "prefill" if config.role == "prefill" else "backend")
     given, (config, options) = config.load, with_model_files(config, options)
     check_model_files(config)
     for said in getattr(args, "aliases", ()):
@@ -106,16 +106,21 @@ def parse(argv: Sequence[str] | None = None) -> WorkerSettings:
         runtime,
         str(folder.tokenizer.resolve()),
         options.served_model_name or (own_name,),
-        RequestReader(tokenizer, choose(tokenizer.chat_template), _open_fields(folder, options)),
+        RequestReader(
+            tokenizer,
+            choose(tokenizer.chat_template),
+            _open_fields(folder, options),
+            config.role,
+        ),
     )
 
 
-def _runtime(args: Namespace) -> Any:
-    """Dynamo's flags, as its other workers read them."""
+def _runtime(args: Namespace, component: str) -> Any:
+    """Dynamo's flags, as its other workers read them; component: unless --endpoint names one."""
     try:
         runtime = DynamoRuntimeConfig.from_cli_args(args)
         runtime.validate()
-        place = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
+        place = runtime.endpoint or f"dyn://{runtime.namespace}.{component}.generate"
         runtime.namespace, runtime.component, runtime.endpoint = parse_endpoint(place)
     except ValueError as error:
         raise ConfigurationError(f"A flag of Dynamo's is wrong: {error}") from error

@@ -17,6 +17,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, ZmqSource
 from dynamo.common.backend.worker import WorkerConfig
+from dynamo.common.constants import DisaggregationMode
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 from prometheus_client import CollectorRegistry
 
@@ -43,6 +44,11 @@ CONTROLS: Routes = {
     "resume": (wire.Resume, ()),
     "reset_prefix_cache": (wire.ResetPrefixCache, ()),
 }
+MODES = {  # by our --role
+    "both": DisaggregationMode.AGGREGATED,
+    "prefill": DisaggregationMode.PREFILL,
+    "decode": DisaggregationMode.DECODE,
+}
 UPDATES: Routes = {"weights": (wire.UpdateWeights, ("folder", "mode"))}
 
 logger = logging.getLogger(__name__)
@@ -59,6 +65,7 @@ class MegatronEngine(LLMEngine):
         self._process: EngineProcess | None = None
         self._engine: ReplicaSet | None = None
         self._handover: Handover | None = None
+        self._handover_address = ""  # of what a prefill worker computes; Handover is of events
         self._tasks: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
         self._open: dict[str, str] = {}  # by Dynamo's id of a request, ours
@@ -76,7 +83,10 @@ class MegatronEngine(LLMEngine):
     def with_config(cls, settings: WorkerSettings) -> tuple[MegatronEngine, WorkerConfig]:
         """The same, of flags that were read."""
         config = WorkerConfig.from_runtime_config(
-            settings.runtime, model_name=settings.folder, served_model_name=settings.names[0]
+            settings.runtime,
+            model_name=settings.folder,
+            served_model_name=settings.names[0],
+            disaggregation_mode=MODES[settings.config.role],
         )
         return cls(settings), config
 
@@ -92,6 +102,7 @@ class MegatronEngine(LLMEngine):
         self._engine.join("")
         client = self._client()
         ready = await self._ready(client, process)
+        self._handover_address = ready.handover_address
         figures = await asyncio.wrap_future(client.begin(wire.GetStats))
         self._tasks = [
             loop.create_task(self._watch(process)),
@@ -123,7 +134,7 @@ class MegatronEngine(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk for each event of the engine; the request is ended there if nobody reads on."""
-        client, answer = self._client(), Answer()
+        client, answer = self._client(), Answer(self._handover_address)
         name = f"{context.id()}-{next(self._numbers)}"
         assert self._handover is not None, "start comes first"
         stream = EventStream(self._handover)

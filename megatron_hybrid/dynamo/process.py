@@ -140,6 +140,7 @@ def _run_first_rank(config: EngineConfig, folder: RunFolder, watchdog: Watchdog)
             cache=CacheSizes(
                 geometry.block_size, geometry.smallest_reusable_prefix, geometry.stored_as
             ),
+            handover_address=engine.context.transfers.handover_address,
             publish_cache=publish,
             waker=Waker.of(context, parallel),
             on_turn=watchdog.turn,

@@ -12,6 +12,7 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.protocol.generation_request import (
     default_max_tokens,
+    of_prompt_alone,
     parse_completion,
 )
 from megatron_hybrid.server.link import messages as wire
@@ -25,9 +26,9 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 _ELSEWHERE = {
     "multi_modal_data": "pictures, sound and video are not supported",
     "encoder_result": "pictures, sound and video are not supported",
-    "prefill_result": "prompts are computed where answers are: there are no prefill workers",
-    "bootstrap_info": "prompts are computed where answers are: there are no prefill workers",
+    "bootstrap_info": "a prompt is computed before a worker with --role decode goes on from it",
 }
+PEER = "peer"  # in `disaggregated_params`, which go through the front end as they are
 # The front end does these itself, in the text.
 _IN_TEXT = ("include_stop_str_in_output", "stop", "skip_special_tokens")
 _STOP_IDS = ("stop_token_ids", "stop_token_ids_hidden", "stop_token_ids_visible")
@@ -35,11 +36,13 @@ _STOP_IDS = ("stop_token_ids", "stop_token_ids_hidden", "stop_token_ids_visible"
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Reads requests for one model. reasoning: how it marks its thoughts, if it does."""
+    """Reads requests for one model. reasoning: how it marks its thoughts, if it does. role: the
+    worker's, as EngineConfig has it."""
 
     tokenizer: Tokenizer
     reasoning: ReasoningFormat | None
     options: ParseOptions
+    role: str = "both"
 
     def read(
         self, request: Mapping[str, Any], name: str, *, arrived: float, probe: bool = False
@@ -62,6 +65,9 @@ class RequestReader:
                 f"n is {params.n}: Dynamo's front end ends a request with the first answer that "
                 "ends, so ask once for each.",
             )
+        prefilled_by = self._prefilled_by(request)
+        if self.role == "prefill":
+            params = of_prompt_alone(params)
         ids = request["token_ids"]
         # The front end packs them as we do where DYN_TOKEN_IDS_AS_BYTES is set.
         prompt = wire.packed(ids) if isinstance(ids, list) else bytes(ids)
@@ -74,7 +80,27 @@ class RequestReader:
             # Dynamo's greater priorities run first, ours last.
             priority=-int(routing.get("priority") or 0),
             arrived=arrived,
+            prefilled_by=prefilled_by,
         )
+
+    def _prefilled_by(self, request: Mapping[str, Any]) -> str:
+        """What the prefill worker has said that computed the prompt, if one has: its address."""
+        result = request.get("prefill_result")
+        if not result:
+            return ""
+        if self.role != "decode":
+            raise InvalidRequestError(
+                "prefill_result",
+                "prefill_result can't be served: prompts are computed where answers are, unless "
+                f"--role is decode; it is {self.role}.",
+            )
+        peer = (result.get("disaggregated_params") or {}).get(PEER) or ""
+        if not isinstance(peer, str):
+            raise InvalidRequestError(
+                "prefill_result",
+                f"prefill_result has the {PEER} {peer!r}; it must be the text of an address.",
+            )
+        return peer
 
     def _params(self, request: Mapping[str, Any]) -> SamplingParams:
         stops = _given(request.get("stop_conditions"))

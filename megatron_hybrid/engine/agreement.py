@@ -16,11 +16,14 @@ class Ranks(Protocol):
     """A RankGroup."""
 
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """Whether this one is number 0."""
 
-    def maxima(self, values: Sequence[int]) -> list[int]: ...
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """The largest of the ranks' first values, of their second ones, and so on."""
 
-    def broadcast_object(self, value: T | None) -> T: ...
+    def broadcast_object(self, value: T | None) -> T:
+        """The first rank's, on every one."""
 
 
 class Alone:

@@ -164,6 +164,7 @@ def _serve_first_rank(
                 cache=CacheSizes(
                     geometry.block_size, geometry.smallest_reusable_prefix, geometry.stored_as
                 ),
+                handover_address=engine.context.transfers.handover_address,
                 publish_cache=publish,
                 waker=Waker.of(front_end.context, parallel),
                 on_turn=watchdog.turn,

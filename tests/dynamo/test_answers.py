@@ -65,6 +65,13 @@ def test_log_probabilities_of_the_prompt_come_with_the_end() -> None:
     }
 
 
+def test_what_a_prefill_worker_hands_over_comes_with_the_end() -> None:
+    answer = Answer("10.0.0.1:7001")
+    assert "disaggregated_params" not in answer.chunk(RequestEvent("a", token_ids=[5]))
+    last = answer.chunk(RequestEvent("a", finish_reason=FinishReason.LENGTH))
+    assert last["disaggregated_params"] == {"peer": "10.0.0.1:7001"}
+
+
 def test_events_of_a_burst_wake_the_loop_once_and_keep_their_order() -> None:
     wakes = 0
 

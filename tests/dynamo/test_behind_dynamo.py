@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.replicas import free_port
 from megatron_hybrid import LLM, SamplingParams
 from tests.dynamo.deployment import Deployment, Worker
 from tests.server.deployed import check_chat, check_stream
@@ -221,6 +222,46 @@ def test_a_worker_of_two_ranks_answers_alike(tmp_path: Path, llm: LLM) -> None:
     finally:
         deployment.close()
     assert worker.process.returncode == 0 and not any(map(is_alive, engine))
+
+
+def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
+    tmp_path: Path, llm: LLM
+) -> None:
+    pytest.importorskip("nixl_cu13", reason="needs NIXL")
+    address, host = f"127.0.0.1:{free_port()}", ("--prefix-caching-host-gb", "0.1")
+    deployment = Deployment(tmp_path)
+    try:
+        flags = ("--role", "prefill", "--disaggregation-listen", address)
+        prefill = deployment.start("prefill", *flags, *host)
+        flags = ("--role", "decode", "--disaggregation-peers", address)
+        decode = deployment.start("decode", *flags, *host)
+        deployment.wait()
+        question = "The cat is called Pixel. " * 40 + QUESTION
+        wait_until(lambda: _is_prefilled(deployment, prefill))
+        answer = deployment.chat(question, max_tokens=8)
+        (expected,) = llm.chat(
+            [{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=8)
+        )
+        assert answer["choices"][0]["message"]["content"] == expected.text
+        assert decode.figure("tier_tokens_fetched") >= answer["usage"]["prompt_tokens"] > 200
+        computed = decode.figure("prompt_tokens_computed")
+        with deployment.stream(question.replace("Pixel", "Rex"), max_tokens=8) as chunks:
+            assert list(chunks)[-1]["usage"]["completion_tokens"] > 1
+        assert decode.figure("prompt_tokens_computed") == computed
+        prefill.end()
+        wait_until(lambda: deployment.chat("Hello!", max_tokens=2).get("status") == 503)
+        flags = ("--role", "prefill", "--disaggregation-listen", address)
+        deployment.start("prefill", *flags, *host)
+        deployment.wait()
+        wait_until(lambda: "choices" in deployment.chat("Hello!", max_tokens=2))
+    finally:
+        deployment.close()
+
+
+def _is_prefilled(deployment: Deployment, worker: Worker) -> bool:
+    """Whether the front end knows the prefill worker, which it may learn after the other one."""
+    deployment.chat(f"Hello! {os.urandom(8).hex()}", max_tokens=2)
+    return worker.figure("generation_tokens") > 0
 
 
 @pytest.mark.parametrize(

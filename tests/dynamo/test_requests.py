@@ -182,7 +182,8 @@ def test_messages_end_with_what_ends_an_answer(reader: RequestReader, tokenizer:
         ("routing", {"lora_name": "x"}, "lora_name"),
         ("routing", {"cache_salt": 3}, "cache_salt is 3"),
         ("multi_modal_data", {"image_url": []}, "multi_modal_data can't be served"),
-        ("prefill_result", {"disaggregated_params": {}}, "there are no prefill workers"),
+        ("prefill_result", {"disaggregated_params": {}}, "unless --role is decode; it is both"),
+        ("bootstrap_info", {"bootstrap_host": "a"}, "bootstrap_info can't be served"),
     ],
 )
 def test_what_can_not_be_served_is_refused_by_name(
@@ -191,6 +192,29 @@ def test_what_can_not_be_served_is_refused_by_name(
     with pytest.raises(InvalidRequestError) as refusal:
         read(reader, sent(**{part: values}))
     assert words in str(refusal.value)
+
+
+def test_a_decode_worker_goes_on_from_where_the_front_end_says(tokenizer: Tokenizer) -> None:
+    reader = RequestReader(tokenizer, None, ParseOptions(), role="decode")
+    result = {"disaggregated_params": {"peer": "10.0.0.1:7001"}, "prompt_tokens_details": None}
+    add = read(reader, sent(prefill_result=result, stop_conditions={"max_tokens": 9}))
+    assert (add.prefilled_by, add.params.max_tokens) == ("10.0.0.1:7001", 9)
+    for without in ({}, {"prefill_result": {"disaggregated_params": None}}):
+        assert read(reader, sent(**without)).prefilled_by == ""
+    with pytest.raises(InvalidRequestError, match="the peer 7; it must be the text"):
+        read(reader, sent(prefill_result={"disaggregated_params": {"peer": 7}}))
+
+
+def test_a_prefill_worker_computes_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    reader = RequestReader(tokenizer, THINKS, ParseOptions(), role="prefill")
+    stops = {"max_tokens": 300, "min_tokens": 20, "max_thinking_tokens": 5}
+    guided = {"guided_decoding": {"regex": "a+"}, "temperature": 0.5}
+    params = read(reader, sent(stop_conditions=stops, sampling_options=guided)).params
+    assert params == SamplingParams(
+        temperature=0.5, max_tokens=1, min_tokens=1, stop_token_ids=(1,)
+    )
+    with pytest.raises(InvalidRequestError, match="it is prefill"):
+        read(reader, sent(prefill_result={"disaggregated_params": {"peer": "a"}}))
 
 
 def test_thoughts_end_with_their_budget_and_come_before_a_grammar(tokenizer: Tokenizer) -> None:

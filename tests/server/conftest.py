@@ -29,7 +29,9 @@ STORE_BYTES, STORE_SECONDS = 10**7, 3600.0  # of stored responses
 class RunningLoop:
     """An engine in its loop, in a thread, with the client that a front end has."""
 
-    def __init__(self, engine: Any, folder: Path, max_queue: int = MAX_QUEUE) -> None:
+    def __init__(
+        self, engine: Any, folder: Path, max_queue: int = MAX_QUEUE, handover_address: str = ""
+    ) -> None:
         self.engine = engine
         self.exit_code: int | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -40,7 +42,9 @@ class RunningLoop:
         responses = f"ipc://{folder}/responses"
         self._response_server = ResponseMemoryServer(responses, STORE_BYTES, STORE_SECONDS)
         self.responses = ResponseMemoryClient(responses)
-        self.loop = EngineLoop(engine, self._socket, max_queue=max_queue)
+        self.loop = EngineLoop(
+            engine, self._socket, max_queue=max_queue, handover_address=handover_address
+        )
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.engines = self.connect()

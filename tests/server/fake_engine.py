@@ -50,6 +50,7 @@ class Added(NamedTuple):
     priority: int
     cache_checkpoints: tuple[int, ...]
     message_ends: tuple[int, ...]
+    prefilled_by: str
 
 
 @dataclass
@@ -121,6 +122,7 @@ class FakeEngine(DynamicInferenceEngine):
         cache_checkpoints: Sequence[int] = (),
         message_ends: Sequence[int] = (),
         arrived: float | None = None,
+        prefilled_by: str = "",
     ) -> None:
         params.validate()
         validate_priority(priority)
@@ -155,6 +157,7 @@ class FakeEngine(DynamicInferenceEngine):
                 priority,
                 tuple(cache_checkpoints),
                 tuple(message_ends),
+                prefilled_by,
             )
         )
 

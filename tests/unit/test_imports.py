@@ -17,6 +17,7 @@ ROOMS = """
     flag_names settings rank_layout config arguments
     kernels parallel layers
     models models.families models.checkpoints
+    disaggregation
     text execution engine
     watchdog
     scoring prompt_encoder growing_output llm training

@@ -155,6 +155,7 @@ class Generation:
                     cache_checkpoints=request.cache_checkpoints,
                     message_ends=message_ends,
                     arrived=self._arrived,
+                    prefilled_by=request.prefilled_by,
                 )
             )
         self.submitted = time.monotonic() - self._arrived
@@ -284,6 +285,11 @@ class Generation:
         if subscription is None or subscription.fingerprint is None:
             return None
         return subscription.fingerprint.short
+
+    @property
+    def handover_address(self) -> str:
+        """Where other servers go on from what was computed; "" unless it is handed over."""
+        return "" if self._subscription is None else self._subscription.handover_address
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written."""

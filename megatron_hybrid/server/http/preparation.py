@@ -35,6 +35,7 @@ from megatron_hybrid.server.http.protocol.generation_request import (
     ChatPrompt,
     GenerationRequest,
     chat_prompt,
+    of_prompt_alone,
     parse_chat,
     parse_completion,
 )
@@ -138,6 +139,7 @@ class Preparation:
             begins, held = self._after_thoughts(wanted.params.grammar, begins)
             wanted = replace(wanted, params=replace(wanted.params, grammar=held))
         wanted = replace(wanted, params=self._with_budget(wanted.params, request, begins))
+        wanted = _answered_here(wanted, engine)
         return PreparedChat(wanted, token_ids, message_ends, tools, keys, begins)
 
     def messages(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedChat:
@@ -187,6 +189,7 @@ class Preparation:
             prompts.append(self._checked("prompt", prompt, wanted, engine))
             name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
             _check_cache_checkpoints(name, prompt, wanted)
+        wanted = _answered_here(wanted, engine)
         pairs = zip(request.prompts, prompts, strict=True) if request.echo else ()
         return PreparedCompletion(wanted, prompts, [self._echoed(*pair) for pair in pairs])
 
@@ -377,6 +380,14 @@ class Preparation:
 def _salted(request: GenerationRequest, caller: Caller) -> GenerationRequest:
     """With the cache salt that the caller's key makes of the request's own."""
     return replace(request, cache_salt=caller.salt_for(request.cache_salt))
+
+
+def _answered_here(request: GenerationRequest, engine: EngineReady) -> GenerationRequest:
+    """What of a request that was checked as it came is done here: on a server that hands prompts
+    over, no more than these."""
+    if not engine.handover_address:
+        return request
+    return replace(request, params=of_prompt_alone(request.params))
 
 
 def _kept(request: GenerationRequest, engine: EngineReady) -> int | None:

@@ -20,6 +20,7 @@ from megatron_hybrid.server.http.serving import Serving
 Chunk = dict[str, Any]
 
 FINGERPRINT = "X-System-Fingerprint"  # the header of every answer, also where no field says it
+HANDED_OVER = "kv_transfer_params"  # vLLM's name, of a field of answers and of requests
 _DONE = b"data: [DONE]\n\n"
 _TEXT_GOES_HERE = "~text~"
 
@@ -140,7 +141,13 @@ class ChunkAnswers(Answers):
 
     def whole(self, answers: list[Delta]) -> Chunk:
         choices = [self.choice(answer) for answer in answers]
-        return {**self._named_head(), "choices": choices, "usage": self._generation.usage()}
+        answer = {**self._named_head(), "choices": choices, "usage": self._generation.usage()}
+        return answer | self._handed_over()
+
+    def _handed_over(self) -> Chunk:
+        """Of prompts that another server is to go on from: what it has to be told."""
+        peer = self._generation.handover_address
+        return {HANDED_OVER: {"peer": peer}} if peer else {}
 
     def last_events(self) -> bytes:
         if not self._wanted.include_usage:
@@ -159,7 +166,11 @@ class ChunkAnswers(Answers):
         ids = b""
         if prompt_token_ids is not None:
             ids = b',"prompt_token_ids":' + json.encode(prompt_token_ids)
-        return self._before + json.encode(choice) + b"]" + ids + self._usage_of(choice, begun)
+        more = b""
+        if choice["finish_reason"] is not None and (handed_over := self._handed_over()):
+            more = b"," + json.encode(handed_over)[1:-1]
+        before = self._before + json.encode(choice) + b"]"
+        return before + ids + more + self._usage_of(choice, begun)
 
     def text_events(self, make_choice: Callable[[str], Chunk]) -> Callable[[str], bytes]:
         """Encodes `event(make_choice(text))`: what is the same for every text is encoded here."""

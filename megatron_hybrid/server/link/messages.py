@@ -40,7 +40,7 @@ class AddRequest(Command, frozen=True):
 
     `prompt`: its ids, `packed`. `answers`: how many the HTTP request asks for
     in all, and 0 in its later prompts: it is let in or refused as a whole. `arrived`: when it came,
-    by this machine's `time.monotonic`.
+    by this machine's `time.monotonic`. `prefilled_by`: a server that has computed the prompt.
     """
 
     request_id: str
@@ -52,6 +52,7 @@ class AddRequest(Command, frozen=True):
     cache_checkpoints: tuple[int, ...] = ()
     message_ends: tuple[int, ...] = ()
     arrived: float | None = None
+    prefilled_by: str = ""
 
 
 class GrammarReady(Command, frozen=True):
@@ -183,7 +184,8 @@ NO_CACHE = CacheSizes()
 
 class EngineReady(Reply, frozen=True):
     """The answer to Join. `max_seq_length`: the longest prompt and answer together, and the flag
-    that says so; `pid`: of the engine process; `max_queue`: answers that may wait."""
+    that says so; `pid`: of the engine process; `max_queue`: answers that may wait;
+    `handover_address`: where it hands over what it computes of prompts; "": it answers itself."""
 
     max_seq_length: int
     vocab_size: int
@@ -192,6 +194,7 @@ class EngineReady(Reply, frozen=True):
     max_queue: int = 0
     cache: CacheSizes = NO_CACHE
     max_seq_length_flag: str = CONTEXT_FLAG
+    handover_address: str = ""
 
 
 class Fingerprint(Reply, frozen=True):

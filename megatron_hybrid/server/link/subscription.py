@@ -52,6 +52,7 @@ class Subscription:
     on_first: Callable[[str], None] = lambda name: None
     first_event: float | None = None  # when it came, by `time.monotonic`
     fingerprint: wire.Fingerprint | None = None  # of what has computed it
+    handover_address: str = ""  # where that replica hands over what it has computed
     open_answers: set[AnswerKey] = field(default_factory=set)
     _begun: set[str] = field(default_factory=set)  # engine requests of which an event has come
     _partial: dict[AnswerKey, RequestEvent] = field(default_factory=dict)
@@ -100,6 +101,8 @@ class Subscription:
             if self.first_event is None:
                 self.first_event = time.monotonic()
                 self.fingerprint = self.client.fingerprint
+                if (ready := self.client.ready) is not None:
+                    self.handover_address = ready.handover_address
             self.on_first(item.request_id)
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)

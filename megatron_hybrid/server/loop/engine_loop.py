@@ -32,6 +32,7 @@ IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the othe
 HEARTBEAT_SECONDS = 1.0  # also how soon requests of a front-end worker that died are aborted
 DRAIN_POLL_SECONDS = 0.05
 GRAMMAR_POLL_SECONDS = 0.005  # while one is being compiled
+HANDOVER_POLL_SECONDS = 0.01  # other servers may ask for what was computed before
 COMMANDS_AT_ONCE = 128  # taken in one turn, which decodes wait for
 BYTES_A_COMMAND = 65_536  # of a prompt: it counts once more for so many
 MAX_FAILED_STEPS = 2  # in a row; a second one says that the first was no accident
@@ -54,6 +55,7 @@ class EngineLoop:
     on_join: Callable[[str], None] = lambda url: None
     max_queue: int = 1_000_000  # answers that may wait; every rank must be given the same
     cache: wire.CacheSizes = wire.NO_CACHE  # what a coordinator needs to know of it
+    handover_address: str = ""  # of an engine that only computes prompts: where others get them
     # called when what the prefix cache holds may have changed; must not wait
     publish_cache: Callable[[], None] = lambda: None
     waker: Waker | None = None  # of a first rank whose replica steps together with others
@@ -135,6 +137,8 @@ class EngineLoop:
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
         if self._requests.await_grammars:
             idle_seconds = GRAMMAR_POLL_SECONDS
+        elif self.handover_address:
+            idle_seconds = HANDOVER_POLL_SECONDS
         self._backlog.extend((b"", command) for command in self._abort_orphans())
         shared = self._requests.compiled_grammars()
         is_busy = shared or self._backlog or self.engine.has_work() or self._uses_idle_time
@@ -218,6 +222,7 @@ class EngineLoop:
             self.max_queue,
             self.cache,
             engine.max_seq_length_flag,
+            self.handover_address,
         )
 
     def _fingerprint(self) -> wire.Fingerprint:

@@ -147,6 +147,7 @@ class RunningRequests:
                 cache_checkpoints=command.cache_checkpoints,
                 message_ends=command.message_ends,
                 arrived=command.arrived,
+                prefilled_by=command.prefilled_by,
             )
         except InvalidRequestError as error:
             self.send(

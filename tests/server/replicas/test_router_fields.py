@@ -38,7 +38,8 @@ VALUES: dict[str, Any] = {
     **{"regex": "a", "ebnf": 'root ::= "a"', "json_schema": json.dumps(SCHEMA)},
     **{"skip_special_tokens": False, "include_stop_str_in_output": True},
     **{"cache_salt": "pepper", "priority": 3, "cache_checkpoints": [5], "timeout": 60},
-    **{"truncate_prompt_tokens": 9, "user": "u", "safety_identifier": "u", "store": True},
+    **{"kv_transfer_params": {"peer": "p:1"}, "truncate_prompt_tokens": 9},
+    **{"user": "u", "safety_identifier": "u", "store": True},
     **{"metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"},
     **{"prompt_cache_retention": "24h", "prompt_cache_options": {"a": 1}, "verbosity": "low"},
     **{"chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "enable_thinking": False},
@@ -131,9 +132,9 @@ EXPECTED = {
             """
             add_generation_prompt allowed_token_ids bad_words cache_checkpoints cache_salt
             custom_params enable_thinking guided_choice guided_grammar guided_json guided_regex
-            include_stop_str_in_output json_schema max_tokens priority prompt_cache_options
-            prompt_cache_retention return_token_ids store structured_outputs thinking_budget
-            thinking_token_budget timeout truncate_prompt_tokens unknown_field user
+            include_stop_str_in_output json_schema kv_transfer_params max_tokens priority
+            prompt_cache_options prompt_cache_retention return_token_ids store structured_outputs
+            thinking_budget thinking_token_budget timeout truncate_prompt_tokens unknown_field user
             """
         ),
         changed=names("stream_options"),

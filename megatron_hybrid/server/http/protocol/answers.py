@@ -155,17 +155,25 @@ _TEXT_CHOICE: dict[str, Any] = {
 }
 TextChoice = shape("TextChoice", **_TEXT_CHOICE, finish_reason=_REASON)
 TextChunkChoice = shape("TextChunkChoice", **_TEXT_CHOICE, finish_reason=_REASON | None)
+_HANDED_OVER: dict[str, Any] = {
+    "kv_transfer_params": optional(
+        shape(
+            "HandedOver", peer=says(str, "Where another server goes on; only with --role prefill.")
+        )
+    )
+}
 _HEAD: dict[str, Any] = {
     "id": str,
     "created": Count,
     "model": str,
     "system_fingerprint": says(str | None, "Of what has computed it; /server_info has its parts."),
 }
-_CHUNK: dict[str, Any] = {**_HEAD, "usage": optional(Usage | None)}
+_CHUNK: dict[str, Any] = {**_HEAD, **_HANDED_OVER, "usage": optional(Usage | None)}
 _TEXT = Literal["text_completion"]
 ChatCompletion = shape(
     "ChatCompletion",
     **_HEAD,
+    **_HANDED_OVER,
     object=Literal["chat.completion"],
     choices=list[ChatChoice],
     usage=Usage,
@@ -178,7 +186,14 @@ ChatCompletionChunk = shape(
     choices=list[ChatChunkChoice],
     prompt_token_ids=_TOKEN_IDS,
 )
-Completion = shape("Completion", **_HEAD, object=_TEXT, choices=list[TextChoice], usage=Usage)
+Completion = shape(
+    "Completion",
+    **_HEAD,
+    **_HANDED_OVER,
+    object=_TEXT,
+    choices=list[TextChoice],
+    usage=Usage,
+)
 CompletionChunk = shape("CompletionChunk", **_CHUNK, object=_TEXT, choices=list[TextChunkChoice])
 _LIKELY_ID = shape("LikelyId", token_id=Count, logprob=float)
 Scores = shape(

@@ -7,7 +7,7 @@ the operator says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +52,7 @@ class GenerationRequest:
     show_special: bool = False  # special tokens are part of the text
     show_stop: bool = False  # so is what ended the answer
     hide_thoughts: bool = False  # clients see that there were some, and no more
+    prefilled_by: str = ""  # the address of a server that has computed the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ def _generation(
             "truncate_prompt_tokens",
             "truncate_prompt_tokens is 0; it must be -1, or a whole number from 1 on.",
         )
-    wanted = body.stream_options
+    wanted, handed_over = body.stream_options, body.kv_transfer_params
     include_usage = wanted is not None and bool(wanted.include_usage)
     return GenerationRequest(
         model=body.model or None,
@@ -295,4 +296,18 @@ def _generation(
         last_tokens=body.truncate_prompt_tokens,
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
+        prefilled_by="" if handed_over is None else handed_over.peer or "",
+    )
+
+
+def of_prompt_alone(params: SamplingParams) -> SamplingParams:
+    """For a server that hands over what it computes: one token shows that the prompt was computed.
+    Nobody reads it, so it need not wait for a grammar."""
+    return replace(
+        params,
+        n=1,
+        max_tokens=1,
+        min_tokens=min(1, params.min_tokens),
+        grammar=None,
+        thinking_token_budget=None,
     )

@@ -206,6 +206,16 @@ class CustomParams(Body):
     thinking_budget: Budget | None = None
 
 
+class KvTransferParams(Body, forbid_unknown_fields=False):
+    """vLLM's frame for what a server says that has computed the prompt. Its clients put more fields
+    in (do_remote_prefill, remote_host and others), which change nothing here.
+
+    peer: That server's address, as its answer has it; one of --disaggregation-peers.
+    """
+
+    peer: Name | None = None
+
+
 class AnswerRequest(Sampling):
     """What both endpoints understand.
 
@@ -229,6 +239,7 @@ class AnswerRequest(Sampling):
     cache_salt: Requests share cached prefixes only if their salts are equal.
     priority: A smaller number runs first.
     cache_checkpoints: Positions in the prompt to keep a state at.
+    kv_transfer_params: What a server with --role prefill has answered to the same request.
     truncate_prompt_tokens: Only this many tokens of the prompt, the last ones; -1: as many as leave
         room for the answer.
     timeout: Seconds after which the request is given up with status 504; the server's own limit
@@ -266,6 +277,7 @@ class AnswerRequest(Sampling):
     cache_checkpoints: (
         Annotated[list[Length], Meta(max_length=limits.MAX_CACHE_CHECKPOINTS)] | None
     ) = None
+    kv_transfer_params: KvTransferParams | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=limits.MAX_TOKENS)] | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     user: Name | None = None
