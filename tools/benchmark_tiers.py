@@ -158,7 +158,7 @@ class Benchmark:
         requests = self.count(32)
 
         def step_ms(between: Callable[[], bool]) -> float:
-            """On average, of at least so many steps, and until `between` has done its work."""
+            """On average, of all steps until `between` has done its work."""
             first = [self.request(f"d{i}", 1024, 4096) for i in range(requests)]
             for one in first:
                 engine.add_request(one.request_id, list(one.new_tokens), _long_answer(engine))
@@ -167,7 +167,7 @@ class Benchmark:
             for _ in range(10):
                 engine.step()
             start, done = time.perf_counter(), 0
-            while done < steps or not between():
+            while not between():
                 engine.step()
                 done += 1
             found = 1e3 * (time.perf_counter() - start) / done
@@ -177,7 +177,8 @@ class Benchmark:
                 engine.step()
             return found
 
-        quiet = step_ms(lambda: True)
+        counted = iter(range(steps))
+        quiet = step_ms(lambda: next(counted, None) is None)
         moving = Moving(engine, MOVED * min(1.0, self._scale) ** 2)
         busy = step_ms(moving.go_on)
         moving.end()

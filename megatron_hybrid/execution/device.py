@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _ALIGNMENT = 16  # bytes
+_WORD = 4
 _TORCH_TYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -51,12 +53,47 @@ def upload_together(
     ]
 
 
+# Memory of downloads, which kernels may still write to if nobody waited for them: of more than are
+# ever under way.
+_downloads: deque[Tensor] = deque(maxlen=64)
+
+
 def download(values: Tensor) -> Tensor:
     """On the host once the step is done."""
     if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+    if not values.numel() or values.nbytes % _WORD or not values.is_contiguous():
+        return host.copy_(values, non_blocking=True)
+    _downloads.append(host)
+    copy_by_kernel(as_on_device(host), values.view(-1).view(torch.int32))
+    return host
+
+
+def as_on_device(host: Tensor) -> Tensor:
+    """[32-bit words] of pinned memory, as a tensor of the GPU's, whose kernels read and write it
+    where it is. It does not keep the memory, and torch's cache of pinned memory does not know of
+    these kernels."""
+    return torch.as_tensor(_PinnedWords(host), device="cuda")
+
+
+def copy_by_kernel(target: Tensor, source: Tensor) -> None:
+    """int32, of one size, either of which may be pinned memory. The copy engines, which a copy of
+    torch's would wait for, may be busy with larger ones for milliseconds."""
+    torch.bitwise_or(source, 0, out=target)
+
+
+class _PinnedWords:
+    """Memory in the form in which torch takes others' arrays."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes // _WORD,),
+            "typestr": "<i4",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def record(event: torch.cuda.Event, device: torch.device) -> None:

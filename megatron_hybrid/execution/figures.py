@@ -4,15 +4,18 @@ tuples of tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hybrid.execution.device import as_on_device, copy_by_kernel, record
 from megatron_hybrid.kernels.contract import Ints, PagedHost, PagedSequences
 
 T = TypeVar("T")
+HOSTS = 3  # steps under way, and one that is planned
 _ALIGNMENT = 4  # int32 in 16 bytes: Triton compiles a kernel once more for pointers that are not
 
 
@@ -125,6 +128,8 @@ class Uploads:
         self._origin = -(-before // _ALIGNMENT) * _ALIGNMENT
         dtype = torch.int64 if device.type == "cpu" else torch.int32
         self._buffer = torch.empty(self._origin + behind, dtype=dtype, device=device)
+        self._hosts = cycle([_Host(self._buffer) for _ in range(HOSTS)])
+        self._host = next(self._hosts)
 
     def upload(
         self, loose: list[Ints], figures: StepFigures[Ints]
@@ -173,18 +178,46 @@ class Uploads:
         """Memory for what goes there in the buffer."""
         room = len(self._buffer) - first
         assert first >= 0 and length <= room, "the step is too large"
-        # pinned memory comes from torch's cache, which waits until the copy from it is done
-        return torch.empty(length, dtype=self._buffer.dtype, pin_memory=self._buffer.is_cuda)
+        self._host = next(self._hosts)
+        return self._host.memory(length)
 
     def _send(self, first: int, host: Tensor) -> Tensor:
         """Where it lies on the device."""
         target = self._buffer[first : first + len(host)]
-        return target.copy_(host, non_blocking=True)
+        self._host.send(target)
+        return target
 
     def to_the_end(self, tensor: Tensor) -> Tensor:
         """From where the tensor begins to where there is no more room: for what the graph reads of
         later steps."""
         return self._buffer[tensor.storage_offset() :]
+
+
+class _Host:
+    """Memory of one of the last steps' figures."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._is_cuda = buffer.is_cuda
+        self._memory = torch.empty(
+            len(buffer), dtype=buffer.dtype, pin_memory=self._is_cuda, device="cpu"
+        )
+        if self._is_cuda:
+            self._there = as_on_device(self._memory)
+            self._sent = torch.cuda.Event()
+
+    def memory(self, length: int) -> Tensor:
+        """To be written to: what was sent from it has gone."""
+        if self._is_cuda:
+            self._sent.synchronize()
+        return self._memory[:length]
+
+    def send(self, target: Tensor) -> None:
+        """As much as there is room for."""
+        if not self._is_cuda:
+            target.copy_(self._memory[: len(target)])
+            return
+        copy_by_kernel(target, self._there[: len(target)])
+        record(self._sent, target.device)
 
 
 def filled(values: Ints | list[int], length: int, filler: int = 0) -> Ints:
