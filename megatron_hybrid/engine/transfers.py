@@ -213,7 +213,10 @@ class HostTransfers(Transfers):
             return False
         if self._put_off is not None and (catch_ups := self._put_off.take_catch_ups()):
             runner.catch_up(catch_ups)
+        under_way = len(self._writes)
         self.write_back()
+        if len(self._writes) == under_way:
+            time.sleep(WAIT_SECONDS)  # threads make the copies
         return True
 
     def wait(self) -> None:

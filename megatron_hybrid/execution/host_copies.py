@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
@@ -26,10 +28,12 @@ from megatron_hybrid.execution.device import upload
 from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
-ENQUEUED_AT_ONCE = 128  # copies of pages, so that the host has time for steps
+# Enqueued and not done, beside the next one: memory for more would be taken, where rows are
+# gathered.
+PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
-ROWS_A_COPY = 16  # enqueued together, that take the host as long as a copy of its own
+ROWS_AT_ONCE = 32  # enqueued together; while they are, a step that is launched has to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +139,14 @@ class CudaHostCopier(HostCopier):
 
     def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
         super().__init__(caches, num_pages, page_bytes)
-        self._up, self._down = _Direction(self), _Direction(self)
+        self._up, self._down = _Direction(self.device), _Direction(self.device)
         batch = batch_copies()
         self._block_rows, self._state_rows = (
             _LongRows.of(parts, self._pages, batch) for parts in (self._blocks, self._states)
         )
         self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks
+        if self._block_rows is not None:
+            self.piece = max(1, ROWS_AT_ONCE // len(self._blocks))
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
         return self._down.begin(self._write_in_pieces(copy))
@@ -171,38 +177,34 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy) -> Iterator[int]:
-        """Enqueues a piece at a time; yields how many copies that took."""
+    def _write_in_pieces(self, copy: Copy) -> Iterator[None]:
+        """Enqueues a piece at a time."""
         for blocks, pages in self._pieces(copy.blocks, copy.pages):
             if self._block_rows is not None:
-                yield self._block_rows.move_blocks(blocks, pages, to_host=True)
+                self._block_rows.move_blocks(blocks, pages, to_host=True)
             else:
-                yield self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
-        if not copy.slot:
-            return
-        if self._state_rows is not None:
-            yield self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
-        else:
-            yield self._move(self._state(copy), copy.state_pages, to_host=True)
+                self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
+            yield
+        if copy.slot and self._state_rows is not None:
+            self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
+        elif copy.slot:
+            self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy) -> Iterator[int]:
+    def _fetch_in_pieces(self, copy: Copy) -> Iterator[None]:
         for blocks, pages in self._pieces(copy.blocks, copy.pages):
             if self._block_rows is not None:
-                yield self._block_rows.move_blocks(blocks, pages, to_host=False)
-                continue
-            rows = self._rows(len(pages))
-            count = self._move(rows, pages, to_host=False)
-            self._scatter(self._upload(blocks), rows)
-            yield count
-        if not copy.slot:
-            return
-        if self._state_rows is not None:
-            yield self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
-            return
-        rows = self._rows(len(copy.state_pages))
-        count = self._move(rows, copy.state_pages, to_host=False)
-        self._put_state(copy.slot, rows)
-        yield count
+                self._block_rows.move_blocks(blocks, pages, to_host=False)
+            else:
+                rows = self._rows(len(pages))
+                self._move(rows, pages, to_host=False)
+                self._scatter(self._upload(blocks), rows)
+            yield
+        if copy.slot and self._state_rows is not None:
+            self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
+        elif copy.slot:
+            rows = self._rows(len(copy.state_pages))
+            self._move(rows, copy.state_pages, to_host=False)
+            self._put_state(copy.slot, rows)
 
     def _pieces(self, blocks: list[int], pages: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         for first in range(0, len(blocks), self.piece):
@@ -212,9 +214,9 @@ class CudaHostCopier(HostCopier):
     def _upload(self, blocks: list[int]) -> Tensor:
         return upload(np.asarray(blocks, dtype=np.int64), self.device)
 
-    def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> int:
+    def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> None:
         """Between rows on the GPU and pages; those that lie side by side at once."""
-        count, place = 0, 0
+        place = 0
         for _, run in groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
             numbers = [page for _, page in run]
             there = self._pages[numbers[0] : numbers[-1] + 1]
@@ -223,8 +225,7 @@ class CudaHostCopier(HostCopier):
                 there.copy_(here, non_blocking=True)
             else:
                 here.copy_(there, non_blocking=True)
-            count, place = count + 1, place + len(numbers)
-        return count
+            place += len(numbers)
 
 
 class _LongRows:
@@ -249,15 +250,15 @@ class _LongRows:
         is_long = words * pages.itemsize >= LONG_ROW * len(parts)
         return cls(parts, pages, batch) if is_long else None
 
-    def move_blocks(self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool) -> int:
+    def move_blocks(self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool) -> None:
         """One of each for each page."""
         there = self._page_addresses(pages)[:, None] + self._places
         numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
         here = self._rows + numbers * self._sizes
         sizes = np.broadcast_to(self._sizes, here.shape)
-        return self._move(here.ravel(), there.ravel(), sizes.ravel(), to_host=to_host)
+        self._move(here.ravel(), there.ravel(), sizes.ravel(), to_host=to_host)
 
-    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> int:
+    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> None:
         """One row of each part, one behind the other over the pages."""
         page = self._page_bytes
         ends = self._places + self._sizes
@@ -268,61 +269,72 @@ class _LongRows:
         rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
         here = rows[part] + (begins - self._places[part])
         there = self._page_addresses(pages)[begins // page] + begins % page
-        return self._move(here, there, sizes, to_host=to_host)
+        self._move(here, there, sizes, to_host=to_host)
 
     def _page_addresses(self, pages: Sequence[int]) -> Addresses:
         return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
 
-    def _move(self, here: Addresses, there: Addresses, sizes: Addresses, *, to_host: bool) -> int:
+    def _move(self, here: Addresses, there: Addresses, sizes: Addresses, *, to_host: bool) -> None:
         to, source = (there, here) if to_host else (here, there)
         self._batch.enqueue(to, source, sizes)
-        return -(-len(sizes) // ROWS_A_COPY)
 
 
 class _Direction:
-    """One way between GPU and host: copies, one behind the other."""
+    """One way between GPU and host: copies, one behind the other. A thread enqueues them, which
+    takes as long as a copy engine takes for them, where rows are short."""
 
-    def __init__(self, copier: CudaHostCopier) -> None:
-        self._device = copier.device
-        self._stream = torch.cuda.Stream(self._device)
-        self._jobs: deque[_Job] = deque()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        stream = torch.cuda.Stream(device)
+        # Not of this object, which would live as long as the thread.
+        thread = Thread(target=_enqueue, args=(self._jobs, stream), name="copies", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
-    def begin(self, pieces: Iterator[int]) -> _Job:
+    def begin(self, pieces: Iterator[None]) -> _Job:
         """Enqueue a copy behind the others."""
-        launched = torch.cuda.current_stream(self._device).record_event()
-        job = _Job(self, pieces, launched)
-        self._jobs.append(job)
-        self.go_on()
+        job = _Job(pieces, torch.cuda.current_stream(self._device).record_event())
+        self._jobs.put(job)
         return job
-
-    def go_on(self) -> None:
-        """Enqueue some more of what was begun."""
-        room = ENQUEUED_AT_ONCE
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            while self._jobs and room > 0:
-                job = self._jobs[0]
-                self._stream.wait_event(job.launched)
-                count = next(job.pieces, 0)
-                if not count:
-                    job.end = self._stream.record_event()
-                    self._jobs.popleft()
-                room -= count
 
 
 class _Job:
     """A copy that was begun. Waits for the steps that were launched before."""
 
-    def __init__(
-        self, direction: _Direction, pieces: Iterator[int], launched: torch.cuda.Event
-    ) -> None:
-        self._direction, self.pieces, self.launched = direction, pieces, launched
+    def __init__(self, pieces: Iterator[None], launched: torch.cuda.Event) -> None:
+        self.pieces, self.launched = pieces, launched
         self.end: torch.cuda.Event | None = None  # None: not all of it is enqueued
+        self.error: BaseException | None = None
 
     def is_done(self) -> bool:
-        """Whether all of it is there."""
-        if self.end is None:
-            self._direction.go_on()
+        """Whether all of it is there. Raises what its thread raised."""
+        if self.error is not None:
+            raise self.error
         return self.end is not None and self.end.query()
+
+
+def _end(jobs: SimpleQueue[_Job | None], thread: Thread) -> None:
+    jobs.put(None)
+    thread.join()
+
+
+def _enqueue(jobs: SimpleQueue[_Job | None], stream: torch.cuda.Stream) -> None:
+    """Of one direction, until there is None."""
+    under_way: deque[torch.cuda.Event] = deque()
+    torch.cuda.set_device(stream.device)
+    while (job := jobs.get()) is not None:
+        try:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                stream.wait_event(job.launched)
+                for _ in job.pieces:
+                    under_way.append(stream.record_event(torch.cuda.Event(blocking=True)))
+                    if len(under_way) > PIECES_AHEAD:
+                        under_way.popleft().synchronize()
+                job.end = stream.record_event()
+        except BaseException as error:  # whoever asks for it has it
+            job.error = error
+        del job  # its pages and caches may go
 
 
 def _unpin(memory: Tensor) -> None:
