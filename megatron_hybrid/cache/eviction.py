@@ -97,8 +97,7 @@ class EvictionQueue:
         """Remove and return the state that goes first; None when there is none."""
         self._score_some_anew()
         for attempt in range(SCORED_ANEW):
-            while self._heap and self._entry.get(self._heap[0][2].slot) is not self._heap[0]:
-                heapq.heappop(self._heap)  # stale
+            self._drop_stale()
             if not self._heap:
                 return None
             score, _, state = heapq.heappop(self._heap)
@@ -107,6 +106,18 @@ class EvictionQueue:
             self.add(state)
         del self._entry[state.slot]
         return state
+
+    def first(self) -> tuple[Score, CachedState] | None:
+        """What goes first, by the scores that are known, and its own."""
+        self._drop_stale()
+        if not self._heap:
+            return None
+        score, _, state = self._heap[0]
+        return score, state
+
+    def _drop_stale(self) -> None:
+        while self._heap and self._entry.get(self._heap[0][2].slot) is not self._heap[0]:
+            heapq.heappop(self._heap)
 
     def _score_some_anew(self) -> None:
         for _ in range(SCORED_IN_TURN):

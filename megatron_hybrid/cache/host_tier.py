@@ -171,6 +171,20 @@ class HostTier(Tier):
         found = self.host.match(keys, length, most=match.most)
         return found if found.skip > match.skip else None
 
+    def is_pressed(self, blocks: int) -> bool:
+        """Whether room for a fetch of so many blocks can only be had, on the device, from what is
+        on its way, or of a state that covers something and is not in host memory."""
+        states, kv = self.device.states, self.device.kv
+        if not self.device.geometry.has_recurrent:
+            return False
+        if states.has_free(for_checkpoint=True) and kv.num_free + kv.num_uncovered >= blocks:
+            return False
+        first = states.queue.first()
+        if first is None:
+            return True
+        (rank, _), state = first
+        return rank > 0 and not state.fetch_tokens
+
     def begin_fetch(
         self, keys: SequenceKeys, match: PrefixMatch, found: PrefixMatch, length: int, headroom: int
     ) -> Move | None:

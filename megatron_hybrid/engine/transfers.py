@@ -27,8 +27,11 @@ MOST_FETCHES = 4  # for one request: what it fetched may be evicted before there
 # Under way. Requests that end together leave many states at once, which nothing keeps on the
 # device until they are being written.
 MOST_WRITES = 16
-MOST_UNDERWAY = 8  # fetches
+# A fetch is begun while those under way take less than one part in so many of the device's blocks
+# and states: who has no room beside them would compute what the host has.
+FETCHED_PART = 4
 WAIT_SECONDS = 5e-4  # between two looks for what is fetched
+LOOKS = 8  # in one step: threads need the time, too
 
 
 class Ticket(Protocol):
@@ -113,7 +116,7 @@ class Transfers:
         return False
 
     def wait(self) -> None:
-        """There is nothing to do but to wait for what is fetched, if anything is."""
+        """There is nothing to do but to wait for what is on its way, if anything is."""
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
         """Whether a request, of which the device has `match`, had better wait for what is fetched
@@ -156,6 +159,7 @@ class HostTransfers(Transfers):
         cache.tier = tier
         self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
+        self._coming = [0, 0]  # blocks and states of the device, to which these come
         self._put_off: PutOff | None = None
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
@@ -184,6 +188,7 @@ class HostTransfers(Transfers):
         del self._writes[:writes]
         for key in list(self._fetches)[:fetches]:
             underway = self._fetches.pop(key)
+            self._is_coming(underway.fetch.copy, -1)
             pin = self.tier.end_fetch(underway.fetch)
             if pin is None or not underway.waiting:
                 for request in underway.waiting:
@@ -220,7 +225,12 @@ class HostTransfers(Transfers):
         return True
 
     def wait(self) -> None:
-        if self.is_fetching:
+        for _ in range(1 if self.lower.is_reading else LOOKS):
+            coming = [underway.ticket for underway in self._fetches.values()]
+            firsts = [*coming[:1], *(ticket for _, ticket in self._writes[:1])]
+            is_idle = not firsts and not self.lower.is_reading
+            if is_idle or any(first.is_done() for first in firsts):
+                return
             time.sleep(WAIT_SECONDS)
 
     def write_back(self) -> None:
@@ -245,11 +255,11 @@ class HostTransfers(Transfers):
         key = keys.at(found.skip)
         underway = self._fetches.get(key)
         if underway is None:
-            if len(self._fetches) >= MOST_UNDERWAY:
-                return True
             if not tier.is_worth_it(match, found, length):
                 tier.refused["slower"] += 1
                 return False
+            if self._has_no_room_yet(match, found):
+                return True
             fetch = tier.begin_fetch(keys, match, found, length, headroom)
             if fetch is None:
                 tier.refused["device_full"] += 1
@@ -257,10 +267,24 @@ class HostTransfers(Transfers):
             if self._put_off is not None:
                 self._put_off.forget_slot(fetch.copy.slot)
             underway = self._fetches[key] = _Underway(fetch, self.copier.fetch(fetch.copy))
+            self._is_coming(fetch.copy, 1)
         underway.waiting.add(request)
         request.fetched = key
         request.fetches += 1
         return True
+
+    def _has_no_room_yet(self, match: PrefixMatch, found: PrefixMatch) -> bool:
+        """Whether others come before, or what goes for it had better be written before."""
+        geometry = self._cache.geometry
+        there = geometry.num_blocks, geometry.num_cached_slots
+        if any(FETCHED_PART * n > all_ for n, all_ in zip(self._coming, there, strict=True)):
+            return True
+        missing = self.tier.missing(match, found)
+        return bool(self._writes) and self.tier.is_pressed(len(missing))
+
+    def _is_coming(self, copy: Copy, sign: int) -> None:
+        self._coming[0] += sign * len(copy.blocks)
+        self._coming[1] += sign * bool(copy.slot)
 
     def was_tried(self, request: TrackedRequest) -> None:
         self.lower.was_tried(request)

@@ -12,7 +12,7 @@ import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
@@ -33,7 +33,10 @@ PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
 PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
-ROWS_AT_ONCE = 32  # enqueued together; while they are, a step that is launched has to wait
+# Enqueued together; while they are, a step that is launched has to wait. As many times that where
+# none is under way: the copy is quicker.
+ROWS_AT_ONCE = 32
+QUIET_TIMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +152,14 @@ class CudaHostCopier(HostCopier):
             self.piece = max(1, ROWS_AT_ONCE // len(self._blocks))
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
-        return self._down.begin(self._write_in_pieces(copy))
+        return self._down.begin(copy, self._write_in_pieces)
 
     def fetch(self, copy: Copy) -> _Job:  # type: ignore[override]
-        return self._up.begin(self._fetch_in_pieces(copy))
+        return self._up.begin(copy, self._fetch_in_pieces)
 
     def rate(self) -> float:
-        """As measured with one piece. Waits for the device."""
-        pages = list(range(min(self.piece, len(self._pages))))
+        """As measured with pages side by side. Waits for the device."""
+        pages = list(range(min(max(1, PIECE_BYTES // self.page_bytes), len(self._pages))))
         rows = self._rows(len(pages))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(2):
@@ -177,28 +180,30 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy) -> Iterator[None]:
+    def _write_in_pieces(self, copy: Copy, times: int) -> Iterator[None]:
         """Enqueues a piece at a time."""
-        for blocks, pages in self._pieces(copy.blocks, copy.pages):
-            if self._block_rows is not None:
-                self._block_rows.move_blocks(blocks, pages, to_host=True)
-            else:
+        if self._block_rows is not None:
+            at_once, long_rows = self.piece * times, self._block_rows
+            yield from long_rows.move_blocks(copy.blocks, copy.pages, at_once, to_host=True)
+        else:
+            for blocks, pages in self._pieces(copy):
                 self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
-            yield
+                yield
         if copy.slot and self._state_rows is not None:
             self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
         elif copy.slot:
             self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy) -> Iterator[None]:
-        for blocks, pages in self._pieces(copy.blocks, copy.pages):
-            if self._block_rows is not None:
-                self._block_rows.move_blocks(blocks, pages, to_host=False)
-            else:
+    def _fetch_in_pieces(self, copy: Copy, times: int) -> Iterator[None]:
+        if self._block_rows is not None:
+            at_once, long_rows = self.piece * times, self._block_rows
+            yield from long_rows.move_blocks(copy.blocks, copy.pages, at_once, to_host=False)
+        else:
+            for blocks, pages in self._pieces(copy):
                 rows = self._rows(len(pages))
                 self._move(rows, pages, to_host=False)
                 self._scatter(self._upload(blocks), rows)
-            yield
+                yield
         if copy.slot and self._state_rows is not None:
             self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
         elif copy.slot:
@@ -206,10 +211,10 @@ class CudaHostCopier(HostCopier):
             self._move(rows, copy.state_pages, to_host=False)
             self._put_state(copy.slot, rows)
 
-    def _pieces(self, blocks: list[int], pages: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        for first in range(0, len(blocks), self.piece):
+    def _pieces(self, copy: Copy) -> Iterator[tuple[list[int], list[int]]]:
+        for first in range(0, len(copy.blocks), self.piece):
             end = first + self.piece
-            yield blocks[first:end], pages[first:end]
+            yield copy.blocks[first:end], copy.pages[first:end]
 
     def _upload(self, blocks: list[int]) -> Tensor:
         return upload(np.asarray(blocks, dtype=np.int64), self.device)
@@ -233,11 +238,17 @@ class _LongRows:
 
     def __init__(self, parts: Sequence[_Part], pages: Tensor, batch: BatchCopies) -> None:
         self._batch, self._pages, word = batch, pages.data_ptr(), pages.itemsize
-        self._page_bytes = pages.shape[1] * word
+        self._page_bytes = page = pages.shape[1] * word
         self._rows = np.array([part.rows.data_ptr() for part in parts], dtype=np.uint64)
         self._sizes = np.array([part.rows.shape[1] * word for part in parts], dtype=np.uint64)
         self._places = np.array([part.start * word for part in parts], dtype=np.uint64)
         self._firsts = np.array([part.first for part in parts], dtype=np.uint64)
+        # One row of each, one behind the other: where a part or a page begins.
+        end = int(self._places[-1] + self._sizes[-1])
+        inner = np.arange(page, end, page, dtype=np.uint64)
+        self._begins = np.union1d(self._places, inner)
+        self._cut_sizes: Addresses = np.append(self._begins[1:], np.uint64(end)) - self._begins
+        self._part_of = np.searchsorted(self._places, self._begins, side="right") - 1
 
     @classmethod
     def of(
@@ -250,26 +261,26 @@ class _LongRows:
         is_long = words * pages.itemsize >= LONG_ROW * len(parts)
         return cls(parts, pages, batch) if is_long else None
 
-    def move_blocks(self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool) -> None:
-        """One of each for each page."""
+    def move_blocks(
+        self, blocks: Sequence[int], pages: Sequence[int], at_once: int, *, to_host: bool
+    ) -> Iterator[None]:
+        """One of each for each page; each step of it enqueues so many."""
         there = self._page_addresses(pages)[:, None] + self._places
         numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
         here = self._rows + numbers * self._sizes
-        sizes = np.broadcast_to(self._sizes, here.shape)
-        self._move(here.ravel(), there.ravel(), sizes.ravel(), to_host=to_host)
+        sizes = np.broadcast_to(self._sizes, here.shape).ravel()
+        lists, rows = (here.ravel(), there.ravel(), sizes), at_once * len(self._rows)
+        for first in range(0, len(sizes), rows):
+            self._move(*(values[first : first + rows] for values in lists), to_host=to_host)
+            yield
 
     def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> None:
         """One row of each part, one behind the other over the pages."""
-        page = self._page_bytes
-        ends = self._places + self._sizes
-        inner = np.arange(page, int(ends[-1]), page, dtype=np.uint64)  # where a page ends
-        begins = np.union1d(self._places, inner)
-        sizes = np.diff(np.append(begins, ends[-1]))
-        part = np.searchsorted(self._places, begins, side="right") - 1
+        page, begins, part = self._page_bytes, self._begins, self._part_of
         rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
         here = rows[part] + (begins - self._places[part])
         there = self._page_addresses(pages)[begins // page] + begins % page
-        self._move(here, there, sizes, to_host=to_host)
+        self._move(here, there, self._cut_sizes, to_host=to_host)
 
     def _page_addresses(self, pages: Sequence[int]) -> Addresses:
         return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
@@ -292,9 +303,11 @@ class _Direction:
         thread.start()
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
-    def begin(self, pieces: Iterator[None]) -> _Job:
-        """Enqueue a copy behind the others."""
-        job = _Job(pieces, torch.cuda.current_stream(self._device).record_event())
+    def begin(self, copy: Copy, pieces: Callable[[Copy, int], Iterator[None]]) -> _Job:
+        """Enqueue a copy behind the others. pieces: a step of it enqueues so many times the usual
+        size."""
+        launched = torch.cuda.current_stream(self._device).record_event()
+        job = _Job(pieces(copy, QUIET_TIMES if launched.query() else 1), launched)
         self._jobs.put(job)
         return job
 

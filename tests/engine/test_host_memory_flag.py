@@ -47,7 +47,8 @@ def test_chats_that_the_device_has_no_room_for_come_back_from_host_memory() -> N
     assert "| host: " in llm.engine.statistics.log_line()
     assert " host: " not in small.engine.statistics.log_line()
     assert all(without[name] == {} for name in (*tier.COUNTERS, *tier.GAUGES))
-    llm.engine.check_integrity()
+    while llm.engine.use_idle_time():  # what is being written keeps its place
+        llm.engine.check_integrity()
     llm.engine.reset_prefix_cache()
     assert llm.stats()["tier_bytes_used"] == {"host": 0}
 

@@ -140,10 +140,10 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> 
         assert torch.equal(part.rows, old)
     if words < 55:
         return
-    rows.move_blocks([3, 4, 9], [7, 1, 2], to_host=True)
+    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], 2, to_host=True)]) == 2
     for block, page in ((3, 7), (4, 1), (9, 2)):
         assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))
-    rows.move_blocks([0, 1], [1, 7], to_host=False)
+    assert len([*rows.move_blocks([0, 1], [1, 7], 2, to_host=False)]) == 1
     for part in parts:
         assert torch.equal(part.rows[0], part.rows[4]) and torch.equal(part.rows[1], part.rows[3])
 
