@@ -24,7 +24,7 @@ from megatron_hybrid.engine.sizing import write_interval
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.runner import ModelRunner
-from megatron_hybrid.kernels import kernel_set, launching
+from megatron_hybrid.kernels import devices, kernel_set, launching
 from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.compiled import KERNELS
 from megatron_hybrid.layers.inputs import allocate_caches
@@ -112,6 +112,13 @@ def without_flashinfer() -> None:
     importlib.util.find_spec = lambda name, *rest: None if name == "flashinfer" else whole(name)
 
 
+def pretend_processors(count: int) -> None:
+    """A GPU's multiprocessors, for which work is split."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "processors", None) is devices.processors:
+            module.processors = lambda _: count  # type: ignore[attr-defined]
+
+
 def load(folder: str, **sizes: int) -> tuple[HybridModel, ModelRunner, StepPlan]:
     """A model with a GPU's kernels, and what runs its largest step, as when an engine starts."""
     parallel = initialize()
@@ -152,8 +159,9 @@ def steps(folder: str) -> list[int]:
 
 def serving(folder: str) -> dict[str, Any]:
     """How many kernels an engine's start asks for, and the names of those that its steps ask for
-    besides, as if a GPU had one multiprocessor. Nothing is compiled."""
+    besides. Nothing is compiled."""
     without_flashinfer()
+    pretend_processors(132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.synchronize = lambda *_: None
     asked: set[tuple[str, ...]] = set()

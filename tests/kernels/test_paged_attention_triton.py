@@ -43,7 +43,7 @@ class SplitAttention(TritonAttention):
         return super().attend(query, cache, plan, splits=self._splits)
 
 
-@pytest.mark.parametrize("splits", usually([2, 3], [2, 3, 16]))
+@pytest.mark.parametrize("splits", usually([2, 11], [2, 3, 11, 16]))
 def test_keys_may_be_split(splits: int) -> None:
     """Parts without any key, and parts that only some queries see."""
     lengths = [(1, 9), (1, 1), (1, 200), (4, 35), (5, 33), (3, 3), (0, 3), (6, 100)]

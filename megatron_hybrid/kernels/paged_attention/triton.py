@@ -97,8 +97,8 @@ class TritonAttention:
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-            *query.stride()[:2], tokens, kv_heads,
-            SPLITS=splits, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            *query.stride()[:2], tokens, kv_heads, splits,
+            IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             FIRST=shape.first_position, ROWS=block_rows, KEYS=32,
             DIMS=max(next_power_of_2(head_dim), 16),
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
@@ -207,16 +207,16 @@ def _gather_kv_kernel(
     tl.store(value + place, values, mask=written)
 
 
-@launched(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens", "splits"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
+    IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    first_row = tl.program_id(0) // SPLITS * ROWS
-    split = tl.program_id(0) % SPLITS
+    first_row = tl.program_id(0) // splits * ROWS
+    split = tl.program_id(0) % splits
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
@@ -244,7 +244,7 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(keys, keys - queries + (first_row + ROWS - 1) // GROUP + 1)
-    share = tl.cdiv(tl.cdiv(keys, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(keys, splits), KEYS) * KEYS
     for first_key in range(split * share, tl.minimum(end, (split + 1) * share), KEYS):
         at = first_key + tl.arange(0, KEYS)
         # what lies past a sequence's end was never written: it is not read
@@ -262,7 +262,7 @@ def _attend_kernel(
             seen = seen & (at >= FIRST)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        if SPLITS > 1 or FIRST > 0:
+        if IS_SPLIT or FIRST > 0:
             # Some rows may see none of these keys; else key 0 comes first, which all of them see.
             larger = tl.maximum(larger, -1e30)
         weights = tl.exp2(scores - larger[:, None])
@@ -272,7 +272,7 @@ def _attend_kernel(
         result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = larger
     written = row_inside[:, None] & dim_inside[None, :]
-    if SPLITS > 1:
+    if IS_SPLIT:
         at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head
         tl.store(parts + (at * HEAD_DIM)[:, None] + dim[None, :], result, mask=written)
         tl.store(sums + 2 * at, largest, mask=row_inside)

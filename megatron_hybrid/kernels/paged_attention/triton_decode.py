@@ -33,6 +33,7 @@ from megatron_hybrid.kernels.launching import launched, next_power_of_2
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
 MOST_SPLITS = 64
+_FEW_SPLITS = 8  # joined by a kernel of their own: two are all that can be wanted
 _MOST_ROWS = 64  # queries times the query heads of a KV head: the rows of a tile
 _PROGRAMS = 8  # a multiprocessor: two rounds of as many as run on it at once
 _TILE_BYTES = 48 << 10  # of keys and values on their way to a program
@@ -82,8 +83,8 @@ def attend(
         output, parts, sums,
         paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
         shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-        *query.stride()[:2], tokens, kv_heads,
-        SPLITS=splits, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        *query.stride()[:2], tokens, kv_heads, splits,
+        IS_SPLIT=splits > 1, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FIRST=shape.first_position, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
@@ -110,17 +111,17 @@ def join(output: Tensor, parts: Tensor, sums: Tensor, cu_seqlens: Tensor, v_scal
         return
     splits, tokens, heads, head_dim = parts.shape
     _join_kernel[(tokens, heads)](
-        output, parts, sums, cu_seqlens, len(cu_seqlens) - 1, tokens, v_scale,
-        HEADS=heads, SPLITS=splits, PLACES=next_power_of_2(splits),
+        output, parts, sums, cu_seqlens, len(cu_seqlens) - 1, tokens, splits, v_scale,
+        HEADS=heads, PLACES=_FEW_SPLITS if splits <= _FEW_SPLITS else MOST_SPLITS,
         HEAD_DIM=head_dim, DIMS=next_power_of_2(head_dim), num_warps=4, **OPTIONS,
     )  # fmt: skip
 
 
-@launched(do_not_specialize=["sequences", "tokens"])
+# `splits` changes with the number of sequences: one more must not be compiled for.
+@launched(do_not_specialize=["sequences", "tokens", "splits"])
 def _join_kernel(
-    output, parts, sums, cu_seqlens, sequences, tokens, v_scale,
-    HEADS: tl.constexpr, SPLITS: tl.constexpr, PLACES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    output, parts, sums, cu_seqlens, sequences, tokens, splits, v_scale,
+    HEADS: tl.constexpr, PLACES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
     wait_for_inputs()
@@ -132,7 +133,7 @@ def _join_kernel(
     inside = dim < HEAD_DIM
     split = tl.arange(0, PLACES)
     at = (split * tl.cast(tokens, tl.int64) + token) * HEADS + tl.program_id(1)
-    total = tl.load(sums + 2 * at + 1, mask=split < SPLITS, other=0.0)
+    total = tl.load(sums + 2 * at + 1, mask=split < splits, other=0.0)
     # Of a part that sees no key the sum is 0, and the rest was not written. A NaN is no 0.
     seen = total != 0.0
     largest = tl.load(sums + 2 * at, mask=seen, other=float("-inf"))
@@ -177,12 +178,12 @@ def _taken_apart(pair, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
     return even, odd
 
 
-@launched(do_not_specialize=["tokens"])
+@launched(do_not_specialize=["tokens", "splits"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
+    IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +198,7 @@ def _attend_kernel(
         wait_for_inputs()  # so that who waits for this kernel waits for all before it
         return
     length = tl.load(kv_length + sequence).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
     begin = split * share
     end = tl.minimum(length, begin + share)
 
@@ -268,7 +269,7 @@ def _attend_kernel(
         largest = larger
 
     written = row_inside[:, None]
-    if SPLITS > 1:
+    if IS_SPLIT:
         at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head
         tl.store(sums + 2 * at, largest, mask=row_inside)
         tl.store(sums + 2 * at + 1, total, mask=row_inside)
