@@ -7,6 +7,7 @@ that steps lose only the bandwidth of the copies themselves.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 Addresses = npt.NDArray[np.uint64]
 
 _RUNTIME = 13  # whose signature this is
+_ADDRESS_BYTES = 8
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
@@ -39,22 +41,27 @@ class BatchCopies:
             raise OSError(f"torch is built for CUDA {torch.version.cuda}, not {_RUNTIME}.")
         self._copy = ctypes.CDLL(f"libcudart.so.{_RUNTIME}").cudaMemcpyBatchAsync
         self._copy.restype = ctypes.c_int
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._copy.argtypes = *[pointer] * 3, size, pointer, pointer, size, pointer
+        self._attributes, self._first = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0)
 
-    def enqueue(self, to: Addresses, source: Addresses, sizes: Addresses) -> None:
-        """In torch's current stream, which must not be the default one. [n] each; sizes in bytes.
-        Raises RuntimeError."""
-        attributes, first = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0)
+    def enqueue(
+        self, to: Addresses, source: Addresses, sizes: Addresses, at_once: int
+    ) -> Iterator[None]:
+        """In torch's current stream, which must not be the default one; each step of it so many.
+        [n] each; sizes in bytes. Raises RuntimeError."""
         lists = [np.ascontiguousarray(values, dtype=np.uint64) for values in (to, source, sizes)]
-        code = self._copy(
-            *(values.ctypes.data_as(ctypes.c_void_p) for values in lists),
-            ctypes.c_size_t(len(sizes)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
-        if code:
-            raise RuntimeError(f"{len(sizes)} copies could not be enqueued: CUDA's error {code}.")
+        # Little but the call itself: who launches steps wants Python's lock, too.
+        to_list, source_list, size_list = (values.ctypes.data for values in lists)
+        attributes, nothing = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
+        stream, count = torch.cuda.current_stream().cuda_stream, len(sizes)
+        for first in range(0, count, at_once):
+            number, at = min(at_once, count - first), _ADDRESS_BYTES * first
+            where = to_list + at, source_list + at, size_list + at
+            code = self._copy(*where, number, attributes, nothing, 1, stream)
+            if code:
+                raise RuntimeError(f"{number} copies could not be enqueued: CUDA's error {code}.")
+            yield
 
 
 def batch_copies() -> BatchCopies | None:

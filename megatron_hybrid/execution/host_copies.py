@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from queue import SimpleQueue
 from threading import Thread
 
@@ -33,10 +32,9 @@ PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
 PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
-# Enqueued together; while they are, a step that is launched has to wait. As many times that where
-# none is under way: the copy is quicker.
-ROWS_AT_ONCE = 32
-QUIET_TIMES = 4
+# Enqueued together; while they are, a step that is launched has to wait. Where none is under way
+# when the copy begins: more, which is quicker.
+ROWS_AT_ONCE, ROWS_AT_ONCE_QUIET = 32, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +145,7 @@ class CudaHostCopier(HostCopier):
         self._block_rows, self._state_rows = (
             _LongRows.of(parts, self._pages, batch) for parts in (self._blocks, self._states)
         )
-        self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks
-        if self._block_rows is not None:
-            self.piece = max(1, ROWS_AT_ONCE // len(self._blocks))
+        self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks that are gathered together
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
         return self._down.begin(copy, self._write_in_pieces)
@@ -158,8 +154,8 @@ class CudaHostCopier(HostCopier):
         return self._up.begin(copy, self._fetch_in_pieces)
 
     def rate(self) -> float:
-        """As measured with pages side by side. Waits for the device."""
-        pages = list(range(min(max(1, PIECE_BYTES // self.page_bytes), len(self._pages))))
+        """As measured with one piece. Waits for the device."""
+        pages = list(range(min(self.piece, len(self._pages))))
         rows = self._rows(len(pages))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(2):
@@ -180,24 +176,28 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy, times: int) -> Iterator[None]:
+    def _write_in_pieces(self, copy: Copy, rows_at_once: int) -> Iterator[None]:
         """Enqueues a piece at a time."""
         if self._block_rows is not None:
-            at_once, long_rows = self.piece * times, self._block_rows
-            yield from long_rows.move_blocks(copy.blocks, copy.pages, at_once, to_host=True)
+            yield from self._block_rows.move_blocks(
+                copy.blocks, copy.pages, rows_at_once, to_host=True
+            )
         else:
             for blocks, pages in self._pieces(copy):
                 self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
                 yield
         if copy.slot and self._state_rows is not None:
-            self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
+            yield from self._state_rows.move_state(
+                copy.slot, copy.state_pages, rows_at_once, to_host=True
+            )
         elif copy.slot:
             self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy, times: int) -> Iterator[None]:
+    def _fetch_in_pieces(self, copy: Copy, rows_at_once: int) -> Iterator[None]:
         if self._block_rows is not None:
-            at_once, long_rows = self.piece * times, self._block_rows
-            yield from long_rows.move_blocks(copy.blocks, copy.pages, at_once, to_host=False)
+            yield from self._block_rows.move_blocks(
+                copy.blocks, copy.pages, rows_at_once, to_host=False
+            )
         else:
             for blocks, pages in self._pieces(copy):
                 rows = self._rows(len(pages))
@@ -205,7 +205,9 @@ class CudaHostCopier(HostCopier):
                 self._scatter(self._upload(blocks), rows)
                 yield
         if copy.slot and self._state_rows is not None:
-            self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
+            yield from self._state_rows.move_state(
+                copy.slot, copy.state_pages, rows_at_once, to_host=False
+            )
         elif copy.slot:
             rows = self._rows(len(copy.state_pages))
             self._move(rows, copy.state_pages, to_host=False)
@@ -264,30 +266,27 @@ class _LongRows:
     def move_blocks(
         self, blocks: Sequence[int], pages: Sequence[int], at_once: int, *, to_host: bool
     ) -> Iterator[None]:
-        """One of each for each page; each step of it enqueues so many."""
+        """One of each for each page; each step of it enqueues so many rows."""
         there = self._page_addresses(pages)[:, None] + self._places
         numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
         here = self._rows + numbers * self._sizes
         sizes = np.broadcast_to(self._sizes, here.shape).ravel()
-        lists, rows = (here.ravel(), there.ravel(), sizes), at_once * len(self._rows)
-        for first in range(0, len(sizes), rows):
-            self._move(*(values[first : first + rows] for values in lists), to_host=to_host)
-            yield
+        to, source = (there, here) if to_host else (here, there)
+        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, at_once)
 
-    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> None:
+    def move_state(
+        self, slot: int, pages: Sequence[int], at_once: int, *, to_host: bool
+    ) -> Iterator[None]:
         """One row of each part, one behind the other over the pages."""
         page, begins, part = self._page_bytes, self._begins, self._part_of
         rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
         here = rows[part] + (begins - self._places[part])
         there = self._page_addresses(pages)[begins // page] + begins % page
-        self._move(here, there, self._cut_sizes, to_host=to_host)
+        to, source = (there, here) if to_host else (here, there)
+        return self._batch.enqueue(to, source, self._cut_sizes, at_once)
 
     def _page_addresses(self, pages: Sequence[int]) -> Addresses:
         return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
-
-    def _move(self, here: Addresses, there: Addresses, sizes: Addresses, *, to_host: bool) -> None:
-        to, source = (there, here) if to_host else (here, there)
-        self._batch.enqueue(to, source, sizes)
 
 
 class _Direction:
@@ -304,10 +303,10 @@ class _Direction:
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
     def begin(self, copy: Copy, pieces: Callable[[Copy, int], Iterator[None]]) -> _Job:
-        """Enqueue a copy behind the others. pieces: a step of it enqueues so many times the usual
-        size."""
+        """Enqueue a copy behind the others. pieces: a step of it enqueues so many rows."""
         launched = torch.cuda.current_stream(self._device).record_event()
-        job = _Job(pieces(copy, QUIET_TIMES if launched.query() else 1), launched)
+        rows = ROWS_AT_ONCE_QUIET if launched.query() else ROWS_AT_ONCE
+        job = _Job(pieces(copy, rows), launched)
         self._jobs.put(job)
         return job
 
@@ -334,16 +333,17 @@ def _end(jobs: SimpleQueue[_Job | None], thread: Thread) -> None:
 
 def _enqueue(jobs: SimpleQueue[_Job | None], stream: torch.cuda.Stream) -> None:
     """Of one direction, until there is None."""
-    under_way: deque[torch.cuda.Event] = deque()
+    # One behind each piece; they are used in turn.
+    events = [torch.cuda.Event(blocking=True) for _ in range(PIECES_AHEAD + 1)]
+    turns = cycle(zip(events, [*events[1:], events[0]], strict=True))
     torch.cuda.set_device(stream.device)
     while (job := jobs.get()) is not None:
         try:
             with torch.cuda.stream(stream), torch.inference_mode():
                 stream.wait_event(job.launched)
-                for _ in job.pieces:
-                    under_way.append(stream.record_event(torch.cuda.Event(blocking=True)))
-                    if len(under_way) > PIECES_AHEAD:
-                        under_way.popleft().synchronize()
+                for _, (event, oldest) in zip(job.pieces, turns, strict=False):
+                    event.record(stream)
+                    oldest.synchronize()
                 job.end = stream.record_event()
         except BaseException as error:  # whoever asks for it has it
             job.error = error

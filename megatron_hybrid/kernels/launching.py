@@ -84,6 +84,12 @@ def launched_by_triton() -> Iterator[None]:
         _is_direct = before
 
 
+def are_compiled_ahead() -> bool:
+    """Whether kernels are compiled for later, and not launched: whoever chooses between several by
+    what a step has had better ask for all of them."""
+    return not _is_direct
+
+
 class _Compiled(NamedTuple):
     """What launches with a key need."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -111,11 +112,15 @@ def test_kv_may_be_copied_alone() -> None:
 class Memmove:
     """In place of CUDA's copies."""
 
-    def enqueue(self, to: Addresses, source: Addresses, sizes: Addresses) -> None:
+    def enqueue(
+        self, to: Addresses, source: Addresses, sizes: Addresses, at_once: int
+    ) -> Iterator[None]:
         for values in (to, source, sizes):
             assert values.dtype == np.uint64
-        for place, start, size in zip(*map(list, (to, source, sizes)), strict=True):
-            ctypes.memmove(int(place), int(start), int(size))
+        for number, one in enumerate(zip(*map(list, (to, source, sizes)), strict=True), 1):
+            ctypes.memmove(*map(int, one))
+            if number % at_once == 0 or number == len(sizes):
+                yield
 
 
 @pytest.mark.parametrize("words", [55, 13, 11, 60])
@@ -130,20 +135,20 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> 
     pages = torch.zeros(12, words, dtype=torch.int64)
     rows = _LongRows(parts, pages, Memmove())  # type: ignore[arg-type]
     places = [3, 9, 2, 5, 1][: -(-55 // words)]
-    rows.move_state(4 + first, places, to_host=True)
+    list(rows.move_state(4 + first, places, 3, to_host=True))
     wanted = torch.cat([part.rows[4] for part in parts])
     assert torch.equal(torch.cat([pages[place] for place in places])[:55], wanted)
     before = [part.rows.clone() for part in parts]
-    rows.move_state(6 + first, places, to_host=False)
+    list(rows.move_state(6 + first, places, 3, to_host=False))
     for part, old in zip(parts, before, strict=True):
         old[6] = old[4]
         assert torch.equal(part.rows, old)
     if words < 55:
         return
-    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], 2, to_host=True)]) == 2
+    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], 5, to_host=True)]) == 3
     for block, page in ((3, 7), (4, 1), (9, 2)):
         assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))
-    assert len([*rows.move_blocks([0, 1], [1, 7], 2, to_host=False)]) == 1
+    assert len([*rows.move_blocks([0, 1], [1, 7], 8, to_host=False)]) == 1
     for part in parts:
         assert torch.equal(part.rows[0], part.rows[4]) and torch.equal(part.rows[1], part.rows[3])
 

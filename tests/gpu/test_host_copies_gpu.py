@@ -55,6 +55,7 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     per_state = -(-state // page)
     copier = CudaHostCopier(caches, 150, page)
     copier.piece = piece
+    monkeypatch.setattr(host_copies, "ROWS_AT_ONCE", 4 * piece)
     is_new = int((torch.version.cuda or "0").split(".")[0]) >= 13
     assert (copier._block_rows is not None) == (is_new and not long_row)
     first = SLOTS if packed else 0

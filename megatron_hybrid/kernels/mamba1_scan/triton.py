@@ -39,7 +39,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import PrefillSegments
 from megatron_hybrid.kernels.devices import ChunkedSegments, processors, row_strides
-from megatron_hybrid.kernels.launching import cdiv, launched
+from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, launched
 from megatron_hybrid.kernels.mamba1_scan.triton_decode import (
     LOG2_E,
     channel_block,
@@ -86,16 +86,19 @@ def prefill(
     y = checked_output(tokens, constants, state, out)
     segments, chunk = plan
     channels, size = constants.A.shape
-    states, num_warps = tiling or _tiling(segments, tokens.x, size)
-    block = channel_block(channels, max(1, num_warps * 32 * states // size))
-    _prefill_kernel[(channels // block, segments.read_slot.shape[0])](
-        *tokens, *constants[:3], state, y, *segments.of_sequences,
-        *row_strides(*tokens, y, state), constants.rounding_seed,
-        SIZE=size,
-        BLOCK=block,
-        PLACES=min(16, chunk & -chunk),  # checkpoints lie at multiples of it
-        num_warps=max(1, block * size // (32 * states)),
-    )  # fmt: skip
+    tilings = [tiling or _tiling(segments, tokens.x, size)]
+    if are_compiled_ahead():  # another step chooses another one
+        tilings = [_tiling_of(each) for each in _CLOCKS if each <= size]
+    for states, num_warps in tilings:
+        block = channel_block(channels, max(1, num_warps * 32 * states // size))
+        _prefill_kernel[(channels // block, segments.read_slot.shape[0])](
+            *tokens, *constants[:3], state, y, *segments.of_sequences,
+            *row_strides(*tokens, y, state), constants.rounding_seed,
+            SIZE=size,
+            BLOCK=block,
+            PLACES=min(16, chunk & -chunk),  # checkpoints lie at multiples of it
+            num_warps=max(1, block * size // (32 * states)),
+        )  # fmt: skip
     return y
 
 
@@ -114,8 +117,11 @@ def _tiling(segments: PrefillSegments, x: Tensor, size: int) -> Tiling:
         warps = cdiv(cdiv(states, 32 * each), 4 * processors(x.device))
         return _CLOCKS[each] * max(warps, _LEAST_WARPS)
 
-    best = min((each for each in _CLOCKS if each <= size), key=cost)
-    return Tiling(best, num_warps=1 if best == 8 else 4)
+    return _tiling_of(min((each for each in _CLOCKS if each <= size), key=cost))
+
+
+def _tiling_of(states: int) -> Tiling:
+    return Tiling(states, num_warps=1 if states == 8 else 4)
 
 
 @launched(do_not_specialize_on_alignment=_INDICES)
