@@ -1,9 +1,10 @@
 """KV blocks and states between the caches and pages of host memory, beside the steps.
 
 A page holds one KV block of all layers, or a part of one state: of all recurrent layers, and the
-logits that go with it. On a GPU each direction has a stream of its own, and copy engines move what
-lies in long rows from place to place. What lies in short ones is gathered on the GPU, and goes over
-as whole pages. Neither direction waits on the host, or for the other.
+logits that go with it. On a GPU each direction has a stream of its own. Beside steps, copy engines
+move what lies in long rows from place to place. What lies in short ones, and KV while there is no
+step to disturb, is gathered on the GPU and goes over as whole pages: that is quicker. Neither
+direction waits on the host, or for the other.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
 from queue import SimpleQueue
 from threading import Thread
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,9 +34,7 @@ PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
 PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
-# Enqueued together; while they are, a step that is launched has to wait. Where none is under way
-# when the copy begins: more, which is quicker.
-ROWS_AT_ONCE, ROWS_AT_ONCE_QUIET = 32, 128
+ROWS_AT_ONCE = 32  # enqueued together; while they are, a step that is launched has to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +176,23 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy, rows_at_once: int) -> Iterator[None]:
-        """Enqueues a piece at a time."""
-        if self._block_rows is not None:
-            yield from self._block_rows.move_blocks(
-                copy.blocks, copy.pages, rows_at_once, to_host=True
-            )
+    def _write_in_pieces(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
+        """Enqueues a piece at a time. is_quiet: no step is under way, so that gathering disturbs
+        nobody; it is quicker than many rows by themselves."""
+        if self._block_rows is not None and not is_quiet:
+            yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=True)
         else:
             for blocks, pages in self._pieces(copy):
                 self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
                 yield
         if copy.slot and self._state_rows is not None:
-            yield from self._state_rows.move_state(
-                copy.slot, copy.state_pages, rows_at_once, to_host=True
-            )
+            yield from self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
         elif copy.slot:
             self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy, rows_at_once: int) -> Iterator[None]:
-        if self._block_rows is not None:
-            yield from self._block_rows.move_blocks(
-                copy.blocks, copy.pages, rows_at_once, to_host=False
-            )
+    def _fetch_in_pieces(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
+        if self._block_rows is not None and not is_quiet:
+            yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=False)
         else:
             for blocks, pages in self._pieces(copy):
                 rows = self._rows(len(pages))
@@ -205,9 +200,7 @@ class CudaHostCopier(HostCopier):
                 self._scatter(self._upload(blocks), rows)
                 yield
         if copy.slot and self._state_rows is not None:
-            yield from self._state_rows.move_state(
-                copy.slot, copy.state_pages, rows_at_once, to_host=False
-            )
+            yield from self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
         elif copy.slot:
             rows = self._rows(len(copy.state_pages))
             self._move(rows, copy.state_pages, to_host=False)
@@ -264,29 +257,34 @@ class _LongRows:
         return cls(parts, pages, batch) if is_long else None
 
     def move_blocks(
-        self, blocks: Sequence[int], pages: Sequence[int], at_once: int, *, to_host: bool
+        self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool
     ) -> Iterator[None]:
-        """One of each for each page; each step of it enqueues so many rows."""
+        """One row of each part for each page; each step of it enqueues some."""
         there = self._page_addresses(pages)[:, None] + self._places
         numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
         here = self._rows + numbers * self._sizes
         sizes = np.broadcast_to(self._sizes, here.shape).ravel()
         to, source = (there, here) if to_host else (here, there)
-        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, at_once)
+        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, ROWS_AT_ONCE)
 
-    def move_state(
-        self, slot: int, pages: Sequence[int], at_once: int, *, to_host: bool
-    ) -> Iterator[None]:
+    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> Iterator[None]:
         """One row of each part, one behind the other over the pages."""
         page, begins, part = self._page_bytes, self._begins, self._part_of
         rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
         here = rows[part] + (begins - self._places[part])
         there = self._page_addresses(pages)[begins // page] + begins % page
         to, source = (there, here) if to_host else (here, there)
-        return self._batch.enqueue(to, source, self._cut_sizes, at_once)
+        return self._batch.enqueue(to, source, self._cut_sizes, ROWS_AT_ONCE)
 
     def _page_addresses(self, pages: Sequence[int]) -> Addresses:
         return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
+
+
+class Pieces(Protocol):
+    """Enqueues a piece of a copy in each of its steps."""
+
+    def __call__(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
+        """is_quiet: no step is under way when the copy begins."""
 
 
 class _Direction:
@@ -302,11 +300,10 @@ class _Direction:
         thread.start()
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
-    def begin(self, copy: Copy, pieces: Callable[[Copy, int], Iterator[None]]) -> _Job:
-        """Enqueue a copy behind the others. pieces: a step of it enqueues so many rows."""
+    def begin(self, copy: Copy, pieces: Pieces) -> _Job:
+        """Enqueue a copy behind the others."""
         launched = torch.cuda.current_stream(self._device).record_event()
-        rows = ROWS_AT_ONCE_QUIET if launched.query() else ROWS_AT_ONCE
-        job = _Job(pieces(copy, rows), launched)
+        job = _Job(pieces(copy, is_quiet=launched.query()), launched)
         self._jobs.put(job)
         return job
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.execution import host_copies
 from megatron_hybrid.execution.batch_copies import Addresses
 from megatron_hybrid.execution.host_copies import (
     LONG_ROW,
@@ -124,8 +125,11 @@ class Memmove:
 
 
 @pytest.mark.parametrize("words", [55, 13, 11, 60])
-def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> None:
+def test_rows_that_are_copied_by_themselves_come_to_their_places(
+    words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """words: of a page."""
+    monkeypatch.setattr(host_copies, "ROWS_AT_ONCE", 5)
     widths, first = (5, 7, 3, 40), 2
     starts = np.cumsum([0, *widths]).tolist()
     parts = [
@@ -135,20 +139,20 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> 
     pages = torch.zeros(12, words, dtype=torch.int64)
     rows = _LongRows(parts, pages, Memmove())  # type: ignore[arg-type]
     places = [3, 9, 2, 5, 1][: -(-55 // words)]
-    list(rows.move_state(4 + first, places, 3, to_host=True))
+    list(rows.move_state(4 + first, places, to_host=True))
     wanted = torch.cat([part.rows[4] for part in parts])
     assert torch.equal(torch.cat([pages[place] for place in places])[:55], wanted)
     before = [part.rows.clone() for part in parts]
-    list(rows.move_state(6 + first, places, 3, to_host=False))
+    list(rows.move_state(6 + first, places, to_host=False))
     for part, old in zip(parts, before, strict=True):
         old[6] = old[4]
         assert torch.equal(part.rows, old)
     if words < 55:
         return
-    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], 5, to_host=True)]) == 3
+    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], to_host=True)]) == 3
     for block, page in ((3, 7), (4, 1), (9, 2)):
         assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))
-    assert len([*rows.move_blocks([0, 1], [1, 7], 8, to_host=False)]) == 1
+    assert len([*rows.move_blocks([0, 1], [1, 7], to_host=False)]) == 2
     for part in parts:
         assert torch.equal(part.rows[0], part.rows[4]) and torch.equal(part.rows[1], part.rows[3])
 
