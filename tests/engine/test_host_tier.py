@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid.engine import transfers
 from megatron_hybrid.engine.transfers import MOST_FETCHES, HostTransfers
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import (
@@ -199,3 +200,45 @@ def test_states_alone_are_fetched_while_others_run() -> None:
     events = run(engine)
     assert [events[str(number)][-1].cached_tokens for number in range(3)] == [53, 53, 53]
     assert not engine.stats()["tier_refused"]["device_full"]
+
+
+def groups_of_chats(engine: CheckedEngine, number: int, at_once: int, turns: int) -> list[int]:
+    """Conversations, some at once: tokens of each later turn that were computed."""
+    texts, computed = [random_tokens(seed, 50) for seed in range(number)], []
+    for turn in range(turns):
+        for first in range(0, number, at_once):
+            group = range(first, first + at_once)
+            events = generate(engine, [texts[index] for index in group], ANSWER)
+            for index, event in zip(group, events, strict=True):
+                if turn:
+                    computed.append(len(texts[index]) - event.cached_tokens)
+                texts[index] += expected_answer(texts[index], ANSWER) + [5, 6]
+    return computed
+
+
+@pytest.mark.parametrize(("slots", "slowest"), [(6, 2), (8, 4)])
+def test_what_waits_to_be_written_does_not_go_for_what_comes(
+    slots: int, slowest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a group end at once, and the next one is fetched while they are written."""
+    monkeypatch.setattr(transfers, "MOST_WRITES", 4)
+    sizes = {"num_blocks": 240, "cached_slots": slots, "max_requests": 4}
+    engine = engine_with(3000, **sizes, slowest_copy=slowest)
+    computed = groups_of_chats(engine, 12, 4, 3)
+    assert max(computed) <= 3, computed
+    assert engine.context.transfers.tier.refused["device_full"] == 0
+
+
+def test_fetches_take_a_part_of_the_device_at_a_time() -> None:
+    engine = engine_with(2000, num_blocks=120, cached_slots=40, max_requests=8, slowest_copy=40)
+    groups_of_chats(engine, 16, 8, 1)
+    engine.context.cache.store.clear(0)  # the device alone
+    fetches, most = engine.context.transfers._fetches, 0
+    for seed in range(16):
+        text = random_tokens(seed, 50)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.add_request(str(seed), text + expected_answer(text, ANSWER) + [5], params)
+    while engine.has_work():
+        engine.step()
+        most = max(most, sum(len(one.fetch.copy.blocks) for one in fetches.values()))
+    assert 30 < most <= 30 + 14
