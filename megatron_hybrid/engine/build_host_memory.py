@@ -28,12 +28,8 @@ from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.sizing import bytes_per_state
 from megatron_hybrid.engine.transfers import HostTransfers, Transfers
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.execution.host_copies import (
-    PIECE_BYTES,
-    CudaHostCopier,
-    HostCopier,
-    page_bytes_of,
-)
+from megatron_hybrid.execution.host_copies import PIECE_BYTES, CudaHostCopier, HostCopier
+from megatron_hybrid.execution.page_parts import PageParts
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -90,7 +86,7 @@ def host_transfers(
         return Transfers()
     geometry, agreement = cache.geometry, Agreement(model.parallel.replica)
     _check_states(config, geometry)
-    page = page_bytes_of(caches, pages_per_state(geometry))
+    page = PageParts.of(caches).page_bytes(pages_per_state(geometry))
     (pages,) = agreement.least([int(config.prefix_caching_host_gb * GIB) // page])
     _check_size(config, geometry, pages, page)
     copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)

@@ -1,19 +1,16 @@
 """KV blocks and states between the caches and pages of host memory, beside the steps.
 
-A page holds one KV block of all layers, or a part of one state: of all recurrent layers, and the
-logits that go with it. On a GPU each direction has a stream of its own. Beside steps, copy engines
-move what lies in long rows from place to place. What lies in short ones, and KV while there is no
-step to disturb, is gathered on the GPU and goes over as whole pages: that is quicker. Neither
-direction waits on the host, or for the other.
+What pages hold is page_parts.py's. On a GPU each direction has a stream of its own. Beside steps,
+copy engines move what lies in long rows from place to place. What lies in short ones or is rounded,
+and KV while there is no step to disturb, is gathered on the GPU and goes over as whole pages: that
+is quicker. Neither direction waits on the host, or for the other.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import cycle, groupby
 from queue import SimpleQueue
 from threading import Thread
@@ -26,6 +23,7 @@ from torch import Tensor
 from megatron_hybrid.cache.host_tier import Copy
 from megatron_hybrid.execution.batch_copies import Addresses, BatchCopies, batch_copies
 from megatron_hybrid.execution.device import upload
+from megatron_hybrid.execution.page_parts import EXACT, HostForm, PageParts, Part, RoundedPart
 from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
@@ -37,29 +35,19 @@ LONG_ROW = 2**17
 ROWS_AT_ONCE = 32  # enqueued together; while they are, a step that is launched has to wait
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One tensor's place in a page, or in the pages of a state."""
-
-    rows: Tensor  # [blocks or slots, bytes or longer words]
-    start: int  # in such words
-    first: int = 0  # the number of row 0
-
-    @property
-    def end(self) -> int:
-        return self.start + self.rows.shape[1]
-
-
 class HostCopier:
     """Between one rank's caches and its pages; this one for a CPU, where a copy is done at once."""
 
-    def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
-        """Pages are numbered from 1."""
-        blocks, states = _blocks_of(caches), _states_of(caches)
+    def __init__(
+        self, caches: LayerCaches, num_pages: int, page_bytes: int, form: HostForm = EXACT
+    ) -> None:
+        """Pages are numbered from 1. form: what they hold."""
+        parts = PageParts.of(caches, form)
         self.page_bytes, self.device = page_bytes, caches.end_logits.device
         self.caches = caches
-        self._word = _word(page_bytes, [tensor for tensor, _ in blocks + states])
-        self._blocks, self._states = _placed(blocks, self._word), _placed(states, self._word)
+        self._word = parts.word(page_bytes)
+        placed = parts.placed(self._word)
+        self._blocks, self._states = placed.blocks, placed.states
         words = page_bytes // self._word.itemsize
         assert not self._blocks or self._blocks[-1].end <= words, "a block does not fit into a page"
         self._pages = self._allocate(num_pages + 1, words)
@@ -114,32 +102,38 @@ class HostCopier:
         """[len(blocks), words of a page]."""
         found = self._rows(len(blocks))
         for part in self._blocks:
-            found[:, part.start : part.end] = part.rows.index_select(0, blocks)
+            found[:, part.start : part.end] = part.take(blocks)
         return found
 
     def _scatter(self, blocks: Tensor, pages: Tensor) -> None:
         for part in self._blocks:
-            part.rows.index_copy_(0, blocks, pages[:, part.start : part.end])
+            part.put(blocks, pages[:, part.start : part.end])
 
     def _state(self, copy: Copy) -> Tensor:
         """[pages of a state, words of a page]."""
         found = self._rows(len(copy.state_pages))
         flat = found.view(-1)
         for part in self._states:
-            flat[part.start : part.end] = part.rows[copy.slot - part.first]
+            flat[part.start : part.end] = part.take(_row(copy.slot, part))[0]
         return found
 
     def _put_state(self, slot: int, pages: Tensor) -> None:
         flat = pages.reshape(-1)
         for part in self._states:
-            part.rows[slot - part.first] = flat[part.start : part.end]
+            part.put(_row(slot, part), flat[None, part.start : part.end])
+
+
+def _row(slot: int, part: Part) -> slice:
+    return slice(slot - part.first, slot - part.first + 1)
 
 
 class CudaHostCopier(HostCopier):
     """The same for a GPU: copies go on while steps are computed."""
 
-    def __init__(self, caches: LayerCaches, num_pages: int, page_bytes: int) -> None:
-        super().__init__(caches, num_pages, page_bytes)
+    def __init__(
+        self, caches: LayerCaches, num_pages: int, page_bytes: int, form: HostForm = EXACT
+    ) -> None:
+        super().__init__(caches, num_pages, page_bytes, form)
         self._up, self._down = _Direction(self.device), _Direction(self.device)
         batch = batch_copies()
         self._block_rows, self._state_rows = (
@@ -231,11 +225,11 @@ class CudaHostCopier(HostCopier):
 class _LongRows:
     """Parts of pages that are copied by themselves."""
 
-    def __init__(self, parts: Sequence[_Part], pages: Tensor, batch: BatchCopies) -> None:
+    def __init__(self, parts: Sequence[Part], pages: Tensor, batch: BatchCopies) -> None:
         self._batch, self._pages, word = batch, pages.data_ptr(), pages.itemsize
         self._page_bytes = page = pages.shape[1] * word
         self._rows = np.array([part.rows.data_ptr() for part in parts], dtype=np.uint64)
-        self._sizes = np.array([part.rows.shape[1] * word for part in parts], dtype=np.uint64)
+        self._sizes = np.array([part.row_bytes for part in parts], dtype=np.uint64)
         self._places = np.array([part.start * word for part in parts], dtype=np.uint64)
         self._firsts = np.array([part.first for part in parts], dtype=np.uint64)
         # One row of each, one behind the other: where a part or a page begins.
@@ -247,13 +241,14 @@ class _LongRows:
 
     @classmethod
     def of(
-        cls, parts: Sequence[_Part], pages: Tensor, batch: BatchCopies | None
+        cls, parts: Sequence[Part], pages: Tensor, batch: BatchCopies | None
     ) -> _LongRows | None:
         """None where they are too short, or can't be copied so."""
         if batch is None or not parts:
             return None
-        words = sum(part.rows.shape[1] for part in parts)
-        is_long = words * pages.itemsize >= LONG_ROW * len(parts)
+        if any(isinstance(part, RoundedPart) for part in parts):
+            return None
+        is_long = sum(part.row_bytes for part in parts) >= LONG_ROW * len(parts)
         return cls(parts, pages, batch) if is_long else None
 
     def move_blocks(
@@ -350,57 +345,3 @@ def _enqueue(jobs: SimpleQueue[_Job | None], stream: torch.cuda.Stream) -> None:
 def _unpin(memory: Tensor) -> None:
     torch.cuda.synchronize()  # copies may be under way
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def page_bytes_of(caches: LayerCaches, pages_per_state: int) -> int:
-    """Of a page that takes a block, and of which so many take a state: what one rank has of them,
-    which may be nothing."""
-    block, state = (
-        sum(_row_bytes(tensor) for tensor, _ in tensors)
-        for tensors in (_blocks_of(caches), _states_of(caches))
-    )
-    part = -(-state // pages_per_state) if pages_per_state else 0
-    return -(-max(block, part, 1) // 8) * 8
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.itemsize
-
-
-def _blocks_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
-    """[blocks, ...] each, and the number of its first one."""
-    return [(t, 0) for cache in caches.kv.values() for t in (cache.key, cache.value)]
-
-
-def _states_of(caches: LayerCaches) -> list[tuple[Tensor, int]]:
-    """Cached states and their logits, [slots, ...] each, and the number of its first slot."""
-    logits = [(caches.end_logits, 0)]
-    if not caches.packed:
-        states = caches.state.values()
-        return [(t, 0) for state in states for t in (state.conv, state.ssm)] + logits
-    found = []
-    for packed in caches.packed:
-        parts = [packed.conv, packed.values, *([] if packed.scales is None else [packed.scales])]
-        found += [(layer, packed.full_ssm.shape[1]) for part in parts for layer in part]
-    return found + logits
-
-
-def _word(page_bytes: int, tensors: Sequence[Tensor]) -> torch.dtype:
-    """The longest integer that divides everything."""
-    sizes = [page_bytes, *map(_row_bytes, tensors)]
-    common = math.gcd(*sizes, 8)
-    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[common]
-
-
-def _placed(tensors: Sequence[tuple[Tensor, int]], word: torch.dtype) -> list[_Part]:
-    """One behind the other, but for tensors without elements."""
-    parts, start = [], 0
-    for tensor, first in tensors:
-        if not tensor[0].numel():
-            continue
-        if not tensor.is_contiguous():  # channels lie side by side
-            tensor = tensor.transpose(-1, -2)
-        rows = tensor.view(len(tensor), -1).view(word)
-        parts.append(_Part(rows, start, first))
-        start += rows.shape[1]
-    return parts

@@ -17,7 +17,8 @@ import torch
 
 from megatron_hybrid.cache.host_tier import Copy
 from megatron_hybrid.disaggregation.page_layout import Bytes, PageLayout, layout_of
-from megatron_hybrid.execution.host_copies import HostCopier, page_bytes_of
+from megatron_hybrid.execution.host_copies import HostCopier
+from megatron_hybrid.execution.page_parts import PageParts
 from megatron_hybrid.layers.inputs import LayerCaches
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -39,7 +40,7 @@ def pages_of(
     model: HybridModel, caches: LayerCaches, blocks: list[int], slot: int, block_size: int
 ) -> Pages:
     """Of these blocks, and of the state in this slot."""
-    page_bytes = page_bytes_of(caches, PAGES_PER_STATE)
+    page_bytes = PageParts.of(caches).page_bytes(PAGES_PER_STATE)
     layout = layout_of(
         model, caches, page_bytes=page_bytes, pages_per_state=PAGES_PER_STATE, block_size=block_size
     )

@@ -17,9 +17,8 @@ from megatron_hybrid.execution.host_copies import (
     LONG_ROW,
     HostCopier,
     _LongRows,
-    _Part,
-    page_bytes_of,
 )
+from megatron_hybrid.execution.page_parts import PageParts, Part
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, allocate_caches
 
@@ -133,7 +132,7 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(
     widths, first = (5, 7, 3, 40), 2
     starts = np.cumsum([0, *widths]).tolist()
     parts = [
-        _Part(torch.randint(0, 1000, (10, width)), start, first)
+        Part(torch.randint(0, 1000, (10, width)), start, first)
         for width, start in zip(widths, starts, strict=False)
     ]
     pages = torch.zeros(12, words, dtype=torch.int64)
@@ -159,7 +158,7 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(
 
 @pytest.mark.parametrize("width", [LONG_ROW // 8 - 1, LONG_ROW // 8])
 def test_short_rows_are_gathered(width: int) -> None:
-    parts = [_Part(torch.zeros(2, width, dtype=torch.int64), 0)]
+    parts = [Part(torch.zeros(2, width, dtype=torch.int64), 0)]
     pages = torch.zeros(2, width, dtype=torch.int64)
     found = _LongRows.of(parts, pages, Memmove())  # type: ignore[arg-type]
     assert (found is not None) == (width * 8 >= LONG_ROW)
@@ -169,7 +168,7 @@ def test_short_rows_are_gathered(width: int) -> None:
 def test_a_rank_without_any_layer_of_a_kind_has_pages_all_the_same() -> None:
     """A stage of a pipeline: its pages are numbered as the others', and small."""
     caches = allocate_caches({}, {}, 4, 16, 4, torch.device("cpu"))
-    assert page_bytes_of(caches, 3) == 8
+    assert PageParts.of(caches).page_bytes(3) == 8
     copier = HostCopier(caches, 6, 8)
     copier.write(Copy([1, 2], [3, 4], 1, [5, 6]))
     copier.fetch(Copy([1, 2], [3, 4], 1, [5, 6]))
@@ -178,4 +177,4 @@ def test_a_rank_without_any_layer_of_a_kind_has_pages_all_the_same() -> None:
         torch.device("cpu"), 10,
     )  # fmt: skip
     state = 4 * (4 * 3 + 2 * 8 * 5 + 10)
-    assert page_bytes_of(caches, 3) == math.ceil(state / 3 / 8) * 8
+    assert PageParts.of(caches).page_bytes(3) == math.ceil(state / 3 / 8) * 8
