@@ -15,6 +15,7 @@ from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split
 DTYPES = ("float32", "bfloat16", "float16")
 CACHED_STATES_DTYPES = (*DTYPES, "int8")
 KV_DTYPES = ("auto", "fp8_e4m3")
+HOST_STATES_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("fp8", "fp8_block")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
 MOST_SPECULATIVE_TOKENS = 32
@@ -207,6 +208,19 @@ class EngineConfig(Settings):
         least_means="none",
         most=MOST_GB,
     )
+    prefix_caching_host_kv_dtype: str = option(
+        "auto",
+        "type of keys and values in memory of the host and below. auto: as on the device, so that "
+        "answers are the same; fp8_e4m3: rounded to 8 bits, so that it holds twice as many tokens "
+        "of a model in 16 bits, and they come in half of the time",
+        KV_DTYPES,
+    )
+    prefix_caching_host_states_dtype: str = option(
+        "auto",
+        "the same for recurrent states. int8: with a scale for each column of a head's state, a "
+        "quarter of float32",
+        HOST_STATES_DTYPES,
+    )
     prefix_caching_disk: str | None = option(
         None,
         "folder for what that memory has no room for, and for the next start: files that processes "
@@ -338,6 +352,14 @@ class EngineConfig(Settings):
             (
                 "mamba-inference-cached-states-dtype", self.mamba_inference_cached_states_dtype,
                 (None, "float32"), "which are rounded when they are cached",
+            ),
+            (
+                "prefix-caching-host-kv-dtype", self.prefix_caching_host_kv_dtype,
+                ("auto",), "which rounds what is moved there",
+            ),
+            (
+                "prefix-caching-host-states-dtype", self.prefix_caching_host_states_dtype,
+                ("auto",), "which rounds what is moved there",
             ),
         ):  # fmt: skip
             if value not in allowed:

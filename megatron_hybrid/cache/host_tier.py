@@ -24,6 +24,7 @@ from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import PROMPT_END
 from megatron_hybrid.cache.eviction import EvictionQueue
+from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.host_store import HostStore
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch, PrefixStore
@@ -76,12 +77,19 @@ class HostTier(Tier):
     """Beside the store of one engine's device."""
 
     def __init__(
-        self, device: PrefixStore, num_pages: int, queue: EvictionQueue, bytes_per_token: float
+        self,
+        device: PrefixStore,
+        num_pages: int,
+        queue: EvictionQueue,
+        bytes_per_token: float,
+        geometry: CacheGeometry | None = None,
     ) -> None:
         """num_pages: see HostStore. queue: which state in host memory goes first. bytes_per_token:
-        that come while one token is computed."""
+        that come while one token is computed. geometry: the device's, with bytes of what is here;
+        None: of the same."""
         self.device = device
-        self.host = HostStore(device.geometry, num_pages, queue, self._is_gone)
+        self._geometry = device.geometry if geometry is None else geometry
+        self.host = HostStore(self._geometry, num_pages, queue, self._is_gone)
         self._bytes_per_token = bytes_per_token
         self.rate = 0  # bytes a second that a fetch moves, as measured; 0: it was not
         self.counts: Counter[str] = Counter()
@@ -250,7 +258,7 @@ class HostTier(Tier):
 
     def is_worth_it(self, match: PrefixMatch, found: PrefixMatch, length: int) -> bool:
         """Whether fetching what was found is quicker than computing it."""
-        geometry = self.device.geometry
+        geometry = self._geometry
         state = geometry.bytes_per_cached_slot * self.device.reads_state(found, length)
         moved = len(self.missing(match, found)) * geometry.bytes_per_block + state
         return moved < (found.skip - match.skip) * self._bytes_per_token
@@ -300,7 +308,7 @@ class HostTier(Tier):
         return _Arrived(cached, is_new=cached is own)
 
     def _bytes_of(self, copy: Copy) -> int:
-        geometry = self.device.geometry
+        geometry = self._geometry
         state = geometry.bytes_per_cached_slot if copy.slot else 0
         return len(copy.blocks) * geometry.bytes_per_block + state
 
@@ -345,7 +353,7 @@ class HostTier(Tier):
     def _is_kept(self, state: CachedState | None) -> None:
         """A state on the device is in host memory, too: losing it costs a fetch."""
         if state is not None:
-            geometry = self.device.geometry
+            geometry = self._geometry
             kv = state.replay_tokens * geometry.bytes_per_block / geometry.block_size
             moved = geometry.bytes_per_cached_slot + kv
             state.fetch_tokens = max(1, round(moved / self._bytes_per_token))

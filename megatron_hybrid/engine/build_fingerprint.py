@@ -37,6 +37,8 @@ MODE = (
     "symmetric_memory_all_reduce",
     "moe_token_dispatcher_type",
 )
+# The same, of those who give it alone.
+ROUNDED = "prefix_caching_host_kv_dtype", "prefix_caching_host_states_dtype"
 
 
 def build_fingerprint(
@@ -108,6 +110,7 @@ def _mode(config: EngineConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     mode["fp8_recipe"] = config.transformer_engine_recipe
     if config.mamba_inference_stochastic_rounding:
         mode["seed"] = config.seed  # which the chance comes from
+    mode |= {name: value for name in ROUNDED if (value := getattr(config, name)) != "auto"}
     mode["parallel"] = list(config.parallel_sizes.numbers)
     return {**mode, **{name: _plain(value) for name, value in chosen.items()}}
 

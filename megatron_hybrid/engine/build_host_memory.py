@@ -23,6 +23,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.build_disaggregation import begin_disaggregation, check_disaggregation
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.host_form import check_form, form_of, host_geometry
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.sizing import bytes_per_state
@@ -50,6 +51,7 @@ def check_host_memory(config: EngineConfig) -> None:
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     _check_lower(config)
     check_disaggregation(config)
+    check_form(config)
     if not config.prefix_caching_host_gb:
         return
     if not config.inference_dynamic_batching_prefix_caching or policy == "ref_zero":
@@ -84,12 +86,13 @@ def host_transfers(
     sequence."""
     if not config.prefix_caching_host_gb:
         return Transfers()
-    geometry, agreement = cache.geometry, Agreement(model.parallel.replica)
-    _check_states(config, geometry)
-    page = PageParts.of(caches).page_bytes(pages_per_state(geometry))
+    agreement, form = Agreement(model.parallel.replica), form_of(config, model)
+    _check_states(config, cache.geometry)
+    geometry = host_geometry(cache.geometry, form, model.stages)
+    page = PageParts.of(caches, form).page_bytes(pages_per_state(geometry))
     (pages,) = agreement.least([int(config.prefix_caching_host_gb * GIB) // page])
     _check_size(config, geometry, pages, page)
-    copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page)
+    copier = (CudaHostCopier if device.type == "cuda" else HostCopier)(caches, pages, page, form)
     rate = copier.rate()
     here = max(1, int(rate * _seconds_of_a_token(model, device)))
     (bytes_per_token,) = agreement.least([here])
@@ -98,7 +101,7 @@ def host_transfers(
         "memory of the host: %.2f GB, %d pages of %d bytes; a state takes %d",
         config.prefix_caching_host_gb, pages, page, pages_per_state(geometry),
     )  # fmt: skip
-    tier = HostTier(cache.store, pages, queue_of(policy), bytes_per_token)
+    tier = HostTier(cache.store, pages, queue_of(policy), bytes_per_token, geometry)
     tier.rate = int(rate)
     return HostTransfers(cache, tier, copier, agreement)
 

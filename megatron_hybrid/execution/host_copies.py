@@ -139,7 +139,9 @@ class CudaHostCopier(HostCopier):
         self._block_rows, self._state_rows = (
             _LongRows.of(parts, self._pages, batch) for parts in (self._blocks, self._states)
         )
-        self.piece = max(1, PIECE_BYTES // page_bytes)  # blocks that are gathered together
+        # Blocks that are gathered together; rounding takes some times what they have.
+        is_rounded = any(isinstance(part, RoundedPart) for part in self._blocks)
+        self.piece = max(1, PIECE_BYTES // page_bytes // (4 if is_rounded else 1))
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
         return self._down.begin(copy, self._write_in_pieces)

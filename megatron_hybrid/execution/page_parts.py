@@ -91,8 +91,7 @@ class RoundedPart(Part):
 
     @property
     def row_bytes(self) -> int:
-        numbers, scales = self._sizes()
-        return numbers + scales * _SCALES.itemsize
+        return _rounded_bytes(tuple(self.rows.shape), self.over)
 
     @property
     def width(self) -> int:
@@ -116,7 +115,8 @@ class RoundedPart(Part):
         return torch.cat(parts, 1).view(self.word)
 
     def put(self, where: Where, words: Tensor) -> None:
-        size, shape = self._sizes()[0], self.rows.shape[1:]
+        shape = self.rows.shape[1:]
+        size = math.prod(shape)
         flat = words.contiguous().view(torch.uint8)
         numbers = flat[:, :size].contiguous().view(self.dtype).view(len(flat), *shape)
         grouped = [1 if dim + 1 in self.over else n for dim, n in enumerate(shape)]
@@ -127,11 +127,16 @@ class RoundedPart(Part):
         else:
             self.rows.index_copy_(0, where, rows)
 
-    def _sizes(self) -> tuple[int, int]:
-        """Numbers of a row, and scales."""
-        shape = self.rows.shape
-        numbers = math.prod(shape[1:])
-        return numbers, numbers // math.prod(shape[dim] for dim in self.over)
+
+def _rounded_bytes(shape: tuple[int, ...], over: tuple[int, ...]) -> int:
+    """Of a row of [rows, ...]."""
+    numbers = math.prod(shape[1:])
+    return numbers + numbers // math.prod(shape[dim] for dim in over) * _SCALES.itemsize
+
+
+def kv_row_bytes(shape: tuple[int, int, int]) -> int:
+    """Of the keys or values of a block, [tokens, heads, head_dim], rounded."""
+    return _rounded_bytes((1, *shape), _KV_OVER)
 
 
 @dataclass(frozen=True)

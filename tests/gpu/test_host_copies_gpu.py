@@ -12,8 +12,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 from megatron_hybrid.cache.host_tier import Copy  # noqa: E402
 from megatron_hybrid.execution import host_copies  # noqa: E402
-from megatron_hybrid.execution.host_copies import CudaHostCopier  # noqa: E402
-from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches  # noqa: E402
+from megatron_hybrid.execution.host_copies import CudaHostCopier, HostCopier  # noqa: E402
+from megatron_hybrid.execution.page_parts import HostForm, PageParts  # noqa: E402
+from megatron_hybrid.layers.inputs import (  # noqa: E402
+    KVSpec,
+    LayerCaches,
+    StateSpec,
+    allocate_caches,
+)
 from tests.engine.bits import BLOCK_SIZE, DRAFTS, Known, params  # noqa: E402
 from tests.engine.test_host_tier_models import with_host_memory  # noqa: E402
 from tests.gpu.test_batch_invariant_gpu import OPTIONS  # noqa: E402
@@ -80,6 +86,32 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     for tensor, old in zip(states, before[4:], strict=True):
         assert torch.equal(tensor[2], old[1]) and torch.equal(tensor[1], old[1])
     assert torch.equal(caches.end_logits[2 + first], logits[1 + first])
+
+
+def test_rounded_pages_are_those_of_a_cpu() -> None:
+    form = HostForm(torch.float8_e4m3fn, torch.int8, {0: STATE.scaled_over, 2: STATE.scaled_over})
+    kv = KVSpec(4, 128, torch.bfloat16)
+    sizes = {1: kv, 3: kv}, {0: STATE, 2: STATE}, BLOCKS, SIZE, SLOTS
+    gpu, cpu = (allocate_caches(*sizes, torch.device(one), 1000) for one in ("cuda", "cpu"))
+    for here, there in zip(_tensors(gpu), _tensors(cpu), strict=True):
+        there.copy_(torch.randn(there.shape) * 50)
+        here.copy_(there)
+    page = PageParts.of(gpu, form).page_bytes(3)
+    copiers = CudaHostCopier(gpu, 150, page, form), HostCopier(cpu, 150, page, form)
+    for copier in copiers:
+        write = copier.write(Copy(list(range(1, 90)), list(range(40, 129)), 1, [130, 7, 9]))
+        wait(write)
+    own, other = ([bytes(view) for view in one.views([*range(40, 129), 130, 7])] for one in copiers)
+    assert own == other
+    for copier in copiers:
+        wait(copier.fetch(Copy(list(range(100, 189)), list(range(40, 129)), 2, [130, 7, 9])))
+    for here, there in zip(_tensors(gpu), _tensors(cpu), strict=True):
+        assert torch.equal(here.cpu(), there)
+
+
+def _tensors(caches: LayerCaches) -> list[torch.Tensor]:
+    kv = [t for one in caches.kv.values() for t in (one.key, one.value)]
+    return kv + [t for one in caches.state.values() for t in (one.conv, one.ssm)]
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "lfm2", "falcon_mamba", "llama"])
