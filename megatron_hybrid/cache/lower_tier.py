@@ -7,10 +7,12 @@ host memory is read into it. From there on it is fetched as anything else.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
+from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.state_pool import NULL_SLOT
@@ -137,7 +139,14 @@ class LowerTier:
         return Stored(root, self._kv_of(keys, position), parent, keys.at(position))
 
     def _kv_of(self, keys: SequenceKeys, position: int) -> list[BlockKey]:
-        """The keys of all its KV, in order."""
-        full = self.upper.full_blocks(position)
-        is_cut = self.upper.host.geometry.blocks_for(position) > full
-        return keys.blocks[:full] + ([keys.at(position)] if is_cut else [])
+        return names_of(keys.blocks, position, keys.at(position), self.upper.host.geometry)
+
+
+def names_of(
+    blocks: Sequence[BlockKey], position: int, end: BlockKey, geometry: CacheGeometry
+) -> list[BlockKey]:
+    """The keys of all KV of a prefix, in order, by those of its full blocks and of its end."""
+    if not geometry.has_attention:
+        return []
+    full, rest = divmod(position, geometry.block_size)
+    return [*blocks[:full], *([end] if rest else [])]

@@ -61,13 +61,8 @@ class Desk:
         self._leases: dict[int, bytes] = {}
         self._wanted: list[Wanted] = []
         self._refused: set[int] = set()
-        self.num_expired = 0  # offers that nobody read
 
     # ------------------------------------------------------ the engine's thread
-
-    def offers(self, end: bytes) -> bool:
-        """Whether a prefix is on offer."""
-        return end in self._offers
 
     def offer(self, end: bytes, offer: Offer) -> None:
         """It is there, and can't change."""
@@ -97,10 +92,9 @@ class Desk:
                 if one.was_read or now > one.since + KEPT_SECONDS or kept > self._most:
                     gone.append((end, one.was_read))
                     kept -= one.num_pages
-            for end, was_read in gone:
+            for end, _ in gone:
                 for lease in self._offers.pop(end).leases:
                     self._leases.pop(lease, None)
-                self.num_expired += not was_read
             return gone
 
     # ------------------------------------------------------- the others' thread

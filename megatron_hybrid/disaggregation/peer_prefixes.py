@@ -148,13 +148,3 @@ class PeerPrefixes:
             return self._memory.connect(place.peer, answer)
         except ConfigurationError as error:
             raise StoreError(str(error)) from error
-
-
-def names_of(
-    kv: Sequence[bytes], position: int, end: bytes, geometry: CacheGeometry
-) -> list[bytes]:
-    """The keys of all KV of a prefix, in order."""
-    if not geometry.has_attention:
-        return []
-    full, rest = divmod(position, geometry.block_size)
-    return [*kv[:full], *([end] if rest else [])]

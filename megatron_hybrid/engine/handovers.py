@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.cache.host_tier import Move
-from megatron_hybrid.cache.lower_tier import LowerTier, Save
+from megatron_hybrid.cache.lower_tier import LowerTier, Save, names_of
 from megatron_hybrid.cache.tier import COUNTERS, GAUGES
 from megatron_hybrid.disaggregation.desk import Desk, Offer, Wanted
-from megatron_hybrid.disaggregation.peer_prefixes import names_of
 from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.lower_transfers import Below
 
