@@ -24,7 +24,7 @@ class Tier(Protocol):
 
     def was_published(self, keys: SequenceKeys, position: int, state: CachedState | None) -> None:
         """A prefix of `position` tokens can be found from now on. state: at its end; None in a
-        model that needs none there."""
+        model that needs none there, and of KV whose end is being computed."""
 
     def was_used(self, key: BlockKey) -> None:
         """A cached state is about to be read."""

@@ -159,6 +159,8 @@ class Prefills:
             position = checkpoint.position
             if cache.publish_state(lease, checkpoint, at_end=position == chunk.end):
                 self._twins.was_published(lease, position)
+        if not chunk.samples:
+            context.transfers.write_ahead(lease)
 
     @staticmethod
     def receive(plan: StepPlan, result: StepResult) -> None:

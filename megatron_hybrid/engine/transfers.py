@@ -15,7 +15,7 @@ from typing import Protocol
 from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
-from megatron_hybrid.cache.lease import Pin
+from megatron_hybrid.cache.lease import Lease, Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.lower_transfers import Below
@@ -109,6 +109,10 @@ class Transfers:
     def write_back(self) -> None:
         """A step was launched, or all that was put off until one is done: what was published before
         may be written now."""
+
+    def write_ahead(self, lease: Lease) -> None:
+        """A part of a prompt is computed and published, whose end others wait for on a server that
+        hands it over: its KV may be written meanwhile, although no state is behind it yet."""
 
     def use_idle_time(self, runner: CatchesUp) -> bool:
         """Nothing is in flight or to be launched: write what was left by the last steps, without
@@ -239,6 +243,12 @@ class HostTransfers(Transfers):
             if write is None:
                 return
             self._writes.append((write, self.copier.write(write.copy)))
+
+    def write_ahead(self, lease: Lease) -> None:
+        geometry, blocks = self._cache.geometry, lease.num_published
+        is_wanted = self.handover_address and geometry.has_recurrent and blocks
+        if is_wanted and self._cache.publishes(lease):
+            self.tier.was_published(lease.keys, blocks * geometry.block_size, None)
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
         key = request.fetched

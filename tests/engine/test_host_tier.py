@@ -242,3 +242,30 @@ def test_fetches_take_a_part_of_the_device_at_a_time() -> None:
         engine.step()
         most = max(most, sum(len(one.fetch.copy.blocks) for one in fetches.values()))
     assert 30 < most <= 30 + 14
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "packed", "attention", "recurrent"])
+def test_kv_of_a_prompt_that_others_wait_for_is_written_while_the_rest_is_computed(
+    kind: str,
+) -> None:
+    engine = engine_with(num_blocks=80, max_tokens=16, **KINDS[kind])
+    engine.context.transfers.handover_address = "here"
+    copier, written = engine.context.transfers.copier, []
+    plain = copier.write
+
+    def noted(copy):
+        written.append((len(copy.blocks), bool(copy.slot)))
+        return plain(copy)
+
+    copier.write = noted
+    text = random_tokens(1, 61)
+    generate(engine, [text], 1)
+    generate(engine, [random_tokens(9, 9)], 1)
+    ahead = [blocks for blocks, has_state in written if not has_state]
+    if kind in ("hybrid", "packed"):
+        assert len(ahead) >= 2 and sum(ahead) >= 8
+        assert sum(blocks for blocks, _ in written) <= 16 + 3 + 4  # few of them twice
+    engine.context.cache.store.clear(0)
+    (event,) = generate(engine, [text + [7]], ANSWER)
+    assert event.cached_tokens == 61
+    engine.check_integrity()
