@@ -34,7 +34,7 @@ from tests.disaggregation.page_layout_worker import (
 from tests.mtp_models import make_mtp_model
 from tests.parallel.pretend import first_of
 from tests.parallel.ranks import start_ranks
-from tests.thorough import usually
+from tests.thorough import thorough, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 BLOCKS, BLOCK_SIZE, SLOTS, PACKED = 3, 4, 3, 3
@@ -342,6 +342,7 @@ def test_a_layout_travels_as_text(folders: dict[str, Path]) -> None:
             PageLayout.load(wrong)
 
 
+@thorough  # test_other_sizes.py has whole engines
 def test_what_two_ranks_computed_is_what_one_would_have(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -12,13 +12,14 @@ from megatron_hybrid.engine import build_host_memory
 from megatron_hybrid.errors import ConfigurationError
 from tests.engine.test_disk_flag import ask, finish, start, texts
 from tests.engine.test_host_memory_flag import CHATS, SMALL, chat
+from tests.thorough import usually
 
 HOST = {"prefix_caching_host_gb": 0.25}
 KV, STATES = "prefix_caching_host_kv_dtype", "prefix_caching_host_states_dtype"
 BOTH = {KV: "fp8_e4m3", STATES: "int8"}
 
 
-@pytest.mark.parametrize("form", [{KV: "fp8_e4m3"}, {STATES: "int8"}, BOTH])
+@pytest.mark.parametrize("form", usually([BOTH], [{KV: "fp8_e4m3"}, {STATES: "int8"}, BOTH]))
 def test_more_of_it_fits_and_answers_are_hardly_others(form: dict[str, str]) -> None:
     exact, llm = LLM(**SMALL | HOST), LLM(**SMALL | HOST | form)
     wanted, found = chat(exact), chat(llm)
