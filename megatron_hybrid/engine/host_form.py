@@ -11,6 +11,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.sizing import bytes_per_state, packed_states_dtype
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.page_parts import HostForm, kv_row_bytes
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.stages import ModelStages
 
@@ -47,7 +48,7 @@ def form_of(config: EngineConfig, model: HybridModel) -> HostForm:
             "(--mamba-inference-cached-states-dtype), and are moved as they are; leave one out."
         )
     return HostForm(
-        torch.float8_e4m3fn if KV in given else None,
+        FP8 if KV in given else None,
         torch.int8 if STATES in given else None,
         {layer: spec.scaled_over for layer, spec in model.state_specs.items()},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Protocol
 
 from megatron_hybrid.cache.block_hash import BlockKey
@@ -230,8 +230,8 @@ class HostTransfers(Transfers):
 
     def wait(self) -> None:
         for _ in range(1 if self.lower.is_reading else LOOKS):
-            coming = [underway.ticket for underway in self._fetches.values()]
-            firsts = [*coming[:1], *(ticket for _, ticket in self._writes[:1])]
+            firsts = [underway.ticket for underway in islice(self._fetches.values(), 1)]
+            firsts += [ticket for _, ticket in self._writes[:1]]
             is_idle = not firsts and not self.lower.is_reading
             if is_idle or any(first.is_done() for first in firsts):
                 return

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_hybrid.layers.inputs import LayerCaches
+from megatron_hybrid.kernels.packed_states.reference import quantise
+from megatron_hybrid.layers.inputs import SCALES_DTYPE, LayerCaches
 
-# The largest number of each type that things are rounded to.
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-_SCALES = torch.float32
 # Dimensions of keys and values, [blocks, tokens, heads, head_dim], whose numbers share a scale.
 _KV_OVER = (1, 3)
 
@@ -70,14 +68,20 @@ class Part:
 
     def take(self, where: Where) -> Tensor:
         """[n, width]: what becomes of rows in pages."""
-        return self.rows[where] if isinstance(where, slice) else self.rows.index_select(0, where)
+        return self._some(where)
 
     def put(self, where: Where, words: Tensor) -> None:
         """Rows from pages."""
+        self._overwrite(where, words)
+
+    def _some(self, where: Where) -> Tensor:
+        return self.rows[where] if isinstance(where, slice) else self.rows.index_select(0, where)
+
+    def _overwrite(self, where: Where, rows: Tensor) -> None:
         if isinstance(where, slice):
-            self.rows[where] = words
+            self.rows[where] = rows
         else:
-            self.rows.index_copy_(0, where, words)
+            self.rows.index_copy_(0, where, rows)
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,8 @@ class RoundedPart(Part):
         return replace(self, word=word, start=start)
 
     def take(self, where: Where) -> Tensor:
-        rows = self.rows[where] if isinstance(where, slice) else self.rows.index_select(0, where)
-        values = rows.float()
-        # By a tensor: GPUs multiply by the inverse of a number on the host, which rounds twice.
-        largest = values.new_full((), LARGEST[self.dtype])
-        scales = values.abs().amax(self.over, keepdim=True) / largest
-        # A NaN or an infinity is in its group's scale, and comes back as NaN in all of that.
-        steps = torch.where(scales > 0, values / scales, 0)
-        if self.dtype == torch.int8:
-            steps = steps.round()
-        numbers = steps.clamp(-largest, largest).to(self.dtype)
-        parts = [one.reshape(len(rows), -1).view(torch.uint8) for one in (numbers, scales)]
+        numbers_and_scales = quantise(self._some(where), self.over, self.dtype)
+        parts = [one.reshape(len(one), -1).view(torch.uint8) for one in numbers_and_scales]
         return torch.cat(parts, 1).view(self.word)
 
     def put(self, where: Where, words: Tensor) -> None:
@@ -120,18 +115,14 @@ class RoundedPart(Part):
         flat = words.contiguous().view(torch.uint8)
         numbers = flat[:, :size].contiguous().view(self.dtype).view(len(flat), *shape)
         grouped = [1 if dim + 1 in self.over else n for dim, n in enumerate(shape)]
-        scales = flat[:, size:].contiguous().view(_SCALES).view(len(flat), *grouped)
-        rows = (numbers.float() * scales).to(self.rows.dtype)
-        if isinstance(where, slice):
-            self.rows[where] = rows
-        else:
-            self.rows.index_copy_(0, where, rows)
+        scales = flat[:, size:].contiguous().view(SCALES_DTYPE).view(len(flat), *grouped)
+        self._overwrite(where, (numbers.float() * scales).to(self.rows.dtype))
 
 
 def _rounded_bytes(shape: tuple[int, ...], over: tuple[int, ...]) -> int:
     """Of a row of [rows, ...]."""
     numbers = math.prod(shape[1:])
-    return numbers + numbers // math.prod(shape[dim] for dim in over) * _SCALES.itemsize
+    return numbers + numbers // math.prod(shape[dim] for dim in over) * SCALES_DTYPE.itemsize
 
 
 def kv_row_bytes(shape: tuple[int, int, int]) -> int:

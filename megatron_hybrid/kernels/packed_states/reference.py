@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import PackedStates
+from megatron_hybrid.kernels.contract import FP8, FP8_MAX, PackedStates
 
 LARGEST = 127  # of an int8; -128 is not used, so that signs are alike
 
@@ -29,14 +29,19 @@ def unpack(states: PackedStates, source: Tensor, destination: Tensor) -> None:
     states.full_ssm.index_copy_(1, full, values.to(states.full_ssm.dtype))
 
 
-def quantise(values: Tensor, over: int) -> tuple[Tensor, Tensor]:
-    """In any float type -> int8, and scales float32, 1 along `over`. What has a NaN or an infinity
-    among the entries that share its scale comes back as NaN."""
+def quantise(
+    values: Tensor, over: int | tuple[int, ...], dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor]:
+    """In any float type -> int8 or FP8, and scales float32, 1 along `over`. What has a NaN or an
+    infinity among the entries that share its scale comes back as NaN."""
+    largest = FP8_MAX if dtype == FP8 else LARGEST
     values = values.float()
     # By a tensor: GPUs multiply by the inverse of a number on the host, which rounds twice.
-    scales = values.abs().amax(over, keepdim=True) / values.new_full((), LARGEST)
+    scales = values.abs().amax(over, keepdim=True) / values.new_full((), largest)
     steps = torch.where(scales > 0, values / scales, 0)  # half a step away at most
-    return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
+    if dtype != FP8:
+        steps = steps.round()
+    return steps.clamp(-largest, largest).to(dtype), scales
 
 
 def copy_windows_to_packed(
