@@ -44,10 +44,11 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Copies between the device and pages of host memory, beside the steps."""
 
-    def write(self, copy: Copy) -> Ticket:
-        """To the pages, as the steps launched so far leave it."""
+    def write(self, copy: Copy, *, is_quiet: bool = False) -> Ticket:
+        """To the pages, as the steps launched so far leave it. is_quiet: no request would be
+        delayed by the quickest way."""
 
-    def fetch(self, copy: Copy) -> Ticket:
+    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> Ticket:
         """From the pages."""
 
 
@@ -122,9 +123,9 @@ class Transfers:
     def wait(self) -> None:
         """There is nothing to do but to wait for what is on its way, if anything is."""
 
-    def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch, num_running: int) -> bool:
         """Whether a request, of which the device has `match`, had better wait for what is fetched
-        for it, leaving `headroom` blocks for others. If not, call `was_tried` once it was."""
+        for it, leaving a block for each that runs. If not, call `was_tried` once it was."""
         return False
 
     def was_tried(self, request: TrackedRequest) -> None:
@@ -223,7 +224,7 @@ class HostTransfers(Transfers):
         if self._put_off is not None and (catch_ups := self._put_off.take_catch_ups()):
             runner.catch_up(catch_ups)
         under_way = len(self._writes)
-        self.write_back()
+        self._write_back(is_quiet=True)
         if len(self._writes) == under_way:
             time.sleep(WAIT_SECONDS)  # threads make the copies
         return True
@@ -238,11 +239,14 @@ class HostTransfers(Transfers):
             time.sleep(WAIT_SECONDS)
 
     def write_back(self) -> None:
+        self._write_back(is_quiet=False)
+
+    def _write_back(self, *, is_quiet: bool) -> None:
         while len(self._writes) < MOST_WRITES:
             write = self.tier.begin_write()
             if write is None:
                 return
-            self._writes.append((write, self.copier.write(write.copy)))
+            self._writes.append((write, self.copier.write(write.copy, is_quiet=is_quiet)))
 
     def write_ahead(self, lease: Lease) -> None:
         geometry, blocks = self._cache.geometry, lease.num_published
@@ -250,7 +254,7 @@ class HostTransfers(Transfers):
         if is_wanted and self._cache.publishes(lease):
             self.tier.was_published(lease.keys, blocks * geometry.block_size, None)
 
-    def must_wait(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> bool:
+    def must_wait(self, request: TrackedRequest, match: PrefixMatch, num_running: int) -> bool:
         key = request.fetched
         if key is not None:
             return key in self._fetches
@@ -270,13 +274,14 @@ class HostTransfers(Transfers):
                 return False
             if self._has_no_room_yet(match, found):
                 return True
-            fetch = tier.begin_fetch(keys, match, found, length, headroom)
+            fetch = tier.begin_fetch(keys, match, found, length, num_running)
             if fetch is None:
                 tier.refused["device_full"] += 1
                 return False
             if self._put_off is not None:
                 self._put_off.forget_slot(fetch.copy.slot)
-            underway = self._fetches[key] = _Underway(fetch, self.copier.fetch(fetch.copy))
+            ticket = self.copier.fetch(fetch.copy, is_quiet=not num_running)
+            underway = self._fetches[key] = _Underway(fetch, ticket)
             self._is_coming(fetch.copy, 1)
         underway.waiting.add(request)
         request.fetched = key

@@ -7,7 +7,8 @@ that steps lose only the bandwidth of the copies themselves.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +47,17 @@ class BatchCopies:
         self._attributes, self._first = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0)
 
     def enqueue(
-        self, to: Addresses, source: Addresses, sizes: Addresses, at_once: int
+        self, to: Addresses, source: Addresses, sizes: Addresses, ends: Sequence[int]
     ) -> Iterator[None]:
-        """In torch's current stream, which must not be the default one; each step of it so many.
-        [n] each; sizes in bytes. Raises RuntimeError."""
+        """In torch's current stream, which must not be the default one; each step of it those up to
+        the next end. [n] each; sizes in bytes. Raises RuntimeError."""
         lists = [np.ascontiguousarray(values, dtype=np.uint64) for values in (to, source, sizes)]
         # Little but the call itself: who launches steps wants Python's lock, too.
         to_list, source_list, size_list = (values.ctypes.data for values in lists)
         attributes, nothing = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
-        stream, count = torch.cuda.current_stream().cuda_stream, len(sizes)
-        for first in range(0, count, at_once):
-            number, at = min(at_once, count - first), _ADDRESS_BYTES * first
+        stream = torch.cuda.current_stream().cuda_stream
+        for first, end in pairwise([0, *ends]):
+            number, at = end - first, _ADDRESS_BYTES * first
             where = to_list + at, source_list + at, size_list + at
             code = self._copy(*where, number, attributes, nothing, 1, stream)
             if code:

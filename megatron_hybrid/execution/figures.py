@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.execution.device import as_on_device, copy_by_kernel, record
+from megatron_hybrid.execution.device import record
 from megatron_hybrid.kernels.contract import Ints, PagedHost, PagedSequences
+from megatron_hybrid.kernels.pinned import as_on_device, copy_by_kernel
 
 T = TypeVar("T")
 HOSTS = 3  # steps under way, and one that is planned

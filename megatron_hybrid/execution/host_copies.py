@@ -2,19 +2,19 @@
 
 What pages hold is page_parts.py's. On a GPU each direction has a stream of its own. Beside steps,
 copy engines move what lies in long rows from place to place. What lies in short ones or is rounded,
-and KV while there is no step to disturb, is gathered on the GPU and goes over as whole pages: that
-is quicker. Neither direction waits on the host, or for the other.
+and KV while no request runs, is gathered on the GPU and goes over as whole pages: that is quicker.
+Neither direction waits on the host, or for the other.
 """
 
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import cycle, groupby
 from queue import SimpleQueue
-from threading import Thread
-from typing import Protocol
+from threading import Thread, current_thread
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
 PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
-ROWS_AT_ONCE = 32  # enqueued together; while they are, a step that is launched has to wait
+BYTES_AT_ONCE = 8 * 2**20  # of rows that are enqueued together: a step's own copies wait for them
 
 
 class HostCopier:
@@ -53,8 +53,8 @@ class HostCopier:
         self._pages = self._allocate(num_pages + 1, words)
         self._bytes = self._pages.view(torch.uint8).numpy()
 
-    def write(self, copy: Copy) -> HostCopier:
-        """To the pages."""
+    def write(self, copy: Copy, *, is_quiet: bool = False) -> HostCopier:
+        """To the pages. is_quiet: no request runs that the quickest way would disturb."""
         if copy.blocks:
             pages = torch.tensor(copy.pages)
             self._pages[pages] = self._gathered(torch.tensor(copy.blocks))
@@ -62,7 +62,7 @@ class HostCopier:
             self._pages[torch.tensor(copy.state_pages)] = self._state(copy)
         return self
 
-    def fetch(self, copy: Copy) -> HostCopier:
+    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> HostCopier:
         """From the pages."""
         if copy.blocks:
             self._scatter(torch.tensor(copy.blocks), self._pages[torch.tensor(copy.pages)])
@@ -143,14 +143,20 @@ class CudaHostCopier(HostCopier):
         is_rounded = any(isinstance(part, RoundedPart) for part in self._blocks)
         self.piece = max(1, PIECE_BYTES // page_bytes // (4 if is_rounded else 1))
 
-    def write(self, copy: Copy) -> _Job:  # type: ignore[override]
-        return self._down.begin(copy, self._write_in_pieces)
+    def write(self, copy: Copy, *, is_quiet: bool = False) -> _Job:  # type: ignore[override]
+        return self._down.begin(self._write_in_pieces(copy, is_quiet))
 
-    def fetch(self, copy: Copy) -> _Job:  # type: ignore[override]
-        return self._up.begin(copy, self._fetch_in_pieces)
+    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> _Job:  # type: ignore[override]
+        return self._up.begin(self._fetch_in_pieces(copy, is_quiet))
 
     def rate(self) -> float:
-        """As measured with one piece. Waits for the device."""
+        """As measured with one piece, when copies have taken the memory that they take. Waits for
+        the device."""
+        blocks = [0] * (2 * self.piece if self._blocks else 0)  # it and page 0 are nobody's
+        nothing = Copy(blocks, blocks, 0, [])
+        for job in (self.write(nothing, is_quiet=True), self.fetch(nothing, is_quiet=True)):
+            while not job.is_done():
+                time.sleep(1e-3)
         pages = list(range(min(self.piece, len(self._pages))))
         rows = self._rows(len(pages))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -172,9 +178,8 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
-        """Enqueues a piece at a time. is_quiet: no step is under way, so that gathering disturbs
-        nobody; it is quicker than many rows by themselves."""
+    def _write_in_pieces(self, copy: Copy, is_quiet: bool) -> Iterator[None]:
+        """Enqueues a piece in each of its steps."""
         if self._block_rows is not None and not is_quiet:
             yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=True)
         else:
@@ -186,7 +191,7 @@ class CudaHostCopier(HostCopier):
         elif copy.slot:
             self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
+    def _fetch_in_pieces(self, copy: Copy, is_quiet: bool) -> Iterator[None]:
         if self._block_rows is not None and not is_quiet:
             yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=False)
         else:
@@ -262,7 +267,7 @@ class _LongRows:
         here = self._rows + numbers * self._sizes
         sizes = np.broadcast_to(self._sizes, here.shape).ravel()
         to, source = (there, here) if to_host else (here, there)
-        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, ROWS_AT_ONCE)
+        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, _pieces_of(sizes))
 
     def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> Iterator[None]:
         """One row of each part, one behind the other over the pages."""
@@ -271,17 +276,17 @@ class _LongRows:
         here = rows[part] + (begins - self._places[part])
         there = self._page_addresses(pages)[begins // page] + begins % page
         to, source = (there, here) if to_host else (here, there)
-        return self._batch.enqueue(to, source, self._cut_sizes, ROWS_AT_ONCE)
+        sizes = self._cut_sizes
+        return self._batch.enqueue(to, source, sizes, _pieces_of(sizes))
 
     def _page_addresses(self, pages: Sequence[int]) -> Addresses:
         return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
 
 
-class Pieces(Protocol):
-    """Enqueues a piece of a copy in each of its steps."""
-
-    def __call__(self, copy: Copy, *, is_quiet: bool) -> Iterator[None]:
-        """is_quiet: no step is under way when the copy begins."""
+def _pieces_of(sizes: Addresses) -> list[int]:
+    """Where each piece ends of rows of these bytes, if there are any."""
+    piece = (np.cumsum(sizes) - sizes) // np.uint64(BYTES_AT_ONCE)
+    return [*(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(sizes)] if len(sizes) else []
 
 
 class _Direction:
@@ -297,10 +302,9 @@ class _Direction:
         thread.start()
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
-    def begin(self, copy: Copy, pieces: Pieces) -> _Job:
+    def begin(self, pieces: Iterator[None]) -> _Job:
         """Enqueue a copy behind the others."""
-        launched = torch.cuda.current_stream(self._device).record_event()
-        job = _Job(pieces(copy, is_quiet=launched.query()), launched)
+        job = _Job(pieces, torch.cuda.current_stream(self._device).record_event())
         self._jobs.put(job)
         return job
 
@@ -322,7 +326,8 @@ class _Job:
 
 def _end(jobs: SimpleQueue[_Job | None], thread: Thread) -> None:
     jobs.put(None)
-    thread.join()
+    if thread is not current_thread():  # which may have had the last copy of a copier's
+        thread.join()
 
 
 def _enqueue(jobs: SimpleQueue[_Job | None], stream: torch.cuda.Stream) -> None:

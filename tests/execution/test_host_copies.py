@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -113,13 +113,14 @@ class Memmove:
     """In place of CUDA's copies."""
 
     def enqueue(
-        self, to: Addresses, source: Addresses, sizes: Addresses, at_once: int
+        self, to: Addresses, source: Addresses, sizes: Addresses, ends: Sequence[int]
     ) -> Iterator[None]:
         for values in (to, source, sizes):
             assert values.dtype == np.uint64
+        assert ends[-1:] == [len(sizes)][: len(sizes)]
         for number, one in enumerate(zip(*map(list, (to, source, sizes)), strict=True), 1):
             ctypes.memmove(*map(int, one))
-            if number % at_once == 0 or number == len(sizes):
+            if number in ends:
                 yield
 
 
@@ -128,7 +129,7 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(
     words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """words: of a page."""
-    monkeypatch.setattr(host_copies, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(host_copies, "BYTES_AT_ONCE", 8 * 60)
     widths, first = (5, 7, 3, 40), 2
     starts = np.cumsum([0, *widths]).tolist()
     parts = [
@@ -148,6 +149,7 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(
         assert torch.equal(part.rows, old)
     if words < 55:
         return
+    assert not [*rows.move_blocks([], [], to_host=True)]
     assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], to_host=True)]) == 3
     for block, page in ((3, 7), (4, 1), (9, 2)):
         assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))

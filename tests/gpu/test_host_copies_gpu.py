@@ -35,11 +35,15 @@ def wait(job) -> None:
         assert time.monotonic() < end
 
 
-@pytest.mark.parametrize("piece", [3, 1000])
+@pytest.mark.parametrize(("piece", "is_quiet"), [(3, False), (1000, False), (3, True)])
 @pytest.mark.parametrize("packed", [None, torch.int8])
 @pytest.mark.parametrize("long_row", [0, 2**40])
 def test_what_comes_back_is_what_went_whatever_runs_beside_it(
-    long_row: int, piece: int, packed: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    long_row: int,
+    piece: int,
+    is_quiet: bool,
+    packed: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """long_row: each row is copied by itself, or all are gathered."""
     monkeypatch.setattr(host_copies, "LONG_ROW", long_row)
@@ -61,7 +65,7 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     per_state = -(-state // page)
     copier = CudaHostCopier(caches, 150, page)
     copier.piece = piece
-    monkeypatch.setattr(host_copies, "ROWS_AT_ONCE", 4 * piece)
+    monkeypatch.setattr(host_copies, "BYTES_AT_ONCE", 2**16 * piece)
     is_new = int((torch.version.cuda or "0").split(".")[0]) >= 13
     assert (copier._block_rows is not None) == (is_new and not long_row)
     first = SLOTS if packed else 0
@@ -71,14 +75,14 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     for _ in range(20):  # what the copy has to wait for
         a = torch.tanh(a @ a)
     kv[0][1:90] = before[0][1:90].flip(0)
-    write = copier.write(Copy(blocks, pages, 1 + first, state_pages))
+    write = copier.write(Copy(blocks, pages, 1 + first, state_pages), is_quiet=is_quiet)
     wait(write)
     for tensor in kv:
         tensor[1:90] = 0
     there = list(range(100, 189))
     for _ in range(20):
         a = torch.tanh(a @ a)
-    wait(copier.fetch(Copy(there, pages, 2 + first, state_pages)))
+    wait(copier.fetch(Copy(there, pages, 2 + first, state_pages), is_quiet=is_quiet))
     before[0][1:90] = before[0][1:90].flip(0)
     for tensor, old in zip(kv, before, strict=False):
         assert torch.equal(tensor[100:189], old[1:90])
@@ -101,8 +105,8 @@ def test_rounded_pages_are_those_of_a_cpu() -> None:
     for copier in copiers:
         write = copier.write(Copy(list(range(1, 90)), list(range(40, 129)), 1, [130, 7, 9]))
         wait(write)
-    own, other = ([bytes(view) for view in one.views([*range(40, 129), 130, 7])] for one in copiers)
-    assert own == other
+    own, other = ([bytes(view) for view in one.views(range(40, 129))] for one in copiers)
+    assert own == other  # those of states are in another order where convolutions' windows are
     for copier in copiers:
         wait(copier.fetch(Copy(list(range(100, 189)), list(range(40, 129)), 2, [130, 7, 9])))
     for here, there in zip(_tensors(gpu), _tensors(cpu), strict=True):
