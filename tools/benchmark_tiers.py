@@ -202,12 +202,12 @@ class Benchmark:
             chats = [self.request(f"c{i}", new, answer, before) for i in range(count)]
             rounds += [tuple(chats[i : i + at_once]) for i in range(0, count, at_once)]
         run = run_workload(self.engine, Workload("chats", tuple(rounds)))
+        cached = sum(record.cached_tokens for record in run.records)
         later = sum(run.round_walls[-(len(rounds) // turns) * (turns - 1) :])
-        stats = self.engine.stats()
         return {
             "chats": count, "at_once": at_once, "held_by_the_device": held,
             "wall_s": run.wall, "later_turns_s": later,
-            "skipped": stats["skipped_tokens"] / stats["prompt_tokens"],
+            "skipped": cached / sum(record.prompt_tokens for record in run.records),
         }  # fmt: skip
 
 
