@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import zmq
 
+from megatron_hybrid.cache.calls import Calls
 from megatron_hybrid.disaggregation import messages as wire
 from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError, StoreError
@@ -38,14 +37,13 @@ class Peers:
         self._own = threading.local()
         self._numbers = itertools.count(1)
         self._silent: dict[str, float] = {}  # by address: until when it is left alone
-        self._changed = threading.Condition()
-        self._calls, self._is_closed = 0, False
+        self._calls = Calls()
 
     def ask(self, peer: str, question: wire.Find | wire.Hello, seconds: float) -> wire.Message:
         """The answer. Raises StoreError, if there is none in time, and for a while after that."""
         if time.monotonic() < self._silent.get(peer, 0.0):
             raise StoreError(f"{peer} did not answer a moment ago and is not asked ({FLAG}).")
-        with self._call():
+        with self._calls.call():
             answer = self._answer(peer, question, time.monotonic() + seconds)
         if answer is not None:
             return answer
@@ -57,7 +55,7 @@ class Peers:
 
     def tell(self, peer: str, message: wire.Done) -> None:
         """Without an answer; lost, if there is nobody."""
-        with self._call():
+        with self._calls.call():
             socket = self._socket(peer)
             if socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):
                 socket.send(wire.encode(message))
@@ -68,23 +66,8 @@ class Peers:
 
     def close(self) -> None:
         """Questions end with a StoreError, within a moment."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._calls)
+        self._calls.close(f"The connections to {FLAG} are closed.")
         self._context.destroy(0)
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._changed:
-            if self._is_closed:
-                raise StoreError(f"The connections to {FLAG} are closed.")
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
 
     def _answer(
         self, peer: str, question: wire.Find | wire.Hello, deadline: float
@@ -94,7 +77,7 @@ class Peers:
         if not socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):
             return None
         socket.send(wire.encode(question))
-        while time.monotonic() < deadline and not self._is_closed:
+        while time.monotonic() < deadline and not self._calls.closed:
             if not socket.poll(_SLICE):
                 if not socket.poll(0, zmq.POLLOUT):
                     return None  # nobody is there any more

@@ -17,11 +17,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_hybrid.cache.calls import Calls
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 FLAG = "--disaggregation-peers"
@@ -256,48 +256,32 @@ class _Peer:
         # the agent alive.
         self._agent = agent
         self._remote = remote
-        self._changed = threading.Condition()
-        self._calls = 0
-        self._reason = ""  # why it ended
+        self._calls = Calls()
         self._end_time = math.inf
 
     def read(self, pieces: Sequence[Piece], seconds: float) -> None:
         """Raises StoreError, and _LostError, after which it has to be ended."""
         deadline = time.monotonic() + seconds
         running: deque[int] = deque()
-        with self._call():
+        with self._calls.call():
             is_cut = False
             for batch in _batches(pieces):
                 if len(running) == _BATCHES:
                     self._finish(running.popleft(), deadline)
-                is_cut = bool(self._reason) or time.monotonic() > deadline
+                is_cut = bool(self._calls.closed) or time.monotonic() > deadline
                 if is_cut:
                     break
                 running.append(self._post(batch))
             while running:
                 self._finish(running.popleft(), deadline)
             if is_cut:
-                self._check()
+                self._calls.check()
                 raise self._late()
 
     def end(self, reason: str) -> None:
-        with self._changed:
-            if not self._reason:
-                self._reason, self._end_time = reason, time.monotonic()
-            self._changed.wait_for(lambda: not self._calls)
-            self._agent = None
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._changed:
-            self._check()
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+        self._end_time = min(self._end_time, time.monotonic())
+        self._calls.close(f"Nothing can be read from {self.name!r} any more: {reason}")
+        self._agent = None
 
     def _post(self, batch: np.ndarray) -> int:
         """The handle of a transfer that has started. batch: [pieces, 3]."""
@@ -327,7 +311,7 @@ class _Peer:
         try:
             while self._agent.getXferStatus(handle) != self._nixl.NIXL_SUCCESS:
                 if time.monotonic() > min(deadline, self._end_time) + _GRACE_SECONDS:
-                    self._check()
+                    self._calls.check()
                     raise self._late()
                 polls += 1
                 time.sleep(0 if polls < _EAGER_POLLS else _POLL_SECONDS)
@@ -336,11 +320,6 @@ class _Peer:
             raise _LostError(*error.args) from error
         except Exception as error:
             raise self._lost(error) from error
-
-    def _check(self) -> None:
-        """Raises StoreError, if it has ended."""
-        if self._reason:
-            raise StoreError(f"Nothing can be read from {self.name!r} any more: {self._reason}")
 
     def _late(self) -> StoreError:
         return StoreError(

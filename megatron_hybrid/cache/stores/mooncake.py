@@ -13,13 +13,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from megatron_hybrid.cache.calls import Calls
 from megatron_hybrid.cache.stores.parts import checksum_of, length_of, views_of
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
@@ -103,7 +103,7 @@ class MooncakeStore:
         self.name = name
         self.address = address
         self._buffer_bytes = buffer_bytes
-        self._turns = _Turns(address)
+        self._calls = Calls(_TURNS)  # after the last one, another would end this process
         self._lock = threading.Lock()
         self._sizes: dict[bytes, int] = {}  # what this process has put, as far as it knows
         self._bytes = 0
@@ -128,7 +128,7 @@ class MooncakeStore:
         """Whether the master knows each. Raises StoreError."""
         if not keys:
             return []
-        with self._turns.take(0):
+        with self._calls.call():
             codes = self._client.batch_is_exist([_name(key) for key in keys])
         for key, code in zip(keys, codes, strict=True):
             if code < 0:
@@ -156,7 +156,7 @@ class MooncakeStore:
         size = _HEADER.size + length
         self._check_fits(key, size)
         header = _header(key, length, checksum_of(views))
-        with self._turns.take(self._turns_for(size)):
+        with self._calls.call(self._turns_for(size)):
             # not put_parts, which leaves what is there and says that all went well
             deadline = time.monotonic() + RETRY_SECONDS
             while (code := self._client.upsert_parts(_name(key), header, *views)) in _ABSENT:
@@ -179,7 +179,7 @@ class MooncakeStore:
     def close(self) -> None:
         """Calls that are under way are finished; later ones raise StoreError. Takes a second, and
         about 15 s if the master is gone."""
-        if self._turns.close():
+        if self._calls.close(f"The store {self.address} ({FLAG}) is closed."):
             self._client.close()
 
     def _fetch(self, key: bytes, views: list[memoryview] | None) -> bytes | None:
@@ -187,7 +187,7 @@ class MooncakeStore:
         wrong."""
         name = _name(key)
         # Its size first: only from this one's code can a miss be told from a failure.
-        with self._turns.take(0):
+        with self._calls.call():
             size = self._client.get_size(name)
         if not self._is_there(key, size):
             return None
@@ -196,7 +196,7 @@ class MooncakeStore:
             self._remove_wrong(key, f"it has {size} bytes, which it should not")
             return None
         self._check_fits(key, size)
-        with self._turns.take(self._turns_for(size)):
+        with self._calls.call(self._turns_for(size)):
             # not get(), which holds the interpreter's lock until the data are there
             deadline = time.monotonic() + RETRY_SECONDS
             while (buffer := self._client.get_buffer(name)) is None:
@@ -223,7 +223,7 @@ class MooncakeStore:
     def _remove_wrong(self, key: bytes, reason: str) -> None:
         """So that it is not found, and not read, again and again."""
         logger.warning("%s is not used and removed from %s: %s.", _name(key), self.address, reason)
-        with self._turns.take(0):
+        with self._calls.call():
             self._client.remove(_name(key), True)  # although it was read just now
         self._forget(key)
 
@@ -253,45 +253,6 @@ class MooncakeStore:
             f"Could not {what} {_name(key)} in the store {self.address}: {_meaning(code)}. See to "
             f"the mooncake_master of {FLAG} and to the processes that add memory."
         )
-
-
-class _Turns:
-    """Who may call the client: only so many at once as its buffer has room for, and nobody after
-    it was closed, since a call would then end this process."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._changed = threading.Condition()
-        self._free = _TURNS
-        self._calls = 0
-        self._is_closed = False
-
-    @contextmanager
-    def take(self, count: int) -> Iterator[None]:
-        """Wait for so many turns; 0: of a call without data. Raises StoreError when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._free >= count)
-            if self._is_closed:
-                raise StoreError(f"The store {self._address} ({FLAG}) is closed.")
-            self._free -= count
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += count
-                self._calls -= 1
-                self._changed.notify_all()
-
-    def close(self) -> bool:
-        """Wait until all calls have ended. False: it was closed already."""
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._is_closed = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._calls)
-            return True
 
 
 def _new_client(address: str) -> Any:
